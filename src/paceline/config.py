@@ -1,0 +1,152 @@
+"""Every option of the engine, declared once.
+
+An option is a dataclass field made with `option(...)`: default, help text, bounds and choices live there, and
+validation, command-line flags and the reference page are derived from it. A config is frozen: capacities that
+follow from it are values of their own (see `Capacity`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from paceline.errors import ConfigError
+
+MODES = ("continuous", "dynamic", "static")
+POLICIES = ("fcfs", "priority")
+PREEMPTION_KINDS = ("recompute", "swap")
+STATIC_ORDERS = ("fifo", "sorted")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+) -> Any:
+    """Declare one option: its default, what it means, and the values it accepts."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One group of layers that share a block table: full attention, or a sliding window of `window` tokens."""
+
+    window: int | None = None
+    num_blocks: int | None = None  # None: as many as KVConfig.num_blocks
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"a layer group's {name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """Size and shape of the paged KV cache."""
+
+    block_size: int = option(16, "tokens per KV block (16 suits a CPU, 64 a GPU)", low=1, high=1024)
+    num_blocks: int = option(4096, "KV blocks on the device", low=2, flag="--num-gpu-blocks-override")
+    num_host_blocks: int = option(0, "places in host memory for swapped-out blocks", low=0)
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.groups:
+            raise ConfigError("groups must name at least one layer group")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are composed and who goes first."""
+
+    max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536)
+    max_num_batched_tokens: int = option(2048, "token budget of one step", low=1)
+    max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
+    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=POLICIES)
+    ageing_s: float = option(30.0, "seconds of waiting that are worth one priority level", low=1e-6)
+    mode: str = option("continuous", "how batches are formed", choices=MODES)
+    batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
+    batch_timeout_s: float = option(0.1, "longest wait of the dynamic mode for a full batch", low=0.0)
+    static_flush_s: float = option(
+        5.0, "wait after which the static mode starts a part-filled batch", low=0.0
+    )
+    static_order: str = option("fifo", "how the static mode picks a batch", choices=STATIC_ORDERS)
+    long_prefill_share: float = option(
+        0.5, "share of a step's tokens one prompt may take while others wait", low=1e-6, high=1.0
+    )
+    watermark: float = option(0.01, "share of KV blocks kept free when admitting", low=0.0, high=0.9)
+    preemption: str = option("recompute", "what happens to a victim's KV", choices=PREEMPTION_KINDS)
+    max_preemptions: int = option(4, "preemptions after which a request is never preempted again", low=0)
+    max_queue: int = option(10_000, "most waiting requests", low=1)
+    max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
+    defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything `factory` needs to build an engine around a runner."""
+
+    kv: KVConfig = field(default_factory=KVConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    depth: int = option(1, "steps the host plans ahead of the device; 0 waits for each step", low=0, high=8)
+    check_every: int = option(256, "steps between two checks of the invariants; 0 never checks", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What follows from a config: sizes that are computed, never configured."""
+
+    num_rows: int  # rows of the row table: a freed row is used again only when the steps before it are done
+    max_blocks_per_row: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Capacity:
+        # A finished row of a padded batch goes on decoding beside the longest one: room for both lengths.
+        longest = config.scheduler.max_model_len * (1 if config.scheduler.mode == "continuous" else 2)
+        return cls(
+            num_rows=config.scheduler.max_num_seqs * (config.depth + 1),
+            max_blocks_per_row=math.ceil(longest / config.kv.block_size) + 1,
+        )
+
+
+def check_options(config: Any) -> None:
+    """Raise `ConfigError` for the first option of `config` that is out of its declared range."""
+    for spec in fields(config):
+        if "help" in spec.metadata:
+            _check_option(spec, getattr(config, spec.name))
+
+
+def _check_option(spec: Field[Any], value: Any) -> None:
+    flag = flag_of(spec)
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if spec.default is not MISSING and isinstance(spec.default, int) and not isinstance(value, int):
+        raise ConfigError(f"{flag} must be a whole number, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} must be a finite number, not {value!r}")
+    if low is not None and value < low:
+        raise ConfigError(f"{flag} must be at least {low}, not {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{flag} must be at most {high}, not {value}")
+
+
+def flag_of(spec: Field[Any]) -> str:
+    """The command-line flag of an option."""
+    return spec.metadata["flag"] or "--" + spec.name.replace("_", "-")

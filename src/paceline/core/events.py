@@ -1,0 +1,71 @@
+"""What the engine tells the outside: tokens as columns, endings and decisions as values.
+
+Tokens of a step come as one columnar event, so that a step costs the same whatever the batch. A request gets
+exactly one `Finished`, and nothing after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import FinishReason, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenEvents:
+    """The tokens one step delivered: entry i is token `tokens[i]`, number `index[i]` of request `requests[i]`."""
+
+    seq: int
+    time_s: float
+    requests: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    index: NDArray[np.int32]  # 0 is the first token of the output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The one terminal event of a request."""
+
+    request: RequestId
+    reason: FinishReason
+    detail: str  # "", or what is behind an abort or error: deadline, pruned, numerical_error, ...
+    time_s: float
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvents:
+    """Everything that became known since the last time events were taken."""
+
+    tokens: tuple[TokenEvents, ...] = ()
+    finished: tuple[Finished, ...] = ()
+
+
+class DecisionKind(Enum):
+    ADMIT = "admit"
+    DEFER = "defer"
+    CHUNK = "chunk"
+    PREEMPT = "preempt"
+    RESUME = "resume"
+    STALL = "stall"
+    FORK = "fork"
+    FINISH = "finish"
+    REFUSE = "refuse"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One scheduling decision and the reason for it. `value` is the number the reason speaks of."""
+
+    kind: DecisionKind
+    request: RequestId
+    reason: str
+    value: int = 0

@@ -1,0 +1,187 @@
+"""The boundary between deciding and computing: `StepPlan` goes down, `StepResult` comes back.
+
+Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
+before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
+block appends, swap-outs, block copies, swap-ins, then the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.sampling import SamplingParams
+
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+
+RUNNING_ON, STOPPED, AT_LENGTH = 0, 1, 2  # values of StepResult.finished
+
+
+def i32(values: Iterable[int] = ()) -> I32:
+    return np.fromiter(values, dtype=np.int32)
+
+
+EMPTY = i32()
+EMPTY.flags.writeable = False
+
+
+def _column() -> I32:
+    column: I32 = field(default_factory=lambda: EMPTY)
+    return column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowJoins:
+    """Rows that start. Every column of a joined row is written anew; nothing of its former owner survives."""
+
+    row: I32 = _column()
+    generation: I32 = _column()  # tells this owner of the row from the ones before it
+    num_tokens: I32 = _column()  # tokens known at the start
+    num_computed: I32 = _column()  # of these, already in the KV blocks
+    limit: I32 = _column()  # the row ends when it has this many tokens
+    pad: I32 = _column()  # tokens of left padding computed before the prompt (static and dynamic modes)
+    model: I32 = _column()
+    adapter: I32 = _column()
+    sampling: tuple[SamplingParams, ...] = ()
+    tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSpans:
+    """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed."""
+
+    row: I32 = _column()
+    num_scheduled: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSet:
+    """The rows in plain decode, as a change against the step before."""
+
+    added: I32 = _column()
+    removed: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockAppends:
+    """`block` becomes entry `index` of the block table of (`group`, `row`)."""
+
+    row: I32 = _column()
+    group: I32 = _column()
+    index: I32 = _column()
+    block: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCopies:
+    """Copy-on-write: entry `index` of a row's table moves from `source` to its copy `target`."""
+
+    row: I32 = _column()
+    group: I32 = _column()
+    index: I32 = _column()
+    source: I32 = _column()
+    target: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowCopies:
+    """Forks: the first `num_tokens` tokens of `source` become those of `target`, which joins in this plan."""
+
+    source: I32 = _column()
+    target: I32 = _column()
+    num_tokens: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Swaps:
+    """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`."""
+
+    ticket: I32 = _column()
+    group: I32 = _column()
+    block: I32 = _column()
+    place: I32 = _column()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepWork:
+    """How much a step computes: what a cost model and a kernel choice need, summed while planning."""
+
+    decode_rows: int = 0
+    decode_context: int = 0  # tokens of KV the decoding rows read
+    prefill_tokens: int = 0  # tokens in spans, padding included
+    prefill_context_products: int = 0  # sum over these tokens of the context each attends to
+    logit_rows: int = 0  # rows that are sampled
+    swap_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """What the runner does in one step."""
+
+    seq: int  # plans are numbered from 1; a gap is an error
+    full: bool = False  # True: a snapshot, all rows are listed in joins
+    leaves: I32 = _column()  # rows set free; used again only when every earlier step has completed
+    joins: RowJoins = RowJoins()
+    spans: RowSpans = RowSpans()
+    decode_rows: RowSet = RowSet()
+    new_blocks: BlockAppends = BlockAppends()
+    block_copies: BlockCopies = BlockCopies()
+    row_copies: RowCopies = RowCopies()
+    swap_out: Swaps = Swaps()
+    swap_in: Swaps = Swaps()
+    pad_tokens: int = 0  # prompt padding, computed for real into the null block
+    padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
+    work: StepWork = StepWork()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepTimes:
+    """When the step ran, by the runner's clock, in seconds."""
+
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
+
+    seq: int
+    rows: I32
+    generation: I32  # as of the plan; a late result never reaches the row's next owner
+    tokens: I32  # [rows, width]; width > 1 with speculation
+    count: I32  # how many of them are valid; 0 for a chunk that does not end its prompt
+    finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
+    finite: Bool  # False: this row's numbers are not usable
+    copies_done: I32 = _column()  # swap tickets completed
+    times: StepTimes = StepTimes()
+
+
+class Pending(Protocol):
+    """A submitted step. Its result exists only once `wait` returns."""
+
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """Computes plans, in order. Knows rows, never requests; decides nothing."""
+
+    def reset(self, full: StepPlan) -> None:
+        """Forget every row and every device block, then take over the rows of a full plan."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Pending: ...
+
+
+class StepChecker(Protocol):
+    """Looks at the state after each half of a step; see `scheduler.invariants`."""
+
+    def after_schedule(self, plan: StepPlan | None) -> None: ...
+
+    def after_update(self, result: StepResult | None) -> None: ...

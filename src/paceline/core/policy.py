@@ -1,0 +1,55 @@
+"""The policy seam: who goes first, who gives way, how much of a step a prompt may take.
+
+A policy is a few pure functions over read-only columns. The same view type describes waiting and running
+requests, so that one rule orders both. Lower priority numbers and lower scores go first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestView:
+    """Read-only columns, one entry per request. `row` is -1 for a request that waits."""
+
+    now_s: float
+    row: NDArray[np.int32]
+    order: NDArray[np.int64]  # position in the order of arrival, unique
+    arrival_s: NDArray[np.float64]
+    priority: NDArray[np.int32]
+    tenant: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    max_total: NDArray[np.int32]
+    preemptions: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """Entry `index` of the view gives way. `swap` None leaves the kind to the scheduler."""
+
+    index: int
+    swap: bool | None = None
+
+
+class Policy(Protocol):
+    """Order, victim and share. Pure: the same view gives the same answer."""
+
+    def order(self, view: RequestView) -> NDArray[np.float64]:
+        """A score per request; the lowest goes first, ties by arrival."""
+        ...
+
+    def victim(self, view: RequestView, need: int) -> Victim:
+        """Which of the preemptible requests in `view` gives way, `need` blocks being short."""
+        ...
+
+    def share(self, view: RequestView, budget: int) -> int:
+        """Most tokens one prompt may take of a step's `budget` while the requests in `view` wait."""
+        ...

@@ -1,0 +1,48 @@
+"""The seam between the engine and the run log: one record per completed step.
+
+A record holds everything the scheduler was told before the step (`inputs`), what it decided and what came back.
+The engine fills it in; who writes it where, and how, is the recorder's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.events import Decision
+from paceline.core.plan import StepPlan, StepResult
+
+Inputs = Sequence[tuple[object, ...]]  # (kind, time, values...)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """One step, from the first input before it to its result."""
+
+    t_plan: float
+    t_done: float
+    inputs: Inputs
+    plan: StepPlan
+    result: StepResult | None  # None: the step failed
+    decisions: Sequence[Decision]
+
+
+class StepRecorder(Protocol):
+    """Takes records in the order steps complete."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
+        """The run is over; `inputs` came after the last plan."""
+        ...
+
+
+class NoRecorder:
+    """Keeps nothing."""
+
+    def step(self, record: StepRecord) -> None:
+        return None
+
+    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
+        return None

@@ -1,0 +1,181 @@
+"""A request and its life cycle.
+
+The life cycle is a table of allowed moves; `Request.move` is the only way to change state. A request is an
+object at admission, preemption and finish. While it runs, its counters live in the columns of its row (see
+`scheduler.rows`), and the copies here are what was true when it last left a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest
+
+RequestId = NewType("RequestId", int)
+DEFAULT_TENANT = "default"
+NO_ROW = -1
+
+
+class RequestState(Enum):
+    NEW = "new"
+    WAITING = "waiting"  # in the queue, owns nothing
+    RUNNING = "running"  # owns a row and blocks
+    BLOCKED = "blocked"  # waits for something outside the scheduler, see Blocked
+    SWAPPED = "swapped"  # owns host places, waits to come back
+    PAUSED = "paused"  # put aside by its owner; owns at most host places
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+_S = RequestState
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
+    _S.WAITING: frozenset({_S.RUNNING, _S.BLOCKED, _S.PAUSED, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.SWAPPED, _S.PAUSED, _S.FINISHED}),
+    _S.BLOCKED: frozenset({_S.WAITING, _S.RUNNING, _S.SWAPPED, _S.PAUSED, _S.FINISHED}),
+    _S.SWAPPED: frozenset({_S.BLOCKED, _S.WAITING, _S.PAUSED, _S.FINISHED}),
+    _S.PAUSED: frozenset({_S.WAITING, _S.SWAPPED, _S.FINISHED}),
+    _S.FINISHED: frozenset(),
+    _S.REJECTED: frozenset(),
+}
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class BlockReason(Enum):
+    """What a BLOCKED request waits for."""
+
+    SWAP_IN = "swap_in"
+    GRAMMAR = "grammar"
+    ADAPTER = "adapter"
+    REMOTE_KV = "remote_kv"
+    ENCODER = "encoder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """Why a request is blocked, and when it is given up."""
+
+    reason: BlockReason
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Opaque identity of one full block of tokens and everything before it.
+
+    `key` finds a cached block; `payload` must be equal too before the block is used, so that a collision of
+    keys can make a hit slow but never wrong.
+    """
+
+    key: bytes
+    payload: bytes
+
+
+class Request:
+    """One sequence to generate. See the module's docstring for which counters are true when."""
+
+    __slots__ = (
+        "adapter",
+        "admitted_s",
+        "arrival_s",
+        "blocked",
+        "branch",
+        "deadline_s",
+        "fail_detail",
+        "finished_s",
+        "first_token_s",
+        "host_places",
+        "id",
+        "keys",
+        "model",
+        "needs_host",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "parent",
+        "preemptions",
+        "priority",
+        "reserved",
+        "row",
+        "sampling",
+        "state",
+        "step_failures",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        arrival_s: float = 0.0,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        keys: Sequence[BlockKey] = (),
+    ) -> None:
+        if len(tokens) == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self.id = request_id
+        self.tokens = tokens  # prompt and, once it has left a row, its output so far
+        self.num_prompt = len(tokens)
+        self.sampling = sampling
+        self.arrival_s = arrival_s
+        self.tenant = tenant
+        self.priority = priority  # the lower goes first
+        self.deadline_s = deadline_s
+        self.keys = list(keys)  # one per full block of tokens, as far as known
+        self.model = 0
+        self.adapter = 0
+        self.parent: RequestId | None = None
+        self.branch = 0
+        self.needs_host = False  # the host must see each token before the next one may be computed
+        self.state = RequestState.NEW
+        self.blocked: Blocked | None = None
+        self.row = NO_ROW
+        self.num_computed = 0  # tokens whose KV lies in host_places, or was brought along from outside
+        self.host_places: tuple[NDArray[np.int32], ...] = ()
+        self.reserved = False  # its full length is reserved: never preempted
+        self.preemptions = 0
+        self.step_failures = 0
+        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.fail_detail = ""
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def max_total(self) -> int:
+        """Prompt and output together, at most."""
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in (RequestState.FINISHED, RequestState.REJECTED)
+
+    def move(self, state: RequestState) -> None:
+        """Change state; a move that is not in the table is a bug of ours."""
+        assert state in TRANSITIONS[self.state], f"request {self.id}: {self.state.value} -> {state.value}"
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, {self.state.value}, row={self.row}, tokens={self.num_tokens})"

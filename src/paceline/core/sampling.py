@@ -1,0 +1,133 @@
+"""How tokens are chosen for one request: a frozen, validated value.
+
+Ranges follow the OpenAI API and vLLM where they agree. Validation happens once, on construction, so that no
+later part has to doubt a value; ids are checked against a vocabulary by `check_vocabulary`, at the door.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from paceline.errors import InvalidRequest
+
+MAX_BRANCHES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 64
+MAX_BIAS = 300
+MAX_LOGPROBS = 20
+MAX_WORDS = 128
+SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request. `temperature` 0 is greedy; 0 switches `top_k` and `min_p` off."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    n: int = 1  # branches that share the prompt
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token id sequences that must not be produced
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_counts(self)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids outside `[0, vocab_size)` in any field."""
+        fields: tuple[tuple[str, tuple[int, ...]], ...] = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", tuple(self.logit_bias)),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", tuple(token for word in self.bad_words for token in word)),
+        )
+        for name, tokens in fields:
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(f"{name}: token id {token} is not in [0, {vocab_size})", param=name)
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """The seed of one branch of a request; branch 0 keeps the request's own."""
+    if branch == 0:
+        return seed
+    text = b"%d:%d" % (seed, branch)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+_INT_RANGES: tuple[tuple[str, int, int], ...] = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("n", 1, MAX_BRANCHES),
+    ("top_k", -1, 2**31 - 1),
+    ("seed", SEED_LOW, SEED_HIGH),
+    ("logprobs", -1, MAX_LOGPROBS),
+    ("prompt_logprobs", -1, MAX_LOGPROBS),
+)
+_FLOAT_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 1e-9, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-3, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    for name, low, high in _INT_RANGES:
+        value = getattr(params, name)
+        if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidRequest(f"{name} must be a whole number, not {value!r}", param=name)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
+    for name, low_f, high_f in _FLOAT_RANGES:
+        value = getattr(params, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
+        if not low_f <= value <= high_f:
+            raise InvalidRequest(f"{name} must be between {low_f:g} and {high_f:g}, not {value}", param=name)
+    if params.min_tokens > params.max_tokens:
+        message = f"min_tokens ({params.min_tokens}) is larger than max_tokens ({params.max_tokens})"
+        raise InvalidRequest(message, param="min_tokens")
+
+
+def _check_counts(params: SamplingParams) -> None:
+    limits: tuple[tuple[str, int, int], ...] = (
+        ("stop", len(params.stop), MAX_STOPS),
+        ("stop_token_ids", len(params.stop_token_ids), MAX_STOP_IDS),
+        ("logit_bias", len(params.logit_bias), MAX_BIAS),
+        ("bad_words", len(params.bad_words), MAX_WORDS),
+    )
+    for name, count, limit in limits:
+        if count > limit:
+            raise InvalidRequest(f"{name} takes at most {limit} entries, not {count}", param=name)
+    for text in params.stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", param="stop")
+    for token, bias in params.logit_bias.items():
+        if not isinstance(token, int) or not math.isfinite(bias) or not -100 <= bias <= 100:
+            raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")

@@ -1,0 +1,293 @@
+"""Shapes of public models and rates of common devices, by name.
+
+A `ModelShape` counts weights and KV bytes; a `DeviceSpec` says how fast they are read and multiplied.
+Each device's `source` says which of its numbers were measured and which are published or assumed.
+Prices are not kept here: they age faster than code, so a caller gives its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from paceline.costs.matmul import MatmulCurve, MatmulLimits, scale_curve
+from paceline.errors import InputError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a gated MLP, as numbers."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool  # the LM head is the embedding
+    qk_norm: bool = False  # a norm over each query and key head, as in Qwen3
+    dtype_bytes: int = 2
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrix products."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the LM head, whether tied or not."""
+        return self.vocab * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights, norms and embeddings included."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        tables = self.head_parameters * (1 if self.tied else 2)
+        return self.layers * (self.layer_parameters + norms) + self.hidden + tables
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One device. Bandwidths in bytes/s, rates in FLOP/s."""
+
+    name: str
+    memory_bytes: int
+    read_bandwidth: float  # sustained by a plain read
+    matmul_peak: float  # best rate of a large matrix product
+    attention_efficiency: float  # share of read_bandwidth that decode attention reaches
+    attention_flops: float  # prefill attention, causal: only the products below the diagonal are counted
+    host_link_bandwidth: float
+    fixed_step_s: float  # host gap, launches and small kernels of a step, whatever its size
+    matmul_curves: tuple[MatmulCurve, ...] = ()  # measured; empty: the shares of its limits an H200 reached
+    element_bytes: int | None = None  # width the device computes in; None: the model's own
+    hour_price: float | None = None
+    source: str = ""
+
+    @property
+    def limits(self) -> MatmulLimits:
+        return MatmulLimits(read_bandwidth=self.read_bandwidth, peak_flops=self.matmul_peak)
+
+
+def model_shape(name: str) -> ModelShape:
+    return _lookup(MODELS, name, "model")
+
+
+def device_spec(name: str) -> DeviceSpec:
+    return _lookup(DEVICES, name, "device")
+
+
+def matmul_curves(device: DeviceSpec) -> tuple[MatmulCurve, ...]:
+    """The device's own measurements, or the H200's carried over to its limits."""
+    if device.matmul_curves:
+        return device.matmul_curves
+    return tuple(scale_curve(curve, _H200.limits, device.limits, 2) for curve in _H200.matmul_curves)
+
+
+def as_held(model: ModelShape, device: DeviceSpec) -> ModelShape:
+    """The model with the element width it has on this device."""
+    return model if device.element_bytes is None else replace(model, dtype_bytes=device.element_bytes)
+
+
+def kv_capacity_tokens(model: ModelShape, device: DeviceSpec, memory_utilization: float = 0.9) -> int:
+    """Token slots that fit beside the weights in that share of the device's memory."""
+    if not 0.0 < memory_utilization <= 1.0:
+        raise InputError(f"memory_utilization is {memory_utilization}; it must be above 0 and at most 1")
+    held = as_held(model, device)
+    usable = int(device.memory_bytes * memory_utilization)
+    slots = (usable - held.weight_bytes) // held.kv_bytes_per_token
+    if slots < 1:
+        raise InputError(
+            f"{model.name} does not fit on {device.name}: its weights take {held.weight_bytes / GIB:.1f} GiB "
+            f"and {usable / GIB:.1f} GiB may be used; choose a smaller model or a larger device"
+        )
+    return slots
+
+
+_Preset = TypeVar("_Preset")
+
+
+def _lookup(known: Mapping[str, _Preset], name: str, kind: str) -> _Preset:
+    found = known.get(name.lower())
+    if found is None:
+        raise InputError(f"unknown {kind} '{name}'; known ones are {', '.join(sorted(known))}")
+    return found
+
+
+def _llama3(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    *,
+    head_dim: int = 128,
+    tied: bool = False,
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=8,
+        head_dim=head_dim,
+        vocab=128_256,
+        tied=tied,
+    )
+
+
+def _qwen3(
+    name: str, layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151_936,
+        tied=tied,
+        qk_norm=True,
+    )
+
+
+MODELS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _qwen3("qwen3-0.6b", 28, 1024, 3072, 16, tied=True),
+        _qwen3("qwen3-8b", 36, 4096, 12_288, 32),
+        _qwen3("qwen3-14b", 40, 5120, 17_408, 40),
+        _llama3("llama-3.2-1b", 16, 2048, 8192, 32, head_dim=64, tied=True),
+        _llama3("llama-3.1-8b", 32, 4096, 14_336, 32),
+        _llama3("llama-3.1-70b", 80, 8192, 28_672, 64),
+        ModelShape(
+            name="smollm2-135m",
+            layers=30,
+            hidden=576,
+            intermediate=1536,
+            heads=9,
+            kv_heads=3,
+            head_dim=64,
+            vocab=49_152,
+            tied=True,
+        ),
+    )
+}
+
+# Matrix products of a whole decode step on one H200, LM head included, bf16, cuBLAS in a CUDA graph, in ms.
+H200_STEP_ROWS = (1, 8, 64, 128, 256, 512, 1024)
+H200_STEP_MS = {
+    "qwen3-0.6b": (0.92, 0.76, 0.81, 0.85, 0.93, 1.22, 2.00),
+    "llama-3.1-8b": (4.00, 3.98, 4.25, 4.60, 6.62, 11.70, 23.63),
+}
+# Above 1,024 rows nothing was measured directly; these rates are what a prefill of 64 prompts implies.
+H200_BULK_ROWS = 2048
+H200_BULK_FLOPS = {"qwen3-0.6b": 600e12, "llama-3.1-8b": 680e12}
+
+
+def _h200_curves() -> tuple[MatmulCurve, ...]:
+    """Split each measured step into layers and LM head. The 8B step is large matrices throughout and sets the
+    rate of a large matrix; what the small model's step takes beyond a head at that rate, its layers take."""
+    rows = tuple(float(n) for n in (*H200_STEP_ROWS, H200_BULK_ROWS))
+    small, large = MODELS["qwen3-0.6b"], MODELS["llama-3.1-8b"]
+    large_products = large.layers * large.layer_parameters + large.head_parameters
+    large_rates = [
+        2.0 * large_products * n / (ms / 1e3)
+        for n, ms in zip(H200_STEP_ROWS, H200_STEP_MS[large.name], strict=True)
+    ]
+    small_rates = []
+    for n, ms, head_rate in zip(H200_STEP_ROWS, H200_STEP_MS[small.name], large_rates, strict=True):
+        layers_s = ms / 1e3 - 2.0 * small.head_parameters * n / head_rate
+        small_rates.append(2.0 * small.layers * small.layer_parameters * n / layers_s)
+    return (
+        MatmulCurve(
+            layer_parameters=small.layer_parameters,
+            rows=rows,
+            flops=(*small_rates, H200_BULK_FLOPS[small.name]),
+        ),
+        MatmulCurve(
+            layer_parameters=large.layer_parameters,
+            rows=rows,
+            flops=(*large_rates, H200_BULK_FLOPS[large.name]),
+        ),
+    )
+
+
+_H200 = DeviceSpec(
+    name="h200",
+    memory_bytes=143_771 * MIB,
+    read_bandwidth=4.22e12,
+    matmul_peak=790e12,
+    matmul_curves=_h200_curves(),
+    attention_efficiency=0.88,
+    attention_flops=360e12,
+    host_link_bandwidth=50e9,
+    fixed_step_s=0.5e-3,
+    source="read bandwidth, peak and matrix products to 1,024 rows measured; the rest estimated",
+)
+
+
+_PUBLISHED_BANDWIDTH = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
+_PUBLISHED_FLOPS = {"h200": 989e12, "h100": 989e12, "a100": 312e12}  # dense bf16
+
+
+def _from_data_sheet(name: str, memory_bytes: int, host_link_bandwidth: float) -> DeviceSpec:
+    """A GPU known by its data sheet alone, granted the share of its limits that the H200 reached."""
+    bandwidth_ratio = _PUBLISHED_BANDWIDTH[name] / _PUBLISHED_BANDWIDTH["h200"]
+    flops_ratio = _PUBLISHED_FLOPS[name] / _PUBLISHED_FLOPS["h200"]
+    return replace(
+        _H200,
+        name=name,
+        memory_bytes=memory_bytes,
+        read_bandwidth=_H200.read_bandwidth * bandwidth_ratio,
+        matmul_peak=_H200.matmul_peak * flops_ratio,
+        matmul_curves=(),
+        attention_flops=_H200.attention_flops * flops_ratio,
+        host_link_bandwidth=host_link_bandwidth,
+        source="published peaks times the efficiency measured on an H200; nothing measured",
+    )
+
+
+_CPU_2CORE = DeviceSpec(
+    name="cpu-2core",
+    memory_bytes=16 * GIB,
+    read_bandwidth=32e9,
+    matmul_peak=66e9,
+    # One shape was measured, 576 x 1536 in fp32 on two Neoverse-N1 cores.
+    matmul_curves=(
+        MatmulCurve(
+            layer_parameters=576 * 1536, rows=(1.0, 8.0, 32.0, 128.0), flops=(20e9, 32e9, 50e9, 66e9)
+        ),
+    ),
+    attention_efficiency=0.6,
+    attention_flops=30e9,
+    host_link_bandwidth=10e9,
+    fixed_step_s=4e-3,
+    element_bytes=4,
+    source="read bandwidth and fp32 matrix products measured on two Neoverse-N1 cores; the rest assumed",
+)
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        _H200,
+        _from_data_sheet("h100", 81_559 * MIB, 50e9),
+        _from_data_sheet("a100", 81_920 * MIB, 25e9),
+        _CPU_2CORE,
+    )
+}

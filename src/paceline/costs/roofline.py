@@ -1,0 +1,108 @@
+"""A cost model from first principles: bytes over bandwidth, products over rate, summed.
+
+Owns the arithmetic of a decoder step (matrix products, attention, elementwise traffic, LM head, copies) for a
+model's shape on a device's rates. Parts are added, not overlapped, because that is how one stream runs them.
+It knows no scheduler and no requests; everything that does not depend on the step is computed once.
+"""
+
+from dataclasses import dataclass
+
+from paceline.costs.matmul import head_seconds, layers_seconds
+from paceline.costs.model import CostModel, StepShape
+from paceline.costs.presets import DeviceSpec, ModelShape, as_held, matmul_curves
+
+_LOGIT_PASSES = 2  # sampling reads the logits about twice; writing them is part of the matrix product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Where the seconds of a step go."""
+
+    fixed_s: float
+    matmul_s: float
+    elementwise_s: float
+    decode_attention_s: float
+    prefill_attention_s: float
+    head_s: float
+    copy_s: float
+
+
+class Roofline(CostModel):
+    """Predicts a step of `model` on `device`; `fixed_step_s` replaces the device's own fixed cost."""
+
+    def __init__(self, model: ModelShape, device: DeviceSpec, *, fixed_step_s: float | None = None) -> None:
+        self.model = as_held(model, device)
+        self.device = device
+        self._fixed_s = device.fixed_step_s if fixed_step_s is None else fixed_step_s
+        curves = matmul_curves(device)
+        self._layers_s = layers_seconds(
+            curves,
+            device.limits,
+            layer_parameters=self.model.layer_parameters,
+            num_layers=self.model.layers,
+            element_bytes=self.model.dtype_bytes,
+        )
+        self._head_s = head_seconds(
+            curves,
+            device.limits,
+            parameters=self.model.head_parameters,
+            element_bytes=self.model.dtype_bytes,
+        )
+        bandwidth = device.read_bandwidth * device.attention_efficiency
+        self._kv_s = self.model.kv_bytes_per_token / bandwidth
+        self._product_s = _attention_flops(self.model) / device.attention_flops
+        self._elementwise_s = _elementwise_bytes(self.model) / bandwidth
+        self._logits_s = _LOGIT_PASSES * self.model.vocab * self.model.dtype_bytes / bandwidth
+        self._copy_s = 1.0 / device.host_link_bandwidth
+
+    def step_seconds(self, shape: StepShape) -> float:
+        return sum(self._seconds(shape))
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """The same seconds, one number per kind of work."""
+        fixed, matmul, elementwise, decode, prefill, head, copy = self._seconds(shape)
+        return StepParts(
+            fixed_s=fixed,
+            matmul_s=matmul,
+            elementwise_s=elementwise,
+            decode_attention_s=decode,
+            prefill_attention_s=prefill,
+            head_s=head,
+            copy_s=copy,
+        )
+
+    def _seconds(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
+        prefill_tokens = shape.prefill_tokens
+        tokens = shape.decode_rows + prefill_tokens
+        logit_rows = shape.logit_rows
+        prefill = 0.0
+        if prefill_tokens:
+            products = shape.prefill_context_products
+            # A short span at the end of a long context is a read of that context, not arithmetic. How many
+            # spans there are is not known here, so one read of the mean context is the least it can cost.
+            prefill = max(products * self._product_s, products / prefill_tokens * self._kv_s)
+        return (
+            self._fixed_s,
+            self._layers_s(tokens) if tokens else 0.0,
+            tokens * self._elementwise_s,
+            shape.decode_context * self._kv_s,
+            prefill,
+            self._head_s(logit_rows) + logit_rows * self._logits_s if logit_rows else 0.0,
+            shape.copy_bytes * self._copy_s,
+        )
+
+
+def _attention_flops(model: ModelShape) -> float:
+    """Per token and token of context: a product with the key and one with the value, in every head."""
+    return 4.0 * model.layers * model.heads * model.head_dim
+
+
+def _elementwise_bytes(model: ModelShape) -> float:
+    """Bytes a token moves outside matrix products: two norms with their residuals, rotary and the KV write,
+    attention's own query and output, and the gate."""
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norms = 8 * model.hidden
+    rotary = 2 * (query + 2 * kv) + 2 * kv
+    attention = 2 * query
+    gate = 3 * model.intermediate
+    return float(model.layers * (norms + rotary + attention + gate) * model.dtype_bytes)

@@ -1,0 +1,1 @@
+"""The step loop over the runner seam: plan, submit, wait, update."""

@@ -1,0 +1,246 @@
+"""The engine: requests in, steps, events out.
+
+`step()` reads aloud: plan, submit, wait, update. `step_overlapped()` is the same with the wait moved behind the
+next plan, `depth` steps later. A step that fails is recovered from a snapshot; a request whose step fails twice
+ends with an error, and after three failures in a row the engine gives up, with every request answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.clock import Clock
+from paceline.core.events import Decision, StepEvents
+from paceline.core.hooks import RequestHooks
+from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
+from paceline.core.recorder import Inputs, NoRecorder, StepRecord, StepRecorder
+from paceline.core.request import DEFAULT_TENANT, Request, RequestId
+from paceline.core.sampling import SamplingParams, branch_seed
+from paceline.errors import EngineFailed
+from paceline.scheduler.scheduler import Scheduler
+
+MAX_FAILURES_IN_A_ROW = 3
+
+
+@dataclass(slots=True)
+class Underway:
+    """A submitted plan, and what the log will say about it."""
+
+    plan: StepPlan
+    pending: Pending
+    t_plan: float
+    inputs: Inputs
+    decisions: Sequence[Decision]
+
+
+class Engine:
+    """One scheduler, one runner. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        clock: Clock,
+        hooks: RequestHooks,
+        depth: int = 1,
+        recorder: StepRecorder | None = None,
+        checker: StepChecker | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        self.last_error: Exception | None = None
+        self._runner = runner
+        self._clock = clock
+        self._hooks = hooks
+        self._recorder = recorder if recorder is not None else NoRecorder()
+        self._checker = checker
+        self._underway: deque[Underway] = deque()
+        self._failures = 0
+        self._next_id = 1
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        arrival_s: float | None = None,
+    ) -> list[RequestId]:
+        """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is."""
+        prompt = np.ascontiguousarray(tokens, np.int32)
+        branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
+        for branch in branches:
+            branch.tenant, branch.priority, branch.deadline_s = tenant, priority, deadline_s
+            branch.arrival_s = self._clock.now() if arrival_s is None else arrival_s
+            if branch is not branches[0]:
+                branch.parent = branches[0].id
+                branch.keys = branches[0].keys.copy()
+            else:
+                branch.keys = list(self._hooks.new_keys(branch))
+        self.scheduler.add(branches)
+        return [branch.id for branch in branches]
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request made elsewhere (a simulation, a log)."""
+        self._next_id = max(self._next_id, request.id + 1)
+        self.scheduler.add([request])
+
+    def fork(self, request_id: RequestId, count: int) -> list[RequestId]:
+        """Branch a live request `count` times at the last token it has delivered. Prune a branch to drop it."""
+        parent = self.scheduler.state.requests.get(request_id)
+        tokens = self.scheduler.tokens_of(request_id)
+        assert parent is not None
+        left = parent.max_total - len(tokens)
+        sampling = replace(parent.sampling, max_tokens=max(1, left), n=1)
+        branches = [self._branch(tokens, sampling, parent.branch + 1 + index) for index in range(count)]
+        for branch in branches:
+            branch.tenant, branch.priority = parent.tenant, parent.priority
+            branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
+            branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
+            branch.keys += self._hooks.new_keys(branch)
+        self.scheduler.fork(request_id, branches)
+        return [branch.id for branch in branches]
+
+    def abort(self, request_id: RequestId) -> bool:
+        return self.scheduler.abort(request_id)
+
+    def prune(self, request_id: RequestId) -> bool:
+        return self.scheduler.prune(request_id)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def step(self) -> StepEvents:
+        """One step, start to end: plan, submit, wait, update."""
+        plan = self._schedule()
+        if plan is not None and self._submit(plan):
+            self._wait()
+        return self.scheduler.take_events()
+
+    def step_overlapped(self) -> StepEvents:
+        """The same, with the device `depth` steps behind: it computes while the next plan is made."""
+        plan = self._schedule()
+        if plan is not None:
+            self._submit(plan)
+        if self._underway and (plan is None or len(self._underway) > self.depth):
+            self._wait()
+        return self.scheduler.take_events()
+
+    def drain(self) -> StepEvents:
+        """Wait for every step under way."""
+        while self._underway:
+            self._wait()
+        return self.scheduler.take_events()
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.scheduler.state.requests)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way; a further step would do nothing until something new comes in."""
+        return not self._underway
+
+    def close(self) -> None:
+        """Complete what is under way and close the log."""
+        self.drain()
+        self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
+
+    def _schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if self._checker is not None:
+            self._checker.after_schedule(plan)
+        return plan
+
+    def _submit(self, plan: StepPlan) -> bool:
+        inputs, decisions = self.scheduler.take_journal(), self.scheduler.take_decisions()
+        t_plan = self.scheduler.state.now_s
+        try:
+            pending = self._runner.submit(plan)
+        except Exception as error:
+            self._underway.append(Underway(plan, _Failed(), t_plan, inputs, decisions))
+            self._recover(error)
+            return False
+        self._underway.append(Underway(plan, pending, t_plan, inputs, decisions))
+        return True
+
+    def _wait(self) -> None:
+        step = self._underway[0]
+        try:
+            result = step.pending.wait()
+        except Exception as error:
+            self._recover(error)
+            return
+        self._underway.popleft()
+        self._failures = 0
+        self.scheduler.update(result)
+        if self._checker is not None:
+            self._checker.after_update(result)
+        self._recorder.step(
+            StepRecord(
+                t_plan=step.t_plan,
+                t_done=self.scheduler.state.now_s,
+                inputs=step.inputs,
+                plan=step.plan,
+                result=result,
+                decisions=step.decisions,
+            )
+        )
+
+    def _recover(self, error: Exception) -> None:
+        """No result will come for the steps under way: start over from a clean plan."""
+        self.last_error = error
+        self._failures += 1
+        lost, self._underway = list(self._underway), deque()
+        snapshot = self.scheduler.recover()
+        for step in lost:
+            self._recorder.step(
+                StepRecord(
+                    t_plan=step.t_plan,
+                    t_done=self.scheduler.state.now_s,
+                    inputs=step.inputs,
+                    plan=step.plan,
+                    result=None,
+                    decisions=step.decisions,
+                )
+            )
+        if self._failures >= MAX_FAILURES_IN_A_ROW:
+            self._give_up(error)
+        try:
+            self._runner.reset(snapshot)
+        except Exception as reset_error:
+            self._give_up(reset_error)
+        if self._checker is not None:
+            self._checker.after_update(None)
+
+    def _give_up(self, error: Exception) -> None:
+        """Answer everybody, then say that the engine is lost. The events are still to be taken."""
+        self.scheduler.fail_all()
+        raise EngineFailed(
+            f"the engine stopped after {self._failures} failed steps: {type(error).__name__}"
+        ) from error
+
+    def _branch(self, tokens: NDArray[np.int32], sampling: SamplingParams, index: int) -> Request:
+        own = replace(sampling, n=1)
+        if sampling.seed is not None:
+            own = replace(own, seed=branch_seed(sampling.seed, index))
+        request = Request(RequestId(self._next_id), tokens, own)
+        self._next_id += 1
+        request.branch = index
+        return request
+
+
+class _Failed:
+    """The pending of a plan the runner refused."""
+
+    def wait(self) -> StepResult:
+        raise AssertionError("a refused plan has no result")

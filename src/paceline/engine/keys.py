@@ -1,0 +1,38 @@
+"""The engine's per-request hooks: making prefix keys from token ids.
+
+Prompt keys are made when a request is added, outside the step loop; keys of generated blocks are made once, when
+the request leaves its row, so that a steady decode step hashes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.request import BlockKey, Request
+from paceline.kv.prefix import KeyMaker
+
+
+class PrefixKeyHooks:
+    """Hooks that know tokens; roots are kept per tenant, model and adapter."""
+
+    def __init__(self, maker: KeyMaker) -> None:
+        self._maker = maker
+        self._roots: dict[tuple[str, int, int], bytes] = {}
+
+    def admit(self, request: Request) -> None:
+        return None
+
+    def new_keys(self, request: Request) -> Sequence[BlockKey]:
+        return self._maker.extend(request.keys, request.tokens, self._root(request))
+
+    def finish(self, request: Request) -> None:
+        return None
+
+    def _root(self, request: Request) -> bytes:
+        identity = (request.tenant, request.model, request.adapter)
+        root = self._roots.get(identity)
+        if root is None:
+            if len(self._roots) > 4096:
+                self._roots.clear()
+            root = self._roots[identity] = self._maker.root(*identity)
+        return root

@@ -1,0 +1,51 @@
+"""Every error a user can see, as one tree.
+
+Raised at the edge (configuration, files, admission) with a message that says what is wrong and what to do.
+Inside the core, broken assumptions are `assert`; they are never part of this tree.
+"""
+
+
+class PacelineError(Exception):
+    """Base of all errors meant for users. `exit_code` is what a command exits with."""
+
+    exit_code = 1
+
+
+class InputError(PacelineError):
+    """A file, flag or field given by the user is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """Options that are out of range or contradict each other."""
+
+
+class InvalidRequest(PacelineError):
+    """A request that is wrong in itself; `param` names the field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NeverFits(InvalidRequest):
+    """A request that could not run even if it were alone."""
+
+
+class QueueFull(PacelineError):
+    """The bounded queue has no place left."""
+
+
+class UnknownRequest(PacelineError):
+    """No live request has this id."""
+
+
+class InvalidTransition(PacelineError):
+    """The request's state does not allow what was asked."""
+
+
+class EngineFailed(PacelineError):
+    """The engine gave up after repeated failures; every request has been answered."""
+
+    exit_code = 70

@@ -1,0 +1,1 @@
+"""The paged KV cache as integers: blocks, reference counts, block tables, prefixes, swaps. No tensors here."""

@@ -1,0 +1,134 @@
+"""Blocks of one pool: reference counts, the free list, and who is evicted.
+
+A block is free when its count is 0. Free blocks that still hold a cached prefix wait in the eviction order and
+are found again by a hit; the others lie on a stack and are handed out first. Block 0 is the null block: it
+takes writes nobody reads and is never handed out. Knows nothing of requests, rows or keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+NULL_BLOCK = 0
+
+
+class EvictionOrder(Protocol):
+    """Which cached, unreferenced block goes next."""
+
+    def add(self, blocks: Iterable[int]) -> None: ...
+    def remove(self, block: int) -> None: ...
+    def pick(self, count: int) -> list[int]: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class LeastRecentlyFreed:
+    """The block that was set free longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def pick(self, count: int) -> list[int]:
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+
+class BlockPool:
+    """Hands out blocks and takes them back. `on_evict` hears of cached blocks before they are reused."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[list[int]], None] = lambda blocks: None,
+        order: EvictionOrder | None = None,
+    ) -> None:
+        assert num_blocks >= 2, "a pool needs the null block and one more"
+        self.num_blocks = num_blocks
+        self.refs: I32 = np.zeros(num_blocks, np.int32)
+        self.refs[NULL_BLOCK] = 1
+        self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
+        self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
+        self.num_evicted = 0
+        self._on_evict = on_evict
+        # The lowest ids come off the stack first, so that a lightly used pool stays compact.
+        self._stack: I32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._depth = num_blocks - 1
+
+    @property
+    def usable(self) -> int:
+        """Blocks that can ever be handed out."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._depth + len(self.evictable)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` will give now. A fault injector may say less than `num_free`."""
+        return self.num_free
+
+    def free_blocks(self) -> I32:
+        """All free blocks, cached ones last in the order they will be evicted. For checks."""
+        waiting = np.fromiter(iter(self.evictable), np.int32, len(self.evictable))
+        return np.concatenate([self._stack[: self._depth], waiting])
+
+    def allocate(self, count: int) -> I32:
+        """Take `count` blocks, each with one reference. The caller has checked `available`."""
+        taken = min(count, self._depth)
+        blocks = self._stack[self._depth - taken : self._depth][::-1].copy()
+        self._depth -= taken
+        if taken < count:
+            evicted = self.evictable.pick(count - taken)
+            self.num_evicted += len(evicted)
+            self._on_evict(evicted)
+            blocks = np.concatenate([blocks, np.array(evicted, np.int32)])
+            self.cached[blocks] = False
+        self.refs[blocks] = 1
+        return blocks
+
+    def share(self, blocks: I32) -> None:
+        """Add a reference to each of `blocks` (all different)."""
+        for block in blocks[(self.refs[blocks] == 0)].tolist():
+            self.evictable.remove(block)  # only a cached block can be found without a reference
+        self.refs[blocks] += 1
+
+    def release(self, blocks: I32) -> None:
+        """Drop a reference of each of `blocks` (all different); the first given is the first evicted."""
+        self.refs[blocks] -= 1
+        zero = blocks[self.refs[blocks] == 0]
+        if not len(zero):
+            return
+        is_cached = self.cached[zero]
+        plain = zero[~is_cached]
+        self._stack[self._depth : self._depth + len(plain)] = plain
+        self._depth += len(plain)
+        if len(plain) < len(zero):
+            self.evictable.add(zero[is_cached].tolist())
+
+    def forget(self, block: int) -> None:
+        """A block no longer holds a cached prefix; when free, it moves to the stack."""
+        self.cached[block] = False
+        if self.refs[block] == 0:
+            self.evictable.remove(block)
+            self._stack[self._depth] = block
+            self._depth += 1

@@ -1,0 +1,69 @@
+"""What the KV side of a plan changes, collected while a step is planned.
+
+Lists of small arrays, turned into the plan's flat arrays once per step. `mark` and `rollback` undo what a failed
+admission had added. Owns no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.plan import EMPTY, BlockAppends, BlockCopies, Swaps
+
+I32 = NDArray[np.int32]
+Columns = tuple[I32 | int, ...]  # an int stands for a column of that value
+
+
+class KVDelta:
+    """Appends, copies and swaps since the last plan."""
+
+    def __init__(self) -> None:
+        self.appends: list[Columns] = []  # row, group, index, block
+        self.copies: list[Columns] = []  # row, group, index, source, target
+        self.swap_out: list[Columns] = []  # ticket, group, block, place
+        self.swap_in: list[Columns] = []
+
+    def mark(self) -> tuple[int, int, int, int]:
+        return len(self.appends), len(self.copies), len(self.swap_out), len(self.swap_in)
+
+    def rollback(self, mark: tuple[int, int, int, int]) -> None:
+        for entries, length in zip(
+            (self.appends, self.copies, self.swap_out, self.swap_in), mark, strict=True
+        ):
+            del entries[length:]
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self.copies or self.swap_out or self.swap_in)
+
+    def take(self) -> tuple[BlockAppends, BlockCopies, Swaps, Swaps]:
+        """The plan's arrays; the delta is empty afterwards."""
+        row, group, index, block = _columns(self.appends, 4)
+        appends = BlockAppends(row=row, group=group, index=index, block=block)
+        row, group, index, source, target = _columns(self.copies, 5)
+        copies = BlockCopies(row=row, group=group, index=index, source=source, target=target)
+        swaps = []
+        for entries in (self.swap_out, self.swap_in):
+            ticket, group, block, place = _columns(entries, 4)
+            swaps.append(Swaps(ticket=ticket, group=group, block=block, place=place))
+        self.appends, self.copies, self.swap_out, self.swap_in = [], [], [], []
+        return appends, copies, swaps[0], swaps[1]
+
+
+def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
+    if not entries:
+        return (EMPTY,) * width
+    lengths = [next((len(part) for part in entry if not isinstance(part, int)), 1) for entry in entries]
+    total = sum(lengths)
+    columns = []
+    for position in range(width):
+        column = np.empty(total, np.int32)
+        start = 0
+        for entry, length in zip(entries, lengths, strict=True):
+            column[start : start + length] = entry[position]
+            start += length
+        columns.append(column)
+    return tuple(columns)

@@ -1,0 +1,149 @@
+"""The block tables of one layer group: which blocks a row's tokens live in.
+
+Row r's token at position p lies in block `table[r, p // block_size]`. Entries before `first[r]` are the null
+block: a sliding window has passed them. Combines a pool with the prefix cache of the group; knows rows as
+numbers and nothing of requests, plans or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import BlockKey
+from paceline.kv.block_pool import NULL_BLOCK, BlockPool
+from paceline.kv.prefix import PrefixCache
+
+I32 = NDArray[np.int32]
+
+
+class LayerGroup:
+    """Tables, pool and prefix cache of one group. `window` None is full attention."""
+
+    def __init__(self, index: int, pool: BlockPool, cache: PrefixCache, shape: tuple[int, int]) -> None:
+        self.index = index
+        self.pool = pool
+        self.cache = cache
+        self.window: int | None = None
+        self.table: I32 = np.zeros(shape, np.int32)
+        self.held: I32 = np.zeros(shape[0], np.int32)  # entries of the row's table, null ones included
+        self.first: I32 = np.zeros(shape[0], np.int32)  # first entry that is not null
+        self.published: I32 = np.zeros(shape[0], np.int32)  # entries offered to the cache so far
+        self.computed_from: I32 = np.zeros(shape[0], np.int32)  # entries before it came from the cache
+        self.reserved_for = np.zeros(shape[0], np.int64)  # blocks a protected row may still take
+        self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
+
+    def blocks_of(self, row: int) -> I32:
+        """The row's live blocks, in order."""
+        return self.table[row, self.first[row] : self.held[row]]
+
+    def free_for(self, row: int | None) -> int:
+        """Blocks a row (None: any row without a reservation) may take now."""
+        promised = self.reserved - (int(self.reserved_for[row]) if row is not None else 0)
+        return self.pool.available - promised
+
+    def append(self, row: int, count: int) -> tuple[I32, I32]:
+        """Give a row `count` more blocks; returns their table indices and the blocks."""
+        blocks = self.pool.allocate(count)
+        start = int(self.held[row])
+        self.table[row, start : start + count] = blocks
+        self.held[row] = start + count
+        own = min(count, int(self.reserved_for[row]))
+        self.reserved_for[row] -= own
+        self.reserved -= own
+        return np.arange(start, start + count, dtype=np.int32), blocks
+
+    def append_each(self, rows: I32) -> tuple[I32, I32]:
+        """Give each of `rows` one more block, in one sweep."""
+        blocks = self.pool.allocate(len(rows))
+        indices = self.held[rows]
+        self.table[rows, indices] = blocks
+        self.held[rows] = indices + 1
+        if self.reserved:
+            own = self.reserved_for[rows] > 0
+            self.reserved_for[rows[own]] -= 1
+            self.reserved -= int(own.sum())
+        return indices, blocks
+
+    def adopt(self, row: int, blocks: I32, start: int = 0) -> None:
+        """An empty row begins with `blocks` of others, from table entry `start` on."""
+        count = len(blocks)
+        self.table[row, :start] = NULL_BLOCK
+        self.table[row, start : start + count] = blocks
+        self.held[row] = start + count
+        self.first[row] = start
+        self.pool.share(blocks)
+
+    def replace(self, row: int, index: int) -> tuple[int, int]:
+        """Copy-on-write: a fresh block takes the place of a shared one. The old reference stays with the caller."""
+        source = int(self.table[row, index])
+        target = int(self.pool.allocate(1)[0])
+        self.table[row, index] = target
+        return source, target
+
+    def clear(self, row: int) -> I32:
+        """Empty a row; its references pass to the caller, last block first, so that beginnings stay longest."""
+        blocks = self.blocks_of(row)[::-1].copy()
+        self.held[row] = self.first[row] = self.published[row] = self.computed_from[row] = 0
+        self.reserved -= int(self.reserved_for[row])
+        self.reserved_for[row] = 0
+        return blocks
+
+    def slide(self, row: int, num_computed: int, block_size: int) -> I32:
+        """Blocks no later token can see any more leave the table; their references pass to the caller."""
+        assert self.window is not None
+        keep = max(0, num_computed - self.window + 1) // block_size
+        first = int(self.first[row])
+        keep = min(keep, int(self.held[row]))
+        if keep <= first:
+            return self.table[row, :0].copy()
+        blocks = self.table[row, first:keep].copy()
+        self.table[row, first:keep] = NULL_BLOCK
+        self.first[row] = keep
+        return blocks
+
+    def find(self, keys: Sequence[BlockKey], limit: int) -> list[int]:
+        """Cached blocks for the longest beginning of `keys`, at most `limit`."""
+        blocks: list[int] = []
+        for key in keys[:limit]:
+            block = self.cache.find(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def find_window(self, keys: Sequence[BlockKey], length: int, block_size: int) -> tuple[int, list[int]]:
+        """Longest prefix of at most `length` blocks whose last window is cached: its length and those blocks."""
+        assert self.window is not None
+        while length > 0:
+            start = max(0, length * block_size - self.window + 1) // block_size
+            blocks: list[int] = []
+            for position in range(length - 1, start - 1, -1):
+                block = self.cache.find(keys[position])
+                if block is None:
+                    length = position
+                    break
+                blocks.append(block)
+            else:
+                return length, blocks[::-1]
+        return 0, []
+
+    def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
+        """Offer the row's blocks before entry `until` to the cache."""
+        start = max(int(self.published[row]), int(self.first[row]))
+        until = min(until, len(keys), int(self.held[row]))
+        for position in range(start, until):
+            block = int(self.table[row, position])
+            if not self.pool.cached[block] and self.cache.add(block, keys[position]):
+                self.pool.cached[block] = True
+        self.published[row] = max(start, until)
+
+    def quarantine(self, row: int) -> None:
+        """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""
+        start = max(int(self.computed_from[row]), int(self.first[row]))
+        for block in self.table[row, start : int(self.held[row])].tolist():
+            if self.pool.cached[block]:
+                self.cache.drop(block)
+                self.pool.forget(block)

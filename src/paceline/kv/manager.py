@@ -1,0 +1,355 @@
+"""The KV cache of all rows: match, adopt, extend, publish, share, copy on write, swap, release.
+
+One manager owns the layer groups and everything that changes their tables, and notes each change in `delta`
+for the next plan. References that steps in flight may still use are given back only when those steps have
+completed (fences). Integers only: it never sees a token, a clock or a request object.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import Capacity, GroupSpec, KVConfig
+from paceline.core.request import BlockKey
+from paceline.kv.block_pool import BlockPool
+from paceline.kv.delta import KVDelta
+from paceline.kv.group import LayerGroup
+from paceline.kv.prefix import PrefixCache
+from paceline.kv.swap import HostPlaces, Ticket, Tickets
+
+I32 = NDArray[np.int32]
+Needs = tuple[int, ...]  # blocks per group
+PoolMaker = Callable[..., BlockPool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A cached beginning: `num_blocks` blocks long; per group the table entry it starts at and its blocks."""
+
+    num_blocks: int
+    start: tuple[int, ...]
+    blocks: tuple[I32, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fence:
+    """References of a group that go back once step `seq` has completed."""
+
+    seq: int
+    group: int
+    blocks: I32
+
+
+class KVManager:
+    """All block tables of one engine."""
+
+    def __init__(
+        self, config: KVConfig, capacity: Capacity, *, max_chunk: int, make_pool: PoolMaker = BlockPool
+    ) -> None:
+        self.block_size = config.block_size
+        self.caching = config.enable_prefix_caching
+        self._max_chunk = max_chunk
+        shape = (capacity.num_rows, capacity.max_blocks_per_row)
+        self.groups = [
+            _make_group(index, spec, config, shape, make_pool) for index, spec in enumerate(config.groups)
+        ]
+        self.windowed = [group for group in self.groups if group.window is not None]
+        self.places = [HostPlaces(config.num_host_blocks) for _ in self.groups]
+        self.tickets = Tickets()
+        self.delta = KVDelta()
+        self.fences: deque[Fence] = deque()
+        self.submitted = 0  # seq of the last plan handed out
+        self.completed = 0  # every step up to this one has completed
+
+    # -- sizes ---------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def full_need(self, max_total: int) -> Needs:
+        """Most blocks a sequence of `max_total` tokens holds at once, per group."""
+        needs = []
+        for group in self.groups:
+            blocks = self.blocks_for(max_total)
+            if group.window is not None:
+                blocks = min(blocks, self.blocks_for(group.window + self._max_chunk) + 2)
+            needs.append(blocks)
+        return tuple(needs)
+
+    def can_ever_hold(self, max_total: int) -> bool:
+        needs = self.full_need(max_total)
+        return all(need <= group.pool.usable for need, group in zip(needs, self.groups, strict=True))
+
+    def missing(self, row: int, num_slots: int) -> int:
+        """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
+        return max(0, self.blocks_for(num_slots) - int(self.groups[0].held[row]))
+
+    def room(self, row: int | None = None) -> int:
+        """Blocks every group can give a row now."""
+        return min(group.free_for(row) for group in self.groups)
+
+    def coming(self) -> int:
+        """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
+        counts = [0] * len(self.groups)
+        for fence in self.fences:
+            counts[fence.group] += int((self.groups[fence.group].pool.refs[fence.blocks] == 1).sum())
+        for ticket in self.tickets.open.values():
+            if not ticket.incoming:
+                for index, blocks in enumerate(ticket.blocks):
+                    counts[index] += int((self.groups[index].pool.refs[blocks] == 1).sum())
+        return min(counts)
+
+    # -- prefixes ------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> Match:
+        """The longest cached beginning of a sequence. Its last token is always left to compute."""
+        limit = min(len(keys), (num_tokens - 1) // self.block_size) if self.caching else 0
+        found: list[list[int]] = [[] for _ in self.groups]
+        starts = [0] * len(self.groups)
+        length = limit
+        for index, group in enumerate(self.groups):
+            if group.window is None:
+                found[index] = group.find(keys, length)
+                length = len(found[index])
+        settled = False
+        while not settled:  # a shorter window hit shortens every other group's
+            settled = True
+            for index, group in enumerate(self.groups):
+                if group.window is not None:
+                    shorter, found[index] = group.find_window(keys, length, self.block_size)
+                    settled = settled and shorter == length
+                    starts[index] = shorter - len(found[index])
+                    length = shorter
+        for index, group in enumerate(self.groups):
+            if group.window is None:
+                del found[index][length:]
+        return Match(length, tuple(starts), tuple(np.array(blocks, np.int32) for blocks in found))
+
+    def cost(self, match: Match, num_tokens: int) -> Needs:
+        """Free blocks that admitting a sequence takes: new ones, and hits that nobody holds now."""
+        total = self.blocks_for(num_tokens)
+        costs = []
+        for group, blocks in zip(self.groups, match.blocks, strict=True):
+            fresh = total - match.num_blocks
+            if group.window is not None:
+                fresh = min(fresh, self.blocks_for(group.window + self._max_chunk) + 2)
+            costs.append(fresh + int((group.pool.refs[blocks] == 0).sum()))
+        return tuple(costs)
+
+    def adopt(self, row: int, match: Match) -> None:
+        """A row starts from a cached beginning."""
+        for group, start, blocks in zip(self.groups, match.start, match.blocks, strict=True):
+            group.adopt(row, blocks, start)
+            group.published[row] = group.computed_from[row] = match.num_blocks
+            if match.num_blocks:
+                indices = np.arange(start, start + len(blocks), dtype=np.int32)
+                self.delta.appends.append((row, group.index, indices, blocks))
+
+    def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
+        """Offer the full blocks of the first `num_computed` tokens, all of them computed, to the cache."""
+        if self.caching:
+            for group in self.groups:
+                group.publish(row, keys, num_computed // self.block_size)
+
+    def quarantine(self, row: int) -> None:
+        for group in self.groups:
+            group.quarantine(row)
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix; blocks in use stay in use."""
+        for group in self.groups:
+            for block in list(group.cache.entries()):
+                group.cache.drop(block)
+                group.pool.forget(block)
+
+    # -- growing -------------------------------------------------------------------------------------------
+
+    def extend(self, row: int, num_slots: int) -> None:
+        """Give a row the blocks to hold `num_slots` tokens. The caller has checked `room`."""
+        count = self.missing(row, num_slots)
+        if count:
+            for group in self.groups:
+                indices, blocks = group.append(row, count)
+                self.delta.appends.append((row, group.index, indices, blocks))
+
+    def extend_each(self, rows: I32) -> None:
+        """Give each of `rows` one more block. The caller has checked `room`."""
+        for group in self.groups:
+            indices, blocks = group.append_each(rows)
+            self.delta.appends.append((rows, group.index, indices, blocks))
+
+    def slide(self, row: int, num_computed: int) -> None:
+        """Let go of what the sliding windows of a row have passed."""
+        for group in self.windowed:
+            self._give_back(group.index, group.slide(row, num_computed, self.block_size), self.submitted)
+
+    def reserve(self, row: int, needs: Needs) -> None:
+        """Promise a row the rest of `needs` blocks; free blocks are set aside for it."""
+        for group, need in zip(self.groups, needs, strict=True):
+            rest = max(0, need - int(group.held[row] - group.first[row]))
+            group.reserved_for[row] = rest
+            group.reserved += rest
+
+    # -- sharing -------------------------------------------------------------------------------------------
+
+    def can_share(self, parent: int, num_tokens: int) -> bool:
+        """Whether a parent still holds what a child of `num_tokens` computed tokens must see."""
+        for group in self.groups:
+            seen_from = 0
+            if group.window is not None:
+                seen_from = max(0, num_tokens - group.window + 1) // self.block_size
+            if seen_from < group.first[parent]:
+                return False
+        return True
+
+    def share(self, parent: int, child: int, num_tokens: int) -> None:
+        """A child row starts with the blocks of the parent's first `num_tokens` tokens, the last perhaps part-filled."""
+        until = self.blocks_for(num_tokens)
+        for group in self.groups:
+            start = int(group.first[parent])
+            blocks = group.table[parent, start:until].copy()
+            group.adopt(child, blocks, start)
+            group.published[child] = min(int(group.published[parent]), until)
+            group.computed_from[child] = min(int(group.computed_from[parent]), until)
+            indices = np.arange(start, until, dtype=np.int32)
+            self.delta.appends.append((child, group.index, indices, blocks))
+
+    def shared_writes(self, rows: I32, positions: I32) -> NDArray[np.bool_]:
+        """Which rows would write their next token into a block that others read too."""
+        shared = np.zeros(len(rows), np.bool_)
+        index = positions // self.block_size
+        for group in self.groups:
+            inside = index < group.held[rows]
+            block = group.table[rows, np.where(inside, index, 0)]
+            shared |= inside & (group.pool.refs[block] > 1)
+        return shared
+
+    def copy_on_write(self, row: int, position: int) -> None:
+        """Replace the shared block at `position` by a copy of its own. One free block per group is needed."""
+        index = position // self.block_size
+        for group in self.groups:
+            block = int(group.table[row, index])
+            if index < group.held[row] and group.pool.refs[block] > 1:
+                source, target = group.replace(row, index)
+                self.delta.copies.append((row, group.index, index, source, target))
+                # The copy reads the source in the plan being made: hold it until that step is done.
+                self._give_back(group.index, np.array([source], np.int32), self.submitted + 1)
+
+    # -- swapping ------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, row: int, num_tokens: int) -> bool:
+        until = self.blocks_for(num_tokens)
+        return num_tokens > 0 and all(
+            places.num_free >= until - int(group.first[row])
+            for places, group in zip(self.places, self.groups, strict=True)
+        )
+
+    def swap_out(self, row: int, num_tokens: int, owner: int) -> tuple[I32, ...]:
+        """Copy a row's first `num_tokens` tokens to host places and empty the row. Returns the places per group."""
+        until = self.blocks_for(num_tokens)
+        places, kept = [], []
+        for group in self.groups:
+            blocks = group.table[row, int(group.first[row]) : until].copy()
+            group.pool.share(blocks)  # the ticket's own references
+            kept.append(blocks)
+            places.append(self.places[group.index].take(len(blocks)))
+        ticket = Ticket(tuple(kept), tuple(places), owner, incoming=False, free_places=False)
+        number = self.tickets.issue(ticket)
+        for index, (blocks, place) in enumerate(zip(kept, places, strict=True)):
+            self.delta.swap_out.append((number, index, blocks, place))
+        self.release(row)
+        return tuple(places)
+
+    def swap_in(self, row: int, places: tuple[I32, ...], num_tokens: int, owner: int) -> int:
+        """Bring swapped blocks back into an empty row; returns the ticket. The caller has checked `room`."""
+        until = self.blocks_for(num_tokens)
+        kept = []
+        for group, place in zip(self.groups, places, strict=True):
+            start = until - len(place)
+            group.table[row, :start] = 0
+            group.held[row] = group.first[row] = start
+            indices, blocks = group.append(row, len(place))
+            self.delta.appends.append((row, group.index, indices, blocks))
+            group.pool.share(blocks)
+            group.published[row] = group.computed_from[row] = 0
+            kept.append(blocks)
+        ticket = Ticket(tuple(kept), places, owner, incoming=True, free_places=True)
+        number = self.tickets.issue(ticket)
+        for index, (blocks, place) in enumerate(zip(kept, places, strict=True)):
+            self.delta.swap_in.append((number, index, blocks, place))
+        return number
+
+    def drop_places(self, places: tuple[I32, ...], owner: int) -> None:
+        """A swapped request ends: its places go back now, or when the copy into them has completed."""
+        for ticket in self.tickets.open.values():
+            if ticket.owner == owner:
+                ticket.free_places = True
+                return
+        for host, place in zip(self.places, places, strict=True):
+            host.give_back(place)
+
+    def is_moving(self, owner: int) -> bool:
+        """Whether a swap of this request is under way."""
+        return any(ticket.owner == owner for ticket in self.tickets.open.values())
+
+    def complete_ticket(self, number: int) -> Ticket | None:
+        """A swap has completed; late word of an unknown ticket is ignored."""
+        ticket = self.tickets.open.pop(number, None)
+        if ticket is not None:
+            for group, blocks in zip(self.groups, ticket.blocks, strict=True):
+                group.pool.release(blocks)
+            if ticket.free_places:
+                for host, place in zip(self.places, ticket.places, strict=True):
+                    host.give_back(place)
+        return ticket
+
+    # -- letting go ----------------------------------------------------------------------------------------
+
+    def release(self, row: int) -> None:
+        """Empty a row; its blocks are free once the steps under way have completed."""
+        for group in self.groups:
+            self._give_back(group.index, group.clear(row), self.submitted)
+
+    def complete(self, seq: int) -> None:
+        """Step `seq` and all before it have completed: what waited for them is free."""
+        self.completed = seq
+        while self.fences and self.fences[0].seq <= seq:
+            fence = self.fences.popleft()
+            self.groups[fence.group].pool.release(fence.blocks)
+
+    def abandon(self) -> None:
+        """No step is under way any more and no copy will complete: settle every fence and ticket."""
+        self.complete(self.submitted)
+        while self.fences:
+            fence = self.fences.popleft()
+            self.groups[fence.group].pool.release(fence.blocks)
+        for number in list(self.tickets.open):
+            self.complete_ticket(number)
+
+    def _give_back(self, group: int, blocks: I32, seq: int) -> None:
+        if not len(blocks):
+            return
+        if seq > self.completed:
+            self.fences.append(Fence(seq, group, blocks))
+        else:
+            self.groups[group].pool.release(blocks)
+
+
+def _make_group(
+    index: int, spec: GroupSpec, config: KVConfig, shape: tuple[int, int], make_pool: PoolMaker
+) -> LayerGroup:
+    cache = PrefixCache()
+
+    def evict(blocks: list[int]) -> None:
+        for block in blocks:
+            cache.drop(block)
+
+    pool = make_pool(spec.num_blocks or config.num_blocks, on_evict=evict)
+    group = LayerGroup(index, pool, cache, shape)
+    group.window = spec.window
+    return group

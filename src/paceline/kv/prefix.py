@@ -1,0 +1,82 @@
+"""Prefixes: which block holds which tokens, and how the keys of blocks are made.
+
+A key is a chained, keyed hash: it names a block's tokens and everything before them, starting from a root that
+holds model, adapter and tenant, so that tenants never meet. A hit also compares the payload (the parent's key
+and the tokens themselves): should two keys ever collide, the hit is refused. Keys are made outside the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import BlockKey
+
+
+class PrefixCache:
+    """The blocks that can be hit, by key."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block that holds exactly this prefix, or None."""
+        block = self._block_of.get(key.key)
+        if block is None or self._key_of[block].payload != key.payload:
+            return None
+        return block
+
+    def add(self, block: int, key: BlockKey) -> bool:
+        """Enter a block; False when another block already stands under this key."""
+        if key.key in self._block_of:
+            return False
+        self._block_of[key.key] = block
+        self._key_of[block] = key
+        return True
+
+    def drop(self, block: int) -> None:
+        """A block's content is about to go."""
+        key = self._key_of.pop(block)
+        del self._block_of[key.key]
+
+    def entries(self) -> dict[int, BlockKey]:
+        """Block -> key, for checks."""
+        return self._key_of
+
+
+class KeyMaker:
+    """Makes block keys from tokens. The process key is random: keys cannot be guessed from outside."""
+
+    def __init__(self, block_size: int, process_key: bytes | None = None) -> None:
+        self.block_size = block_size
+        self._process_key = os.urandom(32) if process_key is None else process_key
+
+    def root(self, tenant: str, model: int = 0, adapter: int = 0) -> bytes:
+        """Where chains of a tenant begin. Fields are length-prefixed, so that none runs into the next."""
+        name = tenant.encode()
+        text = b"root:%d:%s:%d:%d" % (len(name), name, model, adapter)
+        return hashlib.blake2b(text, digest_size=32, key=self._process_key).digest()
+
+    def extend(self, keys: Sequence[BlockKey], tokens: NDArray[np.int32], root: bytes) -> list[BlockKey]:
+        """The keys of the full blocks of `tokens` that `keys` does not cover yet."""
+        size, start = self.block_size, len(keys)
+        end = len(tokens) // size
+        if end <= start:
+            return []
+        raw = np.ascontiguousarray(tokens[start * size : end * size], np.int32).tobytes()
+        parent = keys[-1].key if keys else root
+        made: list[BlockKey] = []
+        for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
+            payload = parent + raw[low:high]
+            parent = hashlib.blake2b(payload, digest_size=32, key=self._process_key).digest()
+            made.append(BlockKey(parent, payload))
+        return made

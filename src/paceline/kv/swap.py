@@ -1,0 +1,60 @@
+"""Host places for swapped-out blocks, and the tickets of copies under way.
+
+A copy is asynchronous: the blocks and places it touches stay taken until its ticket comes back, whatever happens
+to the request in between. Blocks are given back on completion, never on issue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+
+
+class HostPlaces:
+    """Numbered places in host memory, one block each."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._free = list(range(num_places - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> I32:
+        return np.array([self._free.pop() for _ in range(count)], np.int32)
+
+    def give_back(self, places: I32) -> None:
+        self._free.extend(places.tolist())
+
+    def free_places(self) -> list[int]:
+        return list(self._free)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One swap under way: what it keeps taken until it completes."""
+
+    blocks: tuple[I32, ...]  # per group; the ticket holds a reference to each
+    places: tuple[I32, ...]  # per group
+    owner: int  # the request it belongs to
+    incoming: bool  # host to device
+    free_places: bool  # give the places back on completion
+
+
+class Tickets:
+    """Swaps under way, by number."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Ticket] = {}
+        self._next = 1
+
+    def issue(self, ticket: Ticket) -> int:
+        number = self._next
+        self._next += 1
+        self.open[number] = ticket
+        return number

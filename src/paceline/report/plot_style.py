@@ -1,0 +1,164 @@
+"""How every figure looks, and the only place that loads matplotlib.
+
+Owns colours, type, grids, axis formats and the writing of the file. Figures are made without pyplot,
+so no display is needed and nothing stays open. It knows no measures.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The colours of Okabe and Ito, told apart with any common colour blindness; markers repeat the message.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PINK, SKY, INK, GREY = "#CC79A7", "#56B4E9", "#222222", "#8A8F98"
+PALETTE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, INK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+_STYLE: Any = {  # matplotlib types the keys as literals that differ between its versions
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "text.parse_math": False,  # a label with dollar signs is a price
+    "text.color": INK,
+    "axes.edgecolor": "#B4B8BF",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E6EA",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#5A5F69",
+    "ytick.color": "#5A5F69",
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 5.5,
+    "figure.dpi": 150,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
+}
+
+
+@contextmanager
+def figure_file(path: str | Path, *, width: float, height: float, title: str | None) -> Iterator["Figure"]:
+    """A figure of that many inches, written to `path` as PNG when the block ends well."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as problem:
+        raise InputError("plots need matplotlib: pip install 'paceline[plot]'") from problem
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        FigureCanvasAgg(figure)
+        if title:
+            figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+        yield figure
+        try:
+            figure.savefig(path, format="png", facecolor="white")
+        except OSError as problem:
+            raise InputError(f"cannot write plot {path}: {problem.strerror or problem}") from problem
+
+
+def colour(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
+
+
+def marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
+
+
+def legend_below(figure: "Figure", axes: "Axes", num_columns: int) -> None:
+    """One legend for the whole figure, under it, from the lines of one panel."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower left", ncols=max(1, min(num_columns, len(handles))))
+
+
+def seconds_axis(axes: "Axes", *, vertical: bool, label: str) -> None:
+    """A logarithmic axis whose ticks read 1 ms, 20 ms, 5 s; a word instead where no line has a value."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    drawn = [np.asarray(line.get_ydata() if vertical else line.get_xdata(), float) for line in axes.lines]
+    if not any(np.isfinite(values).any() for values in drawn):
+        say_empty(axes, "none recorded")
+        return
+    axis = axes.yaxis if vertical else axes.xaxis
+    (axes.set_yscale if vertical else axes.set_xscale)("log")
+    low, high = sorted(axes.get_ylim() if vertical else axes.get_xlim())
+    # Powers of ten alone would leave a narrow axis without numbers, and 1-2-5 a very narrow one.
+    decades = high / max(low, 1e-12)
+    if decades > 4.0:
+        within = (1.0,) if decades > 300.0 else (1.0, 2.0, 5.0)
+        axis.set_major_locator(LogLocator(base=10.0, subs=within, numticks=12))
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=5))
+    axis.set_major_formatter(lambda value, _: format_seconds(value))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_label_text(label)
+
+
+def count_axis(axes: "Axes", *, label: str) -> None:
+    """An upright axis from zero with short numbers: 800, 12k, 3M."""
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+
+
+def square_root_scale(axes: "Axes") -> None:
+    """An upright axis from zero on which small values keep some height; round numbers as ticks."""
+    from matplotlib.ticker import FixedLocator
+
+    top = axes.get_ylim()[1]
+    axes.set_yscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0.0)), np.square))
+    axes.set_ylim(0.0, top)
+    decade = 10.0 ** np.floor(np.log10(top))
+    ticks: list[float] = []
+    for tick in (decade * share for share in (8, 6, 4, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)):
+        # Round numbers get close together near zero; a tick needs a tenth of the axis for itself.
+        height, above = np.sqrt(tick / top), np.sqrt(ticks[-1] / top) if ticks else 1.2
+        if tick <= top and height > 0.1 and above - height > 0.1:
+            ticks.append(tick)
+    axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks]))
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
+
+
+def format_seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{value * 1e6:g} µs"
+    return f"{value * 1e3:g} ms" if value < 1.0 else f"{value:g} s"
+
+
+def format_count(value: float) -> str:
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"
+
+
+def say_empty(axes: "Axes", text: str, *, keep_x: bool = False) -> None:
+    """For a panel that has nothing to show; an empty frame would look like a fault. `keep_x` leaves the lower
+    axis alone, which a panel at the foot of a shared one needs."""
+    axes.tick_params(axis="y", labelleft=False)
+    axes.tick_params(axis="x", labelbottom=keep_x)
+    axes.grid(False)
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -1,0 +1,201 @@
+"""Letting requests in: onto a row, with the blocks they need and the ones they can share.
+
+A request is admitted when a row is free and its whole prompt fits beside what running prompts still need; if
+not, it keeps its place and the reason is on record. Swapped requests come back before new ones. A prefix that a
+running request is about to publish is waited for, a running parent's blocks are shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.events import DecisionKind
+from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestState
+from paceline.kv.manager import Match, Needs
+from paceline.scheduler.modes import BatchShape
+from paceline.scheduler.state import SchedulerState
+
+# Reasons for which a request is not admitted, in the order they are looked at.
+NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, NO_BLOCKS = "rows", "budget", "prefix", "blocks"
+BEHIND_SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What a request can start from: cached blocks, or the blocks of a running parent."""
+
+    num_computed: int
+    match: Match
+    parent_row: int = NO_ROW
+
+
+class Admission:
+    """Decides about single requests; the order they are asked in is the composer's."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def rows_left(self) -> int:
+        rows = self._state.rows
+        return min(self._state.config.max_num_seqs - rows.num_live, rows.num_free)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a waiting request cannot be admitted now, or None. Changes nothing."""
+        if self.rows_left() < 1:
+            return NO_ROOM_ROWS
+        beginning = self._beginning(request)
+        if beginning is None:
+            return BEHIND_PREFIX
+        return None if self._fits(request, self._cost(request, beginning)) else NO_BLOCKS
+
+    def admit(self, request: Request) -> str | None:
+        """Give a waiting request a row and its beginning; returns the reason when it has to wait."""
+        state = self._state
+        if self.rows_left() < 1:
+            return NO_ROOM_ROWS
+        beginning = self._beginning(request)
+        if beginning is None:
+            return BEHIND_PREFIX
+        if not self._fits(request, self._cost(request, beginning)):
+            return NO_BLOCKS
+        row = self._seat(request, beginning.num_computed, beginning.parent_row)
+        if beginning.parent_row != NO_ROW:
+            state.kv.share(beginning.parent_row, row, beginning.num_computed)
+            state.rows.sharing[[row, beginning.parent_row]] = True
+            state.counters.forked += 1
+            state.decide(DecisionKind.FORK, request, "shares its parent's blocks", beginning.num_computed)
+        else:
+            state.kv.adopt(row, beginning.match)
+        self._after_seating(request, beginning.num_computed)
+        return None
+
+    def admit_padded(self, request: Request, shape: BatchShape) -> str | None:
+        """Give a request its row in a padded batch: all slots of the rectangle are taken at once."""
+        row = self._seat(request, 0, NO_ROW)
+        rows = self._state.rows
+        rows.pad[row] = rows.pad_left[row] = shape.padded_len - request.num_tokens
+        self._state.kv.extend(row, shape.slots)
+        self._after_seating(request, 0)
+        return None
+
+    def resume_swapped(self, request: Request) -> str | None:
+        """Start bringing a swapped request back; it runs when the copy has completed."""
+        state = self._state
+        if self.rows_left() < 1:
+            return NO_ROOM_ROWS
+        if state.kv.is_moving(request.id):
+            return BEHIND_SWAP
+        empty = state.kv.match((), 1)
+        if not self._fits(request, state.kv.cost(empty, request.num_tokens)):
+            return NO_BLOCKS
+        del state.swapped[request.id]
+        row = state.take_row(request, request.num_computed)
+        state.kv.swap_in(row, request.host_places, request.num_computed, request.id)
+        request.host_places = ()  # the ticket gives them back
+        request.move(RequestState.BLOCKED)
+        request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
+        self._reserve(request)
+        state.decide(DecisionKind.RESUME, request, "swap", request.num_computed)
+        return None
+
+    def _seat(self, request: Request, num_computed: int, source: int) -> int:
+        state = self._state
+        state.hooks.admit(request)  # may raise: nothing has been taken yet
+        state.queue.remove(request)
+        request.move(RequestState.RUNNING)
+        return state.take_row(request, num_computed, source)
+
+    def _after_seating(self, request: Request, num_computed: int) -> None:
+        state = self._state
+        state.prefilling[request.id] = request
+        self._reserve(request)
+        if request.admitted_s is None:
+            request.admitted_s = state.now_s
+            request.num_cached = num_computed
+            state.decide(DecisionKind.ADMIT, request, "fits", num_computed)
+        else:
+            state.decide(DecisionKind.RESUME, request, "recompute", num_computed)
+        if state.kv.caching and state.config.defer_shared_prefix:
+            for key in request.keys[num_computed // state.kv.block_size :]:
+                state.computing.setdefault(key.key, request.id)
+
+    def _beginning(self, request: Request) -> Beginning | None:
+        """Where a request starts; None while another is computing the prefix it could share."""
+        state = self._state
+        match = state.kv.match(request.keys, request.num_tokens)
+        cached = match.num_blocks * state.kv.block_size
+        parent = state.requests.get(request.parent) if request.parent is not None else None
+        if parent is not None and parent.state is RequestState.RUNNING:
+            done = int(state.rows.computed[parent.row])
+            shared = min(done, request.num_tokens - 1)
+            if parent.id in state.prefilling and done < request.num_tokens - 1:
+                return None
+            if shared > cached and state.kv.can_share(parent.row, shared):
+                return Beginning(shared, match, parent.row)
+        if state.config.defer_shared_prefix and match.num_blocks < len(request.keys):
+            if (match.num_blocks + 1) * state.kv.block_size < request.num_tokens:
+                if request.keys[match.num_blocks].key in state.computing:
+                    return None
+        return Beginning(cached, match)
+
+    def _cost(self, request: Request, beginning: Beginning) -> Needs:
+        kv = self._state.kv
+        if beginning.parent_row != NO_ROW:
+            fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(beginning.num_computed)
+            return tuple(fresh + 1 for _ in kv.groups)  # one more for the copy of the shared last block
+        return kv.cost(beginning.match, request.num_tokens)
+
+    def _fits(self, request: Request, cost: Needs) -> bool:
+        """Room for the whole prompt, beside what running prompts still need and what is reserved."""
+        state = self._state
+        kv = state.kv
+        full = kv.full_need(request.max_total)
+        reserved = self._reserved_full()
+        promised = sum(kv.missing(r.row, int(state.rows.known[r.row])) for r in state.prefilling.values())
+        protect = self._protects(request)
+        for index, group in enumerate(kv.groups):
+            usable = group.pool.usable
+            free = group.free_for(None)
+            if protect:
+                need = min(full[index] + 1, usable)
+                if need > free - promised or (reserved[index] and reserved[index] + need > usable // 2):
+                    return False
+                if self._largest_unreserved(index) + reserved[index] + need > usable:
+                    return False
+            else:
+                if full[index] + reserved[index] > usable:
+                    return False
+                margin = int(usable * state.config.watermark) if state.rows.num_live else 0
+                if cost[index] + promised + margin > free:
+                    return False
+        return True
+
+    def _protects(self, request: Request) -> bool:
+        return request.preemptions >= self._state.config.max_preemptions > 0
+
+    def _reserve(self, request: Request) -> None:
+        if self._protects(request):
+            kv = self._state.kv
+            full = kv.full_need(request.max_total)
+            request.reserved = self._state.rows.reserved[request.row] = True
+            kv.reserve(
+                request.row,
+                tuple(min(need + 1, g.pool.usable) for need, g in zip(full, kv.groups, strict=True)),
+            )
+
+    def _reserved_full(self) -> list[int]:
+        """Blocks the reserved rows may hold at most, per group."""
+        rows, kv = self._state.rows, self._state.kv
+        totals = [0] * len(kv.groups)
+        for row in np.flatnonzero(rows.live & rows.reserved).tolist():
+            for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
+                totals[index] += min(need + 1, kv.groups[index].pool.usable)
+        return totals
+
+    def _largest_unreserved(self, group: int) -> int:
+        """Most blocks one of the running rows without a reservation may come to need."""
+        rows = self._state.rows
+        limits = rows.limit[rows.live & ~rows.reserved]
+        return self._state.kv.full_need(int(limits.max()))[group] if len(limits) else 0

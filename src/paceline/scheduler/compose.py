@@ -1,0 +1,417 @@
+"""Composing one step: decodes, then prompts under way, then new requests, under one token budget.
+
+There are no phases: a row computes what it knows and has not computed. Plain decode is handled for all rows at
+once over columns; Python loops run only over rows that joined, crossed a block, or compute a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.events import DecisionKind
+from paceline.core.plan import EMPTY, RowCopies, RowJoins, RowSet, RowSpans, StepPlan, StepWork, i32
+from paceline.core.request import NO_ROW, Request
+from paceline.scheduler.admission import NO_BUDGET, Admission
+from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
+from paceline.scheduler.queue import first
+from paceline.scheduler.state import Flight, Join, SchedulerState
+
+Mask = NDArray[np.bool_]
+
+
+class Composer:
+    """Builds plans. All state lives in `SchedulerState`; what is here is one step's bookkeeping."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self.admission = Admission(state)
+        self._last_mask: Mask = np.zeros(0, np.bool_)  # plain decode rows of the last plan
+        self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
+        self._spans: dict[int, int] = {}
+        self.tokens_left = 0  # of the budget of the last plan, for checks
+        self._left = 0
+        self._pad_tokens = 0
+        self._products = 0
+        self._logit_rows = 0
+
+    def compose(self) -> StepPlan | None:
+        """The next plan, or None when there is nothing to compute or copy."""
+        state = self._state
+        self._spans = {}
+        self._left = state.config.max_num_batched_tokens
+        self._pad_tokens = self._products = self._logit_rows = 0
+        self._promote()
+        mask = self._decode()
+        prompts = self._prompts()
+        cap = self._cap(len(prompts))
+        for row in prompts:
+            self._span(row, min(self._left, cap))
+        self._let_in(cap)
+        for row in prompts:  # what nobody else took goes to the prompts that were held back
+            if self._left > 0 and self._still_prompting(row):
+                self._span(row, self._left)
+        self.tokens_left = self._left
+        if not (mask.any() or self._spans or self._pad_tokens or self._copies_open()):
+            return None
+        return self._plan(mask)
+
+    def _copies_open(self) -> bool:
+        """A swap is to be sent or under way: word of its completion comes back with a step."""
+        kv = self._state.kv
+        return kv.delta.has_copies or bool(kv.tickets.open)
+
+    def forget(self) -> None:
+        """The runner has been reset: no row is in plain decode there."""
+        self._last_mask = np.zeros(0, np.bool_)
+
+    def decode_rows(self) -> NDArray[np.int32]:
+        """Rows in plain decode as of the last plan."""
+        return np.flatnonzero(self._last_mask).astype(np.int32)
+
+    # -- plain decode --------------------------------------------------------------------------------------
+
+    def _promote(self) -> None:
+        """Rows whose last known token has been scheduled decode from now on."""
+        state = self._state
+        rows = state.rows
+        for row, generation in state.promoted:
+            if rows.generation[row] == generation and rows.live[row]:
+                rows.decoding[row] = True
+        state.promoted.clear()
+
+    def _decode(self) -> Mask:
+        """Schedule one token for every row in plain decode that can have one."""
+        state = self._state
+        rows, kv = state.rows, state.kv
+        mask, crossing, shared = self._decode_needs()
+        if len(crossing) + len(shared) + self._prompt_need() > kv.room():
+            mask, crossing, shared = self._make_room()
+        for row in shared:
+            kv.copy_on_write(row, int(rows.upper[row]))
+            rows.sharing[row] = False
+        if kv.windowed:
+            for row in crossing.tolist():
+                kv.slide(row, int(rows.computed[row]))
+        if len(crossing):
+            kv.extend_each(crossing)
+        high = len(mask)
+        upper = rows.upper[:high]
+        upper += mask
+        ended = mask & (upper + 1 >= rows.limit[:high])
+        if ended.any():
+            self._end_of_length(ended)
+        count = int(np.count_nonzero(mask))
+        self._left -= count
+        self._logit_rows += count
+        return mask
+
+    def _decode_needs(self) -> tuple[Mask, NDArray[np.int32], list[int]]:
+        """Rows that decode, those that need a block for it, and those that must copy a shared one first."""
+        rows, kv = self._state.rows, self._state.kv
+        high = rows.high
+        mask = rows.decoding[:high].copy()
+        waits = rows.needs_host[:high]
+        if waits.any():  # the host must see the last token first
+            mask &= ~(waits & (rows.upper[:high] != rows.computed[:high]))
+        if np.count_nonzero(mask) >= self._left:
+            self._trim(mask)
+        full = rows.upper[:high] >= kv.groups[0].held[:high] * kv.block_size
+        crossing = np.flatnonzero(mask & full).astype(np.int32)
+        shared: list[int] = []
+        if rows.sharing[:high].any():
+            candidates = np.flatnonzero(mask & rows.sharing[:high]).astype(np.int32)
+            is_shared = kv.shared_writes(candidates, rows.upper[candidates])
+            rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
+            shared = candidates[is_shared].tolist()
+        return mask, crossing, shared
+
+    def _trim(self, mask: Mask) -> None:
+        """More rows than tokens: the first in order decode. A prompt that goes before them keeps a token."""
+        limit = self._left
+        if self._state.prefilling:
+            oldest = first_in_order(self._state)
+            limit -= 1 if oldest is not None and not mask[oldest] else 0
+        ordered = self._state.in_order(np.flatnonzero(mask).astype(np.int32))
+        mask[ordered[limit:]] = False
+
+    def _prompt_need(self) -> int:
+        """Blocks the first prompt under way needs for its next token."""
+        state = self._state
+        if not state.prefilling:
+            return 0
+        row = self._prompts()[0]
+        position = int(state.rows.upper[row])
+        need = state.kv.missing(row, position + 1)
+        if state.rows.sharing[row]:
+            need += int(state.kv.shared_writes(i32([row]), i32([position]))[0])
+        return need
+
+    def _make_room(self) -> tuple[Mask, NDArray[np.int32], list[int]]:
+        """Blocks are short: preempt until the rest fits, or stall rows until blocks on their way are here."""
+        state = self._state
+        kv, rows = state.kv, state.rows
+        while True:
+            mask, crossing, shared = self._decode_needs()
+            own = int((kv.groups[0].reserved_for[crossing] > 0).sum()) if kv.groups[0].reserved else 0
+            need = len(crossing) - own + len(shared) + self._prompt_need()
+            short = need - kv.room()
+            if short <= 0:
+                return mask, crossing, shared
+            chosen = pick_victim(state, short) if short > kv.coming() else None
+            if chosen is None:
+                break
+            preempt(state, chosen[0], swap=chosen[1], reason="blocks")
+        needy = set(crossing.tolist()) | set(shared)
+        room = kv.room() - self._prompt_need() if self._prompt_goes_first() else kv.room()
+        for row in state.in_order(np.array(sorted(needy), np.int32)).tolist():
+            if rows.reserved[row] and row not in shared:
+                continue  # its block is set aside
+            if room > 0:
+                room -= 1
+                continue
+            mask[row] = False
+            request = rows.requests[row]
+            assert request is not None
+            state.decide(DecisionKind.STALL, request, "blocks", int(rows.upper[row]))
+        return mask, crossing[mask[crossing]], [row for row in shared if mask[row]]
+
+    def _prompt_goes_first(self) -> bool:
+        oldest = first_in_order(self._state)
+        return oldest is not None and self._still_prompting(oldest)
+
+    def _end_of_length(self, ended: Mask) -> None:
+        """Rows that have been given their last token: they leave plain decode, or stay as padding."""
+        rows = self._state.rows
+        if self._state.mode.keeps_finished:
+            rows.padding[: len(ended)] |= ended
+        else:
+            rows.decoding[: len(ended)] &= ~ended
+
+    # -- prompts -------------------------------------------------------------------------------------------
+
+    def _prompts(self) -> list[int]:
+        """Rows with known tokens still to compute, in order."""
+        rows = [request.row for request in self._state.prefilling.values()]
+        if len(rows) < 2:
+            return rows
+        ordered: list[int] = self._state.in_order(np.array(rows, np.int32)).tolist()
+        return ordered
+
+    def _still_prompting(self, row: int) -> bool:
+        request = self._state.rows.requests[row]
+        return request is not None and request.id in self._state.prefilling
+
+    def _cap(self, num_prompts: int) -> int:
+        """Most tokens one prompt may take while others could use them."""
+        state = self._state
+        if num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished):
+            view = state.queue.view(state.now_s)
+            return state.policy.share(view, state.config.max_num_batched_tokens)
+        return state.config.max_num_batched_tokens
+
+    def _span(self, row: int, limit: int) -> None:
+        """Schedule up to `limit` of a row's known tokens, its padding first."""
+        rows, kv = self._state.rows, self._state.kv
+        pad = min(int(rows.pad_left[row]), limit)
+        if pad > 0:
+            rows.pad_left[row] -= pad
+            self._pad_tokens += pad
+            self._left -= pad
+            self._products += pad * pad // 2
+        upper = int(rows.upper[row])
+        count = min(int(rows.known[row]) - upper, limit - pad)
+        if count <= 0:
+            return
+        room = kv.room(row)
+        if rows.sharing[row]:
+            if kv.shared_writes(i32([row]), i32([upper]))[0]:
+                if room < 1:
+                    return
+                kv.copy_on_write(row, upper)
+                room -= 1
+            rows.sharing[row] = False
+        if kv.windowed:
+            kv.slide(row, int(rows.computed[row]))
+        count = min(count, (int(kv.groups[0].held[row]) + max(0, room)) * kv.block_size - upper)
+        if count > 0:
+            kv.extend(row, upper + count)
+            self._advance(row, upper, count)
+
+    def _advance(self, row: int, upper: int, count: int) -> None:
+        state = self._state
+        rows = state.rows
+        request = rows.requests[row]
+        assert request is not None
+        rows.upper[row] = upper + count
+        self._spans[row] = self._spans.get(row, 0) + count
+        self._left -= count
+        self._products += count * (upper + int(rows.pad[row])) + count * (count + 1) // 2
+        if upper + count < rows.known[row]:
+            state.decide(DecisionKind.CHUNK, request, "budget", count)
+            return
+        del state.prefilling[request.id]
+        self._logit_rows += 1
+        ends = upper + count + 1 >= rows.limit[row]
+        if ends and state.mode.keeps_finished:
+            rows.padding[row] = True
+        if not ends or state.mode.keeps_finished:
+            state.promoted.append((row, int(rows.generation[row])))
+
+    # -- new requests --------------------------------------------------------------------------------------
+
+    def _let_in(self, cap: int) -> None:
+        """Swapped requests come back, then waiting ones are admitted in order."""
+        state = self._state
+        if not self._bring_back() or not len(state.queue):
+            return
+        view = state.queue.view(state.now_s)
+        limit = min(state.mode.admit_limit(view, state.rows.num_live), len(view))
+        rows_left = self.admission.rows_left()
+        if limit < 1 or rows_left < 1:
+            return
+        scores = state.mode.rank(view, state.policy.order(view))
+        deferrals = len(state.computing)  # each may be passed over once and still leave a candidate behind it
+        chosen = first(view, scores, min(limit, rows_left + deferrals))
+        candidates = [state.queue.get(index) for index in chosen.tolist()]
+        shape = state.mode.shape(candidates, self._rectangle_fits)
+        if shape is not None:
+            for request in candidates[: shape.count]:
+                self._guarded(request, lambda request: self.admission.admit_padded(request, shape))
+                if request.row != NO_ROW:
+                    self._span(request.row, self._left)
+            return
+        for request in candidates:
+            if self._left < 1:
+                self._defer(request, NO_BUDGET)
+                return
+            reason = self._guarded(request, self.admission.admit)
+            if request.row != NO_ROW:
+                self._span(request.row, min(self._left, cap))
+            elif reason is not None:
+                self._defer(request, reason)
+                if reason != "prefix":
+                    return  # nobody passes a request that is only waiting for room
+
+    def _guarded(self, request: Request, admit: Callable[[Request], str | None]) -> str | None:
+        """Admit one request; if that raises, it fails alone and nothing of it stays behind."""
+        state = self._state
+        mark = state.kv.delta.mark()
+        try:
+            reason = admit(request)
+        except Exception as error:
+            state.kv.delta.rollback(mark)
+            state.fail(request, error)
+            return None
+        return reason
+
+    def _bring_back(self) -> bool:
+        """Resume swapped requests; False when one of them waits for room, so that nobody takes it away."""
+        state = self._state
+        if not state.swapped:
+            return True
+        waiting = sorted(state.swapped.values(), key=lambda request: state.orders[request.id])
+        for request in waiting:
+            reason = self.admission.resume_swapped(request)
+            if reason is not None:
+                self._defer(request, reason)
+                return False
+        return True
+
+    def _rectangle_fits(self, count: int, slots: int) -> bool:
+        kv = self._state.kv
+        return count * kv.blocks_for(slots) <= kv.room()
+
+    def _defer(self, request: Request, reason: str) -> None:
+        if self._deferred.get(request.id) != reason:
+            if len(self._deferred) > 4 * len(self._state.requests) + 1024:
+                self._deferred = {}
+            self._deferred[request.id] = reason
+            self._state.decide(DecisionKind.DEFER, request, reason, self._left)
+
+    # -- the plan ------------------------------------------------------------------------------------------
+
+    def _plan(self, mask: Mask) -> StepPlan:
+        state = self._state
+        rows = state.rows
+        seq = state.kv.submitted + 1
+        context = int(np.sum(rows.upper[: len(mask)], where=mask, dtype=np.int64))
+        spans = tuple((row, int(rows.generation[row]), count) for row, count in self._spans.items())
+        appends, copies, swap_out, swap_in = state.kv.delta.take()
+        joins, row_copies = build_joins(state, state.joins)
+        plan = StepPlan(
+            seq=seq,
+            leaves=i32(state.leaves) if state.leaves else EMPTY,
+            joins=joins,
+            spans=RowSpans(row=i32(self._spans), num_scheduled=i32(self._spans.values()))
+            if self._spans
+            else RowSpans(),
+            decode_rows=self._change(mask),
+            new_blocks=appends,
+            block_copies=copies,
+            row_copies=row_copies,
+            swap_out=swap_out,
+            swap_in=swap_in,
+            pad_tokens=self._pad_tokens,
+            padding_rows=int(np.count_nonzero(mask & rows.done[: len(mask)]))
+            if state.mode.keeps_finished
+            else 0,
+            work=StepWork(
+                decode_rows=int(np.count_nonzero(mask)),
+                decode_context=context,
+                prefill_tokens=sum(self._spans.values()) + self._pad_tokens,
+                prefill_context_products=self._products,
+                logit_rows=self._logit_rows,
+                swap_blocks=len(swap_out.block) + len(swap_in.block),
+            ),
+        )
+        state.leaves, state.joins = [], []
+        state.kv.submitted = seq
+        state.flights.append(Flight(seq, mask, spans))
+        return plan
+
+    def _change(self, mask: Mask) -> RowSet:
+        """The decode rows as a change against the last plan."""
+        last = self._last_mask
+        if len(last) < len(mask):
+            last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
+        self._last_mask = mask
+        if self._state.leaves:  # leaving takes a row out of the runner's set, whoever joins it next
+            last = last.copy()
+            last[self._state.leaves] = False
+        changed = mask != last
+        if not changed.any():
+            return RowSet()
+        return RowSet(
+            added=np.flatnonzero(changed & mask).astype(np.int32),
+            removed=np.flatnonzero(changed & last).astype(np.int32),
+        )
+
+
+def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
+    """The joins of a plan as columns, and the row copies of those that are forks."""
+    if not joins:
+        return RowJoins(), RowCopies()
+    rows = state.rows
+    at = i32(join.row for join in joins)
+    forks = [join for join in joins if join.source != NO_ROW]
+    joined = RowJoins(
+        row=at,
+        generation=rows.generation[at],
+        num_tokens=i32(join.request.num_tokens for join in joins),
+        num_computed=i32(join.num_computed for join in joins),
+        limit=rows.limit[at],
+        pad=rows.pad[at],
+        model=i32(join.request.model for join in joins),
+        adapter=i32(join.request.adapter for join in joins),
+        sampling=tuple(join.request.sampling for join in joins),
+        tokens=tuple(join.request.tokens if join.source == NO_ROW else EMPTY for join in joins),
+    )
+    copies = RowCopies(
+        source=i32(join.source for join in forks),
+        target=i32(join.row for join in forks),
+        num_tokens=i32(join.request.num_tokens for join in forks),
+    )
+    return joined, copies

@@ -1,0 +1,79 @@
+"""Taking a running request off its row: who gives way, and what happens to its KV.
+
+The youngest of the lowest priority goes first, the first in order never does, and a request that has given way
+`max_preemptions` times is reserved its full length and left alone from then on. A victim's KV is recomputed
+later, or swapped to host places when these are configured and free.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.core.events import DecisionKind
+from paceline.core.request import Request, RequestState
+from paceline.scheduler.state import SchedulerState
+
+
+def preempt(state: SchedulerState, request: Request, *, swap: bool, reason: str) -> None:
+    """A running request gives way; it comes back at its old place in the order."""
+    put_aside(state, request, swap=swap, reason=reason)
+    if not request.is_terminal:
+        request.preemptions += 1
+        state.counters.preempted += 1
+
+
+def put_aside(state: SchedulerState, request: Request, *, swap: bool, reason: str) -> None:
+    """Free a request's row and blocks: SWAPPED when its KV went to host places, else WAITING to recompute."""
+    row = request.row
+    computed = int(state.rows.computed[row])
+    try:
+        state.publish(request)
+    except Exception as error:
+        state.fail(request, error)
+        return
+    swapped = swap and computed > 0 and state.kv.can_swap_out(row, computed)
+    state.decide(DecisionKind.PREEMPT, request, f"{reason}:{'swap' if swapped else 'recompute'}", computed)
+    request.reserved = False
+    if swapped:
+        request.host_places = state.kv.swap_out(row, computed, request.id)
+        request.num_computed = computed
+        state.leave_row(request)
+        request.move(RequestState.SWAPPED)
+        state.swapped[request.id] = request
+        state.counters.swapped += 1
+    else:
+        state.kv.release(row)
+        request.num_computed = 0
+        state.leave_row(request)
+        state.enqueue(request)
+
+
+def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool] | None:
+    """The request the policy gives up for `need` blocks, and whether to swap it; None when nobody may be."""
+    rows = state.rows
+    live = np.flatnonzero(rows.live[: rows.high]).astype(np.int32)
+    oldest = first_in_order(state)
+    candidates = [
+        row
+        for row in live[~rows.reserved[live]].tolist()
+        if row != oldest and _request(state, row).state is RequestState.RUNNING
+    ]
+    if not candidates:
+        return None
+    view = state.row_view(np.array(candidates, np.int32))
+    victim = state.policy.victim(view, need)
+    swap = state.config.preemption == "swap" if victim.swap is None else victim.swap
+    return _request(state, candidates[victim.index]), swap
+
+
+def first_in_order(state: SchedulerState) -> int | None:
+    """The running row that goes before all others: it always makes progress."""
+    rows = state.rows
+    live = np.flatnonzero(rows.live[: rows.high] & ~rows.done[: rows.high]).astype(np.int32)
+    return int(state.in_order(live)[0]) if len(live) else None
+
+
+def _request(state: SchedulerState, row: int) -> Request:
+    request = state.rows.requests[row]
+    assert request is not None
+    return request

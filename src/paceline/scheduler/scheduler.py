@@ -1,0 +1,424 @@
+"""The scheduler as others see it: tell it things, ask it for plans, give it results.
+
+`schedule()` and `update()` are the two halves of a step; everything else is an input that may come between any
+two of them. Each input is noted in the journal with its time, so that a run can be repeated. Never imports
+torch, reads no wall clock and does no I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.events import Decision, DecisionKind, StepEvents
+from paceline.core.plan import RowSet, StepPlan, StepResult
+from paceline.core.request import (
+    NO_ROW,
+    Blocked,
+    BlockReason,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestState,
+)
+from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
+from paceline.scheduler.compose import Composer, build_joins
+from paceline.scheduler.preemption import preempt, put_aside
+from paceline.scheduler.state import Join, Journal, SchedulerState
+from paceline.scheduler.update import apply_result, finish, retire_batch
+
+MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more
+
+
+class Scheduler:
+    """Iteration-level scheduling over one row table and one KV cache."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.composer = Composer(state)
+
+    # -- the two halves of a step --------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to do now."""
+        self.expire()
+        return self.composer.compose()
+
+    def update(self, result: StepResult) -> None:
+        """Take in the result of the oldest plan under way."""
+        self._tick()
+        self._note("done", result.seq)
+        apply_result(self.state, result)
+
+    def take_events(self) -> StepEvents:
+        """What has become known since the last call."""
+        outbox = self.state.outbox
+        events = StepEvents(tokens=tuple(outbox.tokens), finished=tuple(outbox.finished))
+        outbox.tokens.clear()
+        outbox.finished.clear()
+        return events
+
+    def take_decisions(self) -> list[Decision]:
+        taken, self.state.decisions = self.state.decisions, []
+        return taken
+
+    def take_journal(self) -> Journal:
+        taken, self.state.journal = self.state.journal, []
+        return taken
+
+    # -- inputs --------------------------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Accept new requests, all of them or none. Raises when one can never fit or the queue is full."""
+        state = self.state
+        self._tick()
+        for request in requests:
+            self._refuse_if_impossible(request)
+        num_tokens = sum(request.num_tokens for request in requests)
+        config = state.config
+        full = len(state.queue) + len(requests) > config.max_queue
+        if full or state.queue.num_tokens + num_tokens > config.max_queue_tokens:
+            self._reject(requests, "queue_full")
+            raise QueueFull(f"{len(state.queue)} requests are waiting; the queue takes {config.max_queue}")
+        for request in requests:
+            self._accept(request)
+
+    def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
+        """End a request now, whatever it is doing. An unknown or finished one is left alone."""
+        request = self.state.requests.get(request_id)
+        if request is None:
+            return False
+        self._tick()
+        self._note("abort", request_id, detail)
+        self.state.end(request, FinishReason.ABORT, detail)
+        self._after_leaving()
+        return True
+
+    def prune(self, request_id: RequestId) -> bool:
+        """Drop a branch."""
+        return self.abort(request_id, "pruned")
+
+    def finish_at(self, request_id: RequestId, num_output: int) -> bool:
+        """A stop was found outside: the output ends after `num_output` tokens, what came later is discarded."""
+        state = self.state
+        request = state.requests.get(request_id)
+        if request is None:
+            return False
+        self._tick()
+        self._note("finish_at", request_id, num_output)
+        total = request.num_prompt + num_output
+        request.tokens = request.tokens[:total]
+        if request.row == NO_ROW:
+            state.end(request, FinishReason.STOP)
+            return True
+        rows, row = state.rows, request.row
+        for column in (rows.num_tokens, rows.known, rows.computed):
+            column[row] = min(int(column[row]), total)
+        finish(state, request, FinishReason.STOP)
+        self._after_leaving()
+        return True
+
+    def fork(self, request_id: RequestId, branches: Sequence[Request]) -> None:
+        """Add branches of a live request, all or none. Their tokens are the parent's, as far as delivered.
+
+        A branch shares its parent's blocks if the parent runs when the branch is admitted, and starts from the
+        prefix cache if not; its output is the same either way.
+        """
+        parent = self._live(request_id)
+        for branch in branches:
+            branch.parent = request_id
+            branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
+        self.add(branches)
+
+    def tokens_of(self, request_id: RequestId) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Prompt and delivered output of a live request."""
+        request = self._live(request_id)
+        if request.row == NO_ROW:
+            return request.tokens
+        rows, row = self.state.rows, request.row
+        count = int(rows.num_tokens[row] - rows.known[row])
+        return np.concatenate([request.tokens, rows.outputs[row, :count]])
+
+    def set_priority(self, request_id: RequestId, priority: int) -> None:
+        request = self._live(request_id)
+        self._tick()
+        self._note("priority", request_id, priority)
+        request.priority = priority
+        if request.row != NO_ROW:
+            self.state.rows.priority[request.row] = priority
+        elif request.id in self.state.queue:
+            self.state.queue.set_priority(request)
+
+    def set_deadline(self, request_id: RequestId, deadline_s: float | None) -> None:
+        request = self._live(request_id)
+        self._tick()
+        self._note("deadline", request_id, deadline_s)
+        request.deadline_s = deadline_s
+        self.state.watch_deadline(request)
+
+    def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
+        """Force a running request to give way. False when it does not run or is reserved."""
+        request = self._live(request_id)
+        if request.state is not RequestState.RUNNING or request.reserved:
+            return False
+        self._tick()
+        self._note("preempt", request_id, swap)
+        preempt(self.state, request, swap=swap, reason="forced")
+        self._after_leaving()
+        return True
+
+    def pause(self, request_id: RequestId, *, swap: bool = False) -> None:
+        """Put a request aside until `resume`; it gives up its row and blocks."""
+        request = self._live(request_id)
+        if request.state in (RequestState.BLOCKED, RequestState.PAUSED):
+            raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be paused")
+        self._tick()
+        self._note("pause", request_id, swap)
+        if request.state is RequestState.RUNNING:
+            put_aside(self.state, request, swap=swap, reason="paused")
+            self._after_leaving()
+        if request.is_terminal:
+            return  # a per-request hook failed on the way
+        if request.state is RequestState.WAITING:
+            self.state.queue.remove(request)
+        self.state.swapped.pop(request.id, None)
+        request.move(RequestState.PAUSED)
+
+    def resume(self, request_id: RequestId) -> None:
+        """Let a paused request run again, at its old place in the order."""
+        request = self._live(request_id)
+        if request.state is not RequestState.PAUSED:
+            raise InvalidTransition(f"request {request_id} is {request.state.value}, not paused")
+        self._tick()
+        self._note("resume", request_id)
+        if request.host_places:
+            request.move(RequestState.SWAPPED)
+            self.state.swapped[request.id] = request
+        else:
+            self.state.enqueue(request)
+
+    def block(self, request_id: RequestId, reason: BlockReason, deadline_s: float | None) -> None:
+        """A waiting request needs something from outside before it may run."""
+        request = self._live(request_id)
+        if request.state is not RequestState.WAITING:
+            raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be blocked")
+        self._tick()
+        self._note("block", request_id, reason.value, deadline_s)
+        self.state.queue.remove(request)
+        request.move(RequestState.BLOCKED)
+        request.blocked = Blocked(reason=reason, deadline_s=deadline_s)
+        self.state.watch_deadline(request)
+
+    def unblock(self, request_id: RequestId) -> bool:
+        """What a blocked request waited for is here. Late word for one that is not blocked is ignored."""
+        request = self.state.requests.get(request_id)
+        if request is None or request.blocked is None or request.blocked.reason is BlockReason.SWAP_IN:
+            return False
+        self._tick()
+        self._note("unblock", request_id)
+        request.blocked = None
+        self.state.enqueue(request)
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._tick()
+        self._note("reset_cache")
+        self.state.kv.reset_cache()
+
+    def expire(self) -> None:
+        """End requests whose deadline has passed. Called by `schedule`, and by the engine when idle."""
+        state = self.state
+        self._tick()
+        while state.deadlines and state.deadlines[0][0] <= state.now_s:
+            due_s, request_id = heapq.heappop(state.deadlines)
+            request = state.requests.get(request_id)
+            if request is None:
+                continue
+            if request.deadline_s is not None and request.deadline_s <= due_s:
+                self._note("expired", request_id)
+                state.end(request, FinishReason.ABORT, "deadline")
+                self._after_leaving()
+            elif request.blocked is not None and request.blocked.deadline_s == due_s:
+                self._note("expired", request_id)
+                state.end(request, FinishReason.ERROR, f"{request.blocked.reason.value}_timeout")
+
+    def next_wakeup_s(self) -> float | None:
+        """When something may change by the clock alone: a deadline, or the opening of the admission gate."""
+        state = self.state
+        times = [state.deadlines[0][0]] if state.deadlines else []
+        opening = state.mode.next_opening_s(state.queue.view(state.now_s), state.rows.num_live)
+        if opening is not None:
+            times.append(opening)
+        return min(times, default=None)
+
+    # -- snapshots and recovery ----------------------------------------------------------------------------
+
+    def snapshot(self) -> StepPlan:
+        """A full plan: every live row, rebuilt from what is known. Only between steps, with none under way."""
+        state = self.state
+        assert not state.flights, "a snapshot needs every step completed"
+        rows = state.rows
+        joins = []
+        for row in np.flatnonzero(rows.live).tolist():
+            request = rows.requests[row]
+            assert request is not None
+            count = int(rows.num_tokens[row] - rows.known[row])
+            request.tokens = np.concatenate([request.tokens, rows.outputs[row, :count]])
+            rows.known[row] = rows.num_tokens[row]
+            joins.append(Join(row, request, int(rows.computed[row]), NO_ROW))
+        pending = state.kv.delta
+        state.kv.delta = type(pending)()
+        for row in np.flatnonzero(rows.live).tolist():
+            for group in state.kv.groups:
+                start, end = int(group.first[row]), int(group.held[row])
+                indices = np.arange(start, end, dtype=np.int32)
+                state.kv.delta.appends.append((row, group.index, indices, group.table[row, start:end]))
+        appends = state.kv.delta.take()[0]
+        state.kv.delta = pending
+        decoding = [row for row in self.composer.decode_rows().tolist() if rows.live[row]]
+        return StepPlan(
+            seq=state.kv.submitted,
+            full=True,
+            joins=build_joins(state, joins)[0],
+            new_blocks=appends,
+            decode_rows=RowSet(added=np.array(decoding, np.int32)),
+        )
+
+    def recover(self) -> StepPlan:
+        """A step has failed: no result will come. Every row gives way, and the runner starts from a clean plan.
+
+        A request whose step fails twice in a row ends with an error; the others compute again.
+        """
+        state = self.state
+        self._tick()
+        self._note("step_failed")
+        state.counters.failed_steps += 1
+        moving = [t.owner for t in state.kv.tickets.open.values() if not t.incoming]
+        took_part = {row for flight in state.flights for row, _, _ in flight.spans}
+        for flight in state.flights:
+            took_part.update(np.flatnonzero(flight.mask).tolist())
+        state.flights.clear()
+        state.kv.abandon()
+        state.rows.complete(state.kv.submitted)
+        for row in np.flatnonzero(state.rows.live).tolist():
+            self._restart(row, row in took_part)
+        for owner in moving:  # its copy to the host may not have happened
+            request = state.requests.get(RequestId(owner))
+            if request is not None and request.host_places:
+                self._forget_places(request)
+        state.kv.reset_cache()
+        state.kv.delta = type(state.kv.delta)()
+        state.leaves, state.joins = [], []
+        self.composer.forget()
+        return StepPlan(seq=state.kv.submitted, full=True)
+
+    def fail_all(self) -> None:
+        """The engine is lost: every live request ends with an error."""
+        self._tick()
+        self._note("fail_all")
+        for request in list(self.state.requests.values()):
+            self.state.end(request, FinishReason.ERROR, "engine_failed")
+
+    def _restart(self, row: int, took_part: bool) -> None:
+        state = self.state
+        request = state.rows.requests[row]
+        assert request is not None
+        request.step_failures += took_part
+        if request.step_failures >= MAX_STEP_FAILURES:
+            state.kv.quarantine(row)
+            state.end(request, FinishReason.ERROR, "internal_error")
+            return
+        if request.state is RequestState.BLOCKED:  # was being swapped in
+            request.blocked = None
+            request.move(RequestState.RUNNING)
+        state.decide(DecisionKind.PREEMPT, request, "step_failed:recompute", int(state.rows.computed[row]))
+        state.kv.quarantine(row)
+        state.kv.release(row)
+        request.reserved = False
+        request.num_computed = 0
+        state.leave_row(request)
+        state.enqueue(request)
+
+    def _forget_places(self, request: Request) -> None:
+        state = self.state
+        state.kv.drop_places(request.host_places, request.id)
+        request.host_places = ()
+        request.num_computed = 0
+        if request.state is RequestState.SWAPPED:
+            del state.swapped[request.id]
+            state.enqueue(request)
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _refuse_if_impossible(self, request: Request) -> None:
+        state = self.state
+        if request.id in state.requests or request.state is not RequestState.NEW:
+            raise InvalidRequest(f"request {request.id} is already known")
+        longest = state.config.max_model_len
+        if request.max_total > longest:
+            self._reject([request], "context_length_exceeded")
+            raise NeverFits(
+                f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
+                f"and {request.sampling.max_tokens} more are asked for",
+                param="max_tokens",
+            )
+        if not state.kv.can_ever_hold(request.max_total):
+            self._reject([request], "kv_capacity")
+            raise NeverFits(
+                f"{request.max_total} tokens do not fit into the KV cache even when it is empty; "
+                "ask for fewer tokens or give the cache more blocks",
+                param="max_tokens",
+            )
+
+    def _reject(self, requests: Sequence[Request], reason: str) -> None:
+        for request in requests:
+            request.move(RequestState.REJECTED)
+            self.state.counters.added += 1
+            self.state.counters.rejected += 1
+            self._note_add(request)
+            self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total)
+
+    def _accept(self, request: Request) -> None:
+        state = self.state
+        self._note_add(request)
+        state.counters.added += 1
+        state.requests[request.id] = request
+        state.enqueue(request)
+        state.watch_deadline(request)
+        if request.parent is not None and request.parent in state.requests:
+            state.children.setdefault(request.parent, set()).add(request.id)
+
+    def _after_leaving(self) -> None:
+        if self.state.mode.keeps_finished:
+            retire_batch(self.state)
+
+    def _live(self, request_id: RequestId) -> Request:
+        request = self.state.requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no live request has the id {request_id}")
+        return request
+
+    def _tick(self) -> None:
+        self.state.now_s = max(self.state.now_s, self.state.clock.now())
+
+    def _note(self, kind: str, *values: object) -> None:
+        self.state.journal.append((kind, self.state.now_s, *values))
+
+    def _note_add(self, request: Request) -> None:
+        keys = tuple(key.key for key in request.keys)
+        self._note(
+            "add",
+            request.id,
+            request.num_prompt,
+            request.sampling.max_tokens,
+            request.arrival_s,
+            request.tenant,
+            request.priority,
+            request.deadline_s,
+            request.parent,
+            request.needs_host,
+            keys,
+        )

@@ -1,0 +1,261 @@
+"""Everything the scheduler knows, and the few moves that keep it consistent.
+
+The moves here change several structures at once (row table, KV, queue, families) and leave them agreeing.
+Deciding when to make a move is the business of `compose`, `admission`, `preemption` and `update`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import SchedulerConfig
+from paceline.core.clock import Clock
+from paceline.core.events import Decision, DecisionKind, Finished, TokenEvents
+from paceline.core.hooks import RequestHooks
+from paceline.core.policy import Policy, RequestView
+from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
+from paceline.kv.manager import KVManager
+from paceline.scheduler.modes import Mode
+from paceline.scheduler.queue import WaitingQueue
+from paceline.scheduler.rows import Rows
+
+Journal = list[tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A submitted step whose result is still to come."""
+
+    seq: int
+    mask: NDArray[np.bool_]  # rows in plain decode
+    spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
+
+
+@dataclass(slots=True)
+class Join:
+    """A row that starts in the plan being made."""
+
+    row: int
+    request: Request
+    num_computed: int
+    source: int  # row it is copied from, or NO_ROW
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, for metrics and reports."""
+
+    added: int = 0
+    finished: int = 0
+    rejected: int = 0
+    preempted: int = 0
+    swapped: int = 0
+    forked: int = 0
+    late_results: int = 0
+    failed_steps: int = 0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What became known and has not been taken yet."""
+
+    tokens: list[TokenEvents] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class SchedulerState:
+    """All structures of one scheduler."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        rows: Rows,
+        *,
+        policy: Policy,
+        mode: Mode,
+        clock: Clock,
+        hooks: RequestHooks,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.rows = rows
+        self.policy = policy
+        self.mode = mode
+        self.clock = clock
+        self.hooks = hooks
+        self.requests: dict[RequestId, Request] = {}  # every live request
+        self.orders: dict[RequestId, int] = {}  # place in the order of arrival
+        self.queue = WaitingQueue()
+        self.swapped: dict[RequestId, Request] = {}
+        self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
+        self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
+        self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
+        self.computing: dict[bytes, RequestId] = {}  # prefix keys that running prompts will publish
+        self.leaves: list[int] = []
+        self.joins: list[Join] = []
+        self.flights: deque[Flight] = deque()
+        self.deadlines: list[tuple[float, RequestId]] = []
+        self.counters = Counters()
+        self.outbox = Outbox()
+        self.decisions: list[Decision] = []
+        self.journal: Journal = []
+        self.now_s = -math.inf
+        self._tenants: dict[str, int] = {}
+        self._next_order = 0
+
+    # -- small questions -----------------------------------------------------------------------------------
+
+    def decide(self, kind: DecisionKind, request: Request, reason: str, value: int = 0) -> None:
+        self.decisions.append(Decision(kind, request.id, reason, value))
+
+    def tenant_index(self, name: str) -> int:
+        return self._tenants.setdefault(name, len(self._tenants))
+
+    def row_view(self, rows: NDArray[np.int32]) -> RequestView:
+        """Running requests as a policy sees them."""
+        table = self.rows
+        return RequestView(
+            now_s=self.now_s,
+            row=rows,
+            order=table.order[rows],
+            arrival_s=table.arrival_s[rows],
+            priority=table.priority[rows],
+            tenant=table.tenant[rows],
+            num_tokens=table.num_tokens[rows],
+            max_total=table.limit[rows],
+            preemptions=table.preemptions[rows],
+        )
+
+    def in_order(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`rows` with the one that goes first in front."""
+        if len(rows) < 2:
+            return rows
+        view = self.row_view(rows)
+        ordered: NDArray[np.int32] = rows[np.lexsort((view.order, self.policy.order(view)))]
+        return ordered
+
+    # -- moves ---------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        """Into the queue, with the place in the order of arrival it already has, or a new one."""
+        if request.id not in self.orders:
+            self.orders[request.id] = self._next_order
+            self._next_order += 1
+        request.move(RequestState.WAITING)
+        self.queue.push(request, self.orders[request.id], self.tenant_index(request.tenant))
+
+    def watch_deadline(self, request: Request) -> None:
+        if request.deadline_s is not None:
+            heapq.heappush(self.deadlines, (request.deadline_s, request.id))
+        if request.blocked is not None and request.blocked.deadline_s is not None:
+            heapq.heappush(self.deadlines, (request.blocked.deadline_s, request.id))
+
+    def take_row(self, request: Request, num_computed: int, source: int = NO_ROW) -> int:
+        """Give a request a row and note that it joins in the plan being made."""
+        row = self.rows.take(request, self.orders[request.id], self.tenant_index(request.tenant))
+        self.rows.computed[row] = self.rows.upper[row] = num_computed
+        self.joins.append(Join(row, request, num_computed, source))
+        return row
+
+    def leave_row(self, request: Request) -> None:
+        """Take a request off its row: tokens go back into the request, the row rests behind a fence."""
+        row = request.row
+        self.rows.leave(request, self.kv.submitted, self.kv.completed)
+        self.prefilling.pop(request.id, None)
+        self.forget_computing(request)
+        if any(
+            join.row == row for join in self.joins
+        ):  # joined in this very plan: the runner never hears of it
+            self.joins = [join for join in self.joins if join.row != row]
+        else:
+            self.leaves.append(row)
+
+    def forget_computing(self, request: Request) -> None:
+        """Nobody may wait any longer for the prefix this request was computing."""
+        for key in request.keys:
+            if self.computing.get(key.key) == request.id:
+                del self.computing[key.key]
+
+    def publish(self, request: Request) -> None:
+        """Offer what a request has computed to the prefix cache, the output's blocks included."""
+        row = request.row
+        kv = self.kv
+        if not kv.caching:
+            return
+        computed = int(self.rows.computed[row])
+        count = int(self.rows.num_tokens[row] - self.rows.known[row])
+        if computed // kv.block_size > len(request.keys) and count:
+            tokens = request.tokens
+            try:
+                request.tokens = np.concatenate([tokens, self.rows.outputs[row, :count]])
+                self.learn_keys(request)
+            finally:
+                request.tokens = tokens
+        kv.publish(row, request.keys, computed)
+
+    def learn_keys(self, request: Request) -> None:
+        """Ask the hooks for the keys of new full blocks, and note the answer: it is an input like any other."""
+        made = list(self.hooks.new_keys(request))
+        if made:
+            request.keys.extend(made)
+            self.journal.append(("keys", self.now_s, request.id, tuple(key.key for key in made)))
+
+    def end(self, request: Request, reason: FinishReason, detail: str = "") -> None:
+        """The one way a live request becomes terminal: let go of everything it holds, then say so."""
+        num_tokens = request.num_tokens
+        if request.row != NO_ROW:
+            num_tokens = int(self.rows.num_tokens[request.row])
+            self.kv.release(request.row)
+            self.leave_row(request)
+        elif request.id in self.queue:
+            self.queue.remove(request)
+        self.swapped.pop(request.id, None)
+        if request.host_places:
+            self.kv.drop_places(request.host_places, request.id)
+            request.host_places = ()
+        request.blocked = None
+        request.move(RequestState.FINISHED)
+        request.finished_s = self.now_s
+        del self.requests[request.id]
+        del self.orders[request.id]
+        self._leave_family(request)
+        self.counters.finished += 1
+        try:
+            self.hooks.finish(request)
+        except Exception as error:
+            self.decide(DecisionKind.FAIL, request, f"finish hook: {type(error).__name__}")
+        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_tokens - request.num_prompt)
+        self.outbox.finished.append(
+            Finished(
+                request=request.id,
+                reason=reason,
+                detail=detail,
+                time_s=self.now_s,
+                num_prompt=request.num_prompt,
+                num_output=num_tokens - request.num_prompt,
+                num_cached=request.num_cached,
+                preemptions=request.preemptions,
+            )
+        )
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""
+        self.decide(DecisionKind.FAIL, request, type(error).__name__)
+        if request.row != NO_ROW:
+            self.kv.quarantine(request.row)
+        self.end(request, FinishReason.ERROR, "internal_error")
+
+    def _leave_family(self, request: Request) -> None:
+        if request.parent is not None:
+            siblings = self.children.get(request.parent)
+            if siblings is not None:
+                siblings.discard(request.id)
+                if not siblings:
+                    del self.children[request.parent]

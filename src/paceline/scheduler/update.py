@@ -1,0 +1,138 @@
+"""Taking in a step's result: counters, tokens, endings, completed copies.
+
+A result speaks of rows as they were when its plan was made. Rows that have left since are known by their
+generation and skipped: an abort beats a finish, and a late token is discarded. Everything per token is done over
+columns; Python loops run over prompts and over rows that ended.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.events import TokenEvents
+from paceline.core.plan import STOPPED, StepResult
+from paceline.core.request import FinishReason, Request, RequestState
+from paceline.scheduler.state import Flight, SchedulerState
+
+I32 = NDArray[np.int32]
+
+
+def apply_result(state: SchedulerState, result: StepResult) -> None:
+    """Bring the state up to date with a completed step."""
+    flight = state.flights.popleft()
+    assert flight.seq == result.seq, f"result {result.seq} came before {flight.seq}"
+    rows = state.rows
+    state.kv.complete(result.seq)
+    rows.complete(result.seq)
+    for ticket in result.copies_done.tolist():
+        _swap_done(state, ticket)
+    current = rows.live[result.rows] & (rows.generation[result.rows] == result.generation)
+    state.counters.late_results += len(current) - int(np.count_nonzero(current))
+    if not result.finite.all():
+        for row in result.rows[current & ~result.finite].tolist():
+            _numerical_error(state, _owner(state, row))
+        current &= rows.live[result.rows]
+    rows.computed[: len(flight.mask)] += flight.mask
+    _spans_done(state, flight)
+    _deliver(state, result, current)
+
+
+def _deliver(state: SchedulerState, result: StepResult, current: NDArray[np.bool_]) -> None:
+    """Hand out the tokens of the rows that are still there, and end those that are through."""
+    rows = state.rows
+    wanted = current & (result.count > 0)
+    if state.mode.keeps_finished:
+        wanted &= ~rows.done[result.rows]
+    if not wanted.any():
+        return
+    at = result.rows[wanted]
+    tokens = result.tokens[wanted, 0]
+    before = rows.num_tokens[at]
+    rows.outputs[at, before - rows.known[at]] = tokens
+    rows.num_tokens[at] = before + 1
+    index = before - rows.num_prompt[at]
+    state.outbox.tokens.append(
+        TokenEvents(
+            seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
+        )
+    )
+    for row in at[index == 0].tolist():
+        _owner(state, row).first_token_s = state.now_s
+    stopped = result.finished[wanted] == STOPPED
+    ended = stopped | (before + 1 >= rows.limit[at])
+    if ended.any():
+        _end_rows(state, at[ended], stopped[ended])
+
+
+def _end_rows(state: SchedulerState, ended: I32, stopped: NDArray[np.bool_]) -> None:
+    """Rows that have their last token leave, or wait for their batch, as the mode has it."""
+    rows = state.rows
+    if state.mode.keeps_finished:
+        rows.done[ended] = True
+        rows.padding[ended] = True
+        for row, is_stop in zip(ended.tolist(), stopped.tolist(), strict=True):
+            _owner(state, row).fail_detail = "stop" if is_stop else "length"
+        retire_batch(state)
+        return
+    for row, is_stop in zip(ended.tolist(), stopped.tolist(), strict=True):
+        finish(state, _owner(state, row), FinishReason.STOP if is_stop else FinishReason.LENGTH)
+
+
+def retire_batch(state: SchedulerState) -> None:
+    """A padded batch leaves once all its rows are done."""
+    rows = state.rows
+    if rows.num_live and bool(np.all(rows.done[rows.live])):
+        for row in np.flatnonzero(rows.live).tolist():
+            request = _owner(state, row)
+            finish(state, request, FinishReason(request.fail_detail))
+
+
+def finish(state: SchedulerState, request: Request, reason: FinishReason, detail: str = "") -> None:
+    """A request on a row has ended well: what it computed may serve others, then it goes."""
+    try:
+        state.publish(request)
+    except Exception as error:
+        state.fail(request, error)
+        return
+    state.end(request, reason, detail)
+
+
+def _spans_done(state: SchedulerState, flight: Flight) -> None:
+    """Prompt tokens are computed: their full blocks may be shared from now on."""
+    rows = state.rows
+    for row, generation, count in flight.spans:
+        if rows.generation[row] != generation or not rows.live[row]:
+            continue
+        request = _owner(state, row)
+        before = int(rows.computed[row]) // state.kv.block_size
+        rows.computed[row] += count
+        computed = int(rows.computed[row])
+        state.kv.publish(row, request.keys, computed)
+        for key in request.keys[before : computed // state.kv.block_size]:
+            if state.computing.get(key.key) == request.id:
+                del state.computing[key.key]
+
+
+def _swap_done(state: SchedulerState, number: int) -> None:
+    """A swap has completed; a request that was coming back runs again."""
+    ticket = state.kv.complete_ticket(number)
+    if ticket is None or not ticket.incoming:
+        return
+    request = state.requests.get(ticket.owner)  # type: ignore[call-overload]
+    if request is not None and request.state is RequestState.BLOCKED:
+        request.blocked = None
+        request.move(RequestState.RUNNING)
+        state.prefilling[request.id] = request
+
+
+def _numerical_error(state: SchedulerState, request: Request) -> None:
+    """Numbers that are not finite end their request alone; its blocks never reach the prefix cache."""
+    state.kv.quarantine(request.row)
+    state.end(request, FinishReason.ERROR, "numerical_error")
+
+
+def _owner(state: SchedulerState, row: int) -> Request:
+    request = state.rows.requests[row]
+    assert request is not None
+    return request

@@ -1,0 +1,24 @@
+"""What every test run shares: Hypothesis profiles, and readable assertions in the shared helpers.
+
+The default profile `ci` draws the same examples on every run and every machine, so that a red test is red
+for a reason in the change. `HYPOTHESIS_PROFILE=explore pytest ...` searches with fresh random examples.
+"""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("tests.helpers")
+
+# No deadline: how long an example takes says more about the machine than about the code.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
