@@ -318,7 +318,7 @@ class FakeRunner:
         stops = chosen < self.stop_below[sampled]
         ends = np.where(stops, STOPPED, np.where(at + 1 >= self.limit[sampled], AT_LENGTH, RUNNING_ON))
         finished[count > 0] = ends
-        self.stopped[sampled] |= stops
+        self.stopped[sampled] |= ends != RUNNING_ON
         finite = np.ones(len(rows), np.bool_)
         if self.faults.nan_row and len(rows) and self.faults.rng.random() < self.faults.nan_row:
             finite[self.faults.rng.randrange(len(rows))] = False

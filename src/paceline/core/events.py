@@ -23,7 +23,7 @@ class TokenEvents:
     time_s: float
     requests: NDArray[np.int64]
     tokens: NDArray[np.int32]
-    index: NDArray[np.int32]  # 0 is the first token of the output
+    index: NDArray[np.int64]  # 0 is the first token of the output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

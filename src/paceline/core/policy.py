@@ -23,8 +23,8 @@ class RequestView:
     arrival_s: NDArray[np.float64]
     priority: NDArray[np.int32]
     tenant: NDArray[np.int32]
-    num_tokens: NDArray[np.int32]
-    max_total: NDArray[np.int32]
+    num_tokens: NDArray[np.int64]
+    max_total: NDArray[np.int64]
     preemptions: NDArray[np.int32]
 
     def __len__(self) -> int:

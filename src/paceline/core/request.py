@@ -149,7 +149,7 @@ class Request:
         self.blocked: Blocked | None = None
         self.row = NO_ROW
         self.num_computed = 0  # tokens whose KV lies in host_places, or was brought along from outside
-        self.host_places: tuple[NDArray[np.int32], ...] = ()
+        self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
         self.step_failures = 0

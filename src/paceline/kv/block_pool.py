@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-I32 = NDArray[np.int32]
+Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 NULL_BLOCK = 0
 
 
@@ -63,14 +63,14 @@ class BlockPool:
     ) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
-        self.refs: I32 = np.zeros(num_blocks, np.int32)
+        self.refs = np.zeros(num_blocks, np.int32)
         self.refs[NULL_BLOCK] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
         self.num_evicted = 0
         self._on_evict = on_evict
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.
-        self._stack: I32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._depth = num_blocks - 1
 
     @property
@@ -87,12 +87,12 @@ class BlockPool:
         """Blocks that `allocate` will give now. A fault injector may say less than `num_free`."""
         return self.num_free
 
-    def free_blocks(self) -> I32:
+    def free_blocks(self) -> Blocks:
         """All free blocks, cached ones last in the order they will be evicted. For checks."""
-        waiting = np.fromiter(iter(self.evictable), np.int32, len(self.evictable))
+        waiting = np.fromiter(iter(self.evictable), np.int64, len(self.evictable))
         return np.concatenate([self._stack[: self._depth], waiting])
 
-    def allocate(self, count: int) -> I32:
+    def allocate(self, count: int) -> Blocks:
         """Take `count` blocks, each with one reference. The caller has checked `available`."""
         taken = min(count, self._depth)
         blocks = self._stack[self._depth - taken : self._depth][::-1].copy()
@@ -101,28 +101,30 @@ class BlockPool:
             evicted = self.evictable.pick(count - taken)
             self.num_evicted += len(evicted)
             self._on_evict(evicted)
-            blocks = np.concatenate([blocks, np.array(evicted, np.int32)])
+            blocks = np.concatenate([blocks, np.array(evicted, np.int64)])
             self.cached[blocks] = False
         self.refs[blocks] = 1
         return blocks
 
-    def share(self, blocks: I32) -> None:
+    def share(self, blocks: Blocks) -> None:
         """Add a reference to each of `blocks` (all different)."""
-        for block in blocks[(self.refs[blocks] == 0)].tolist():
-            self.evictable.remove(block)  # only a cached block can be found without a reference
-        self.refs[blocks] += 1
+        counts = self.refs[blocks]
+        self.refs[blocks] = counts + 1
+        if np.count_nonzero(counts) < len(counts):
+            for block in blocks[counts == 0].tolist():
+                self.evictable.remove(block)  # only a cached block can be found without a reference
 
-    def release(self, blocks: I32) -> None:
+    def release(self, blocks: Blocks) -> None:
         """Drop a reference of each of `blocks` (all different); the first given is the first evicted."""
-        self.refs[blocks] -= 1
-        zero = blocks[self.refs[blocks] == 0]
-        if not len(zero):
-            return
+        counts = self.refs[blocks] - 1
+        self.refs[blocks] = counts
+        zero = blocks if not counts.any() else blocks[counts == 0]
         is_cached = self.cached[zero]
-        plain = zero[~is_cached]
-        self._stack[self._depth : self._depth + len(plain)] = plain
-        self._depth += len(plain)
-        if len(plain) < len(zero):
+        num_plain = len(zero) - int(np.count_nonzero(is_cached))
+        if num_plain:
+            self._stack[self._depth : self._depth + num_plain] = zero[~is_cached]
+            self._depth += num_plain
+        if num_plain < len(zero):
             self.evictable.add(zero[is_cached].tolist())
 
     def forget(self, block: int) -> None:

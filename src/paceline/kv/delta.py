@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.plan import EMPTY, BlockAppends, BlockCopies, Swaps
 
 I32 = NDArray[np.int32]
-Columns = tuple[I32 | int, ...]  # an int stands for a column of that value
+Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
+Columns = tuple[Blocks | int, ...]  # an int stands for a column of that value
 
 
 class KVDelta:
@@ -56,6 +57,12 @@ class KVDelta:
 def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
     if not entries:
         return (EMPTY,) * width
+    if len(entries) == 1 and isinstance(entries[0][-1], np.ndarray):
+        length = len(entries[0][-1])
+        return tuple(
+            np.full(length, part, np.int32) if isinstance(part, int) else part.astype(np.int32)
+            for part in entries[0]
+        )
     lengths = [next((len(part) for part in entry if not isinstance(part, int)), 1) for entry in entries]
     total = sum(lengths)
     columns = []

@@ -16,7 +16,7 @@ from paceline.core.request import BlockKey
 from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.prefix import PrefixCache
 
-I32 = NDArray[np.int32]
+Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
 
 class LayerGroup:
@@ -27,15 +27,15 @@ class LayerGroup:
         self.pool = pool
         self.cache = cache
         self.window: int | None = None
-        self.table: I32 = np.zeros(shape, np.int32)
-        self.held: I32 = np.zeros(shape[0], np.int32)  # entries of the row's table, null ones included
-        self.first: I32 = np.zeros(shape[0], np.int32)  # first entry that is not null
-        self.published: I32 = np.zeros(shape[0], np.int32)  # entries offered to the cache so far
-        self.computed_from: I32 = np.zeros(shape[0], np.int32)  # entries before it came from the cache
+        self.table: Blocks = np.zeros(shape, np.int64)
+        self.held: NDArray[np.int64] = np.zeros(shape[0], np.int64)  # entries of the row's table, null ones included
+        self.first: NDArray[np.int64] = np.zeros(shape[0], np.int64)  # first entry that is not null
+        self.published: Blocks = np.zeros(shape[0], np.int64)  # entries offered to the cache so far
+        self.computed_from: Blocks = np.zeros(shape[0], np.int64)  # entries before it came from the cache
         self.reserved_for = np.zeros(shape[0], np.int64)  # blocks a protected row may still take
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
 
-    def blocks_of(self, row: int) -> I32:
+    def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""
         return self.table[row, self.first[row] : self.held[row]]
 
@@ -44,18 +44,19 @@ class LayerGroup:
         promised = self.reserved - (int(self.reserved_for[row]) if row is not None else 0)
         return self.pool.available - promised
 
-    def append(self, row: int, count: int) -> tuple[I32, I32]:
+    def append(self, row: int, count: int) -> tuple[Blocks, Blocks]:
         """Give a row `count` more blocks; returns their table indices and the blocks."""
         blocks = self.pool.allocate(count)
         start = int(self.held[row])
         self.table[row, start : start + count] = blocks
         self.held[row] = start + count
-        own = min(count, int(self.reserved_for[row]))
-        self.reserved_for[row] -= own
-        self.reserved -= own
-        return np.arange(start, start + count, dtype=np.int32), blocks
+        if self.reserved:
+            own = min(count, int(self.reserved_for[row]))
+            self.reserved_for[row] -= own
+            self.reserved -= own
+        return np.arange(start, start + count, dtype=np.int64), blocks
 
-    def append_each(self, rows: I32) -> tuple[I32, I32]:
+    def append_each(self, rows: Blocks) -> tuple[Blocks, Blocks]:
         """Give each of `rows` one more block, in one sweep."""
         blocks = self.pool.allocate(len(rows))
         indices = self.held[rows]
@@ -67,14 +68,15 @@ class LayerGroup:
             self.reserved -= int(own.sum())
         return indices, blocks
 
-    def adopt(self, row: int, blocks: I32, start: int = 0) -> None:
+    def adopt(self, row: int, blocks: Blocks, start: int = 0) -> None:
         """An empty row begins with `blocks` of others, from table entry `start` on."""
         count = len(blocks)
-        self.table[row, :start] = NULL_BLOCK
-        self.table[row, start : start + count] = blocks
         self.held[row] = start + count
         self.first[row] = start
-        self.pool.share(blocks)
+        if count:
+            self.table[row, :start] = NULL_BLOCK
+            self.table[row, start : start + count] = blocks
+            self.pool.share(blocks)
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
         """Copy-on-write: a fresh block takes the place of a shared one. The old reference stays with the caller."""
@@ -83,15 +85,16 @@ class LayerGroup:
         self.table[row, index] = target
         return source, target
 
-    def clear(self, row: int) -> I32:
+    def clear(self, row: int) -> Blocks:
         """Empty a row; its references pass to the caller, last block first, so that beginnings stay longest."""
         blocks = self.blocks_of(row)[::-1].copy()
         self.held[row] = self.first[row] = self.published[row] = self.computed_from[row] = 0
-        self.reserved -= int(self.reserved_for[row])
-        self.reserved_for[row] = 0
+        if self.reserved:
+            self.reserved -= int(self.reserved_for[row])
+            self.reserved_for[row] = 0
         return blocks
 
-    def slide(self, row: int, num_computed: int, block_size: int) -> I32:
+    def slide(self, row: int, num_computed: int, block_size: int) -> Blocks:
         """Blocks no later token can see any more leave the table; their references pass to the caller."""
         assert self.window is not None
         keep = max(0, num_computed - self.window + 1) // block_size

@@ -22,7 +22,7 @@ from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
 from paceline.kv.swap import HostPlaces, Ticket, Tickets
 
-I32 = NDArray[np.int32]
+Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 Needs = tuple[int, ...]  # blocks per group
 PoolMaker = Callable[..., BlockPool]
 
@@ -33,7 +33,7 @@ class Match:
 
     num_blocks: int
     start: tuple[int, ...]
-    blocks: tuple[I32, ...]
+    blocks: tuple[Blocks, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class Fence:
 
     seq: int
     group: int
-    blocks: I32
+    blocks: Blocks
 
 
 class KVManager:
@@ -63,6 +63,8 @@ class KVManager:
         self.tickets = Tickets()
         self.delta = KVDelta()
         self.fences: deque[Fence] = deque()
+        none = tuple(np.zeros(0, np.int64) for _ in self.groups)
+        self._no_match = Match(0, (0,) * len(self.groups), none)
         self.submitted = 0  # seq of the last plan handed out
         self.completed = 0  # every step up to this one has completed
 
@@ -109,6 +111,8 @@ class KVManager:
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> Match:
         """The longest cached beginning of a sequence. Its last token is always left to compute."""
         limit = min(len(keys), (num_tokens - 1) // self.block_size) if self.caching else 0
+        if not limit:
+            return self._no_match
         found: list[list[int]] = [[] for _ in self.groups]
         starts = [0] * len(self.groups)
         length = limit
@@ -125,10 +129,12 @@ class KVManager:
                     settled = settled and shorter == length
                     starts[index] = shorter - len(found[index])
                     length = shorter
+        if not length:
+            return self._no_match
         for index, group in enumerate(self.groups):
             if group.window is None:
                 del found[index][length:]
-        return Match(length, tuple(starts), tuple(np.array(blocks, np.int32) for blocks in found))
+        return Match(length, tuple(starts), tuple(np.array(blocks, np.int64) for blocks in found))
 
     def cost(self, match: Match, num_tokens: int) -> Needs:
         """Free blocks that admitting a sequence takes: new ones, and hits that nobody holds now."""
@@ -138,7 +144,9 @@ class KVManager:
             fresh = total - match.num_blocks
             if group.window is not None:
                 fresh = min(fresh, self.blocks_for(group.window + self._max_chunk) + 2)
-            costs.append(fresh + int((group.pool.refs[blocks] == 0).sum()))
+            if len(blocks):
+                fresh += len(blocks) - int(np.count_nonzero(group.pool.refs[blocks]))
+            costs.append(fresh)
         return tuple(costs)
 
     def adopt(self, row: int, match: Match) -> None:
@@ -147,7 +155,7 @@ class KVManager:
             group.adopt(row, blocks, start)
             group.published[row] = group.computed_from[row] = match.num_blocks
             if match.num_blocks:
-                indices = np.arange(start, start + len(blocks), dtype=np.int32)
+                indices = np.arange(start, start + len(blocks), dtype=np.int64)
                 self.delta.appends.append((row, group.index, indices, blocks))
 
     def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
@@ -177,7 +185,7 @@ class KVManager:
                 indices, blocks = group.append(row, count)
                 self.delta.appends.append((row, group.index, indices, blocks))
 
-    def extend_each(self, rows: I32) -> None:
+    def extend_each(self, rows: NDArray[np.int64]) -> None:
         """Give each of `rows` one more block. The caller has checked `room`."""
         for group in self.groups:
             indices, blocks = group.append_each(rows)
@@ -216,10 +224,10 @@ class KVManager:
             group.adopt(child, blocks, start)
             group.published[child] = min(int(group.published[parent]), until)
             group.computed_from[child] = min(int(group.computed_from[parent]), until)
-            indices = np.arange(start, until, dtype=np.int32)
+            indices = np.arange(start, until, dtype=np.int64)
             self.delta.appends.append((child, group.index, indices, blocks))
 
-    def shared_writes(self, rows: I32, positions: I32) -> NDArray[np.bool_]:
+    def shared_writes(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows would write their next token into a block that others read too."""
         shared = np.zeros(len(rows), np.bool_)
         index = positions // self.block_size
@@ -238,7 +246,7 @@ class KVManager:
                 source, target = group.replace(row, index)
                 self.delta.copies.append((row, group.index, index, source, target))
                 # The copy reads the source in the plan being made: hold it until that step is done.
-                self._give_back(group.index, np.array([source], np.int32), self.submitted + 1)
+                self._give_back(group.index, np.array([source], np.int64), self.submitted + 1)
 
     # -- swapping ------------------------------------------------------------------------------------------
 
@@ -249,7 +257,7 @@ class KVManager:
             for places, group in zip(self.places, self.groups, strict=True)
         )
 
-    def swap_out(self, row: int, num_tokens: int, owner: int) -> tuple[I32, ...]:
+    def swap_out(self, row: int, num_tokens: int, owner: int) -> tuple[Blocks, ...]:
         """Copy a row's first `num_tokens` tokens to host places and empty the row. Returns the places per group."""
         until = self.blocks_for(num_tokens)
         places, kept = [], []
@@ -265,7 +273,7 @@ class KVManager:
         self.release(row)
         return tuple(places)
 
-    def swap_in(self, row: int, places: tuple[I32, ...], num_tokens: int, owner: int) -> int:
+    def swap_in(self, row: int, places: tuple[Blocks, ...], num_tokens: int, owner: int) -> int:
         """Bring swapped blocks back into an empty row; returns the ticket. The caller has checked `room`."""
         until = self.blocks_for(num_tokens)
         kept = []
@@ -284,7 +292,7 @@ class KVManager:
             self.delta.swap_in.append((number, index, blocks, place))
         return number
 
-    def drop_places(self, places: tuple[I32, ...], owner: int) -> None:
+    def drop_places(self, places: tuple[Blocks, ...], owner: int) -> None:
         """A swapped request ends: its places go back now, or when the copy into them has completed."""
         for ticket in self.tickets.open.values():
             if ticket.owner == owner:
@@ -331,7 +339,7 @@ class KVManager:
         for number in list(self.tickets.open):
             self.complete_ticket(number)
 
-    def _give_back(self, group: int, blocks: I32, seq: int) -> None:
+    def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
         if not len(blocks):
             return
         if seq > self.completed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-I32 = NDArray[np.int32]
+Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
 
 class HostPlaces:
@@ -25,10 +25,10 @@ class HostPlaces:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> I32:
-        return np.array([self._free.pop() for _ in range(count)], np.int32)
+    def take(self, count: int) -> Blocks:
+        return np.array([self._free.pop() for _ in range(count)], np.int64)
 
-    def give_back(self, places: I32) -> None:
+    def give_back(self, places: Blocks) -> None:
         self._free.extend(places.tolist())
 
     def free_places(self) -> list[int]:
@@ -39,8 +39,8 @@ class HostPlaces:
 class Ticket:
     """One swap under way: what it keeps taken until it completes."""
 
-    blocks: tuple[I32, ...]  # per group; the ticket holds a reference to each
-    places: tuple[I32, ...]  # per group
+    blocks: tuple[Blocks, ...]  # per group; the ticket holds a reference to each
+    places: tuple[Blocks, ...]  # per group
     owner: int  # the request it belongs to
     incoming: bool  # host to device
     free_places: bool  # give the places back on completion

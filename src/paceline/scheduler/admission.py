@@ -1,8 +1,8 @@
 """Letting requests in: onto a row, with the blocks they need and the ones they can share.
 
 A request is admitted when a row is free and its whole prompt fits beside what running prompts still need; if
-not, it keeps its place and the reason is on record. Swapped requests come back before new ones. A prefix that a
-running request is about to publish is waited for, a running parent's blocks are shared.
+not, it keeps its place and the reason is on record. A swapped request comes back the same way, in its turn. A
+prefix that a running request is about to publish is waited for, a running parent's blocks are shared.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import SchedulerState
 
 # Reasons for which a request is not admitted, in the order they are looked at.
-NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, NO_BLOCKS = "rows", "budget", "prefix", "blocks"
-BEHIND_SWAP = "swap"
+NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP, NO_BLOCKS = "rows", "budget", "prefix", "swap", "blocks"
+# Who waits for a prefix or for its own copy waits for no room: others may pass meanwhile.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,8 @@ class Admission:
         """Why a waiting request cannot be admitted now, or None. Changes nothing."""
         if self.rows_left() < 1:
             return NO_ROOM_ROWS
+        if request.host_places:
+            return self._swap_refusal(request)
         beginning = self._beginning(request)
         if beginning is None:
             return BEHIND_PREFIX
@@ -55,12 +58,16 @@ class Admission:
         state = self._state
         if self.rows_left() < 1:
             return NO_ROOM_ROWS
+        if request.host_places:
+            return self._bring_back(request)
         beginning = self._beginning(request)
         if beginning is None:
             return BEHIND_PREFIX
         if not self._fits(request, self._cost(request, beginning)):
             return NO_BLOCKS
-        row = self._seat(request, beginning.num_computed, beginning.parent_row)
+        fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
+        source = beginning.parent_row if fresh_branch else NO_ROW
+        row = self._seat(request, beginning.num_computed, source)
         if beginning.parent_row != NO_ROW:
             state.kv.share(beginning.parent_row, row, beginning.num_computed)
             state.rows.sharing[[row, beginning.parent_row]] = True
@@ -80,17 +87,21 @@ class Admission:
         self._after_seating(request, 0)
         return None
 
-    def resume_swapped(self, request: Request) -> str | None:
-        """Start bringing a swapped request back; it runs when the copy has completed."""
-        state = self._state
-        if self.rows_left() < 1:
-            return NO_ROOM_ROWS
-        if state.kv.is_moving(request.id):
+    def _swap_refusal(self, request: Request) -> str | None:
+        """Why a swapped request cannot come back now, or None."""
+        kv = self._state.kv
+        if kv.is_moving(request.id):
             return BEHIND_SWAP
-        empty = state.kv.match((), 1)
-        if not self._fits(request, state.kv.cost(empty, request.num_tokens)):
-            return NO_BLOCKS
-        del state.swapped[request.id]
+        cost = kv.cost(kv.match((), 1), request.num_tokens)
+        return None if self._fits(request, cost) else NO_BLOCKS
+
+    def _bring_back(self, request: Request) -> str | None:
+        """Start copying a swapped request's blocks back; it runs when the copy has completed."""
+        reason = self._swap_refusal(request)
+        if reason is not None:
+            return reason
+        state = self._state
+        state.queue.remove(request)
         row = state.take_row(request, request.num_computed)
         state.kv.swap_in(row, request.host_places, request.num_computed, request.id)
         request.host_places = ()  # the ticket gives them back
@@ -129,9 +140,11 @@ class Admission:
         parent = state.requests.get(request.parent) if request.parent is not None else None
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
-            shared = min(done, request.num_tokens - 1)
-            if parent.id in state.prefilling and done < request.num_tokens - 1:
-                return None
+            common = min(request.num_prompt, request.num_tokens - 1)  # from the fork on, each goes its own way
+            shared = min(done, common)
+            still = parent.id in state.prefilling or done < state.rows.upper[parent.row]
+            if still and done < common:
+                return None  # more of what it can share is being computed
             if shared > cached and state.kv.can_share(parent.row, shared):
                 return Beginning(shared, match, parent.row)
         if state.config.defer_shared_prefix and match.num_blocks < len(request.keys):
@@ -179,7 +192,8 @@ class Admission:
         if self._protects(request):
             kv = self._state.kv
             full = kv.full_need(request.max_total)
-            request.reserved = self._state.rows.reserved[request.row] = True
+            request.reserved = True
+            self._state.rows.reserve(request.row)
             kv.reserve(
                 request.row,
                 tuple(min(need + 1, g.pool.usable) for need, g in zip(full, kv.groups, strict=True)),
@@ -189,6 +203,8 @@ class Admission:
         """Blocks the reserved rows may hold at most, per group."""
         rows, kv = self._state.rows, self._state.kv
         totals = [0] * len(kv.groups)
+        if not rows.num_reserved:
+            return totals
         for row in np.flatnonzero(rows.live & rows.reserved).tolist():
             for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
                 totals[index] += min(need + 1, kv.groups[index].pool.usable)

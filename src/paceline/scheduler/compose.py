@@ -6,7 +6,7 @@ once over columns; Python loops run only over rows that joined, crossed a block,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.core.events import DecisionKind
 from paceline.core.plan import EMPTY, RowCopies, RowJoins, RowSet, RowSpans, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request
-from paceline.scheduler.admission import NO_BUDGET, Admission
+from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import Flight, Join, SchedulerState
@@ -36,6 +36,8 @@ class Composer:
         self._pad_tokens = 0
         self._products = 0
         self._logit_rows = 0
+        self._decode_count = 0
+        self._advancing: Mask = self._last_mask
 
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
@@ -54,7 +56,7 @@ class Composer:
             if self._left > 0 and self._still_prompting(row):
                 self._span(row, self._left)
         self.tokens_left = self._left
-        if not (mask.any() or self._spans or self._pad_tokens or self._copies_open()):
+        if not (self._decode_count or self._spans or self._pad_tokens or self._copies_open()):
             return None
         return self._plan(mask)
 
@@ -67,9 +69,9 @@ class Composer:
         """The runner has been reset: no row is in plain decode there."""
         self._last_mask = np.zeros(0, np.bool_)
 
-    def decode_rows(self) -> NDArray[np.int32]:
+    def decode_rows(self) -> NDArray[np.int64]:
         """Rows in plain decode as of the last plan."""
-        return np.flatnonzero(self._last_mask).astype(np.int32)
+        return np.flatnonzero(self._last_mask)
 
     # -- plain decode --------------------------------------------------------------------------------------
 
@@ -99,30 +101,36 @@ class Composer:
             kv.extend_each(crossing)
         high = len(mask)
         upper = rows.upper[:high]
-        upper += mask
-        ended = mask & (upper + 1 >= rows.limit[:high])
-        if ended.any():
+        advancing = mask & ~rows.padding[:high] if state.mode.keeps_finished else mask
+        upper += advancing
+        ended = upper + 1 >= rows.limit[:high]
+        ended &= advancing
+        self._advancing = advancing
+        if np.count_nonzero(ended):
             self._end_of_length(ended)
         count = int(np.count_nonzero(mask))
+        self._decode_count = count
         self._left -= count
         self._logit_rows += count
         return mask
 
-    def _decode_needs(self) -> tuple[Mask, NDArray[np.int32], list[int]]:
+    def _decode_needs(self) -> tuple[Mask, NDArray[np.int64], list[int]]:
         """Rows that decode, those that need a block for it, and those that must copy a shared one first."""
         rows, kv = self._state.rows, self._state.kv
         high = rows.high
         mask = rows.decoding[:high].copy()
-        waits = rows.needs_host[:high]
-        if waits.any():  # the host must see the last token first
-            mask &= ~(waits & (rows.upper[:high] != rows.computed[:high]))
+        if rows.num_needs_host:  # the host must see the last token first
+            mask &= ~(rows.needs_host[:high] & (rows.upper[:high] != rows.computed[:high]))
         if np.count_nonzero(mask) >= self._left:
             self._trim(mask)
         full = rows.upper[:high] >= kv.groups[0].held[:high] * kv.block_size
-        crossing = np.flatnonzero(mask & full).astype(np.int32)
+        full &= mask
+        if self._state.mode.keeps_finished:  # padding is computed into the null block
+            full &= ~rows.padding[:high]
+        crossing = full.nonzero()[0]
         shared: list[int] = []
-        if rows.sharing[:high].any():
-            candidates = np.flatnonzero(mask & rows.sharing[:high]).astype(np.int32)
+        if np.count_nonzero(rows.sharing[:high]):
+            candidates = np.flatnonzero(mask & rows.sharing[:high])
             is_shared = kv.shared_writes(candidates, rows.upper[candidates])
             rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
             shared = candidates[is_shared].tolist()
@@ -134,7 +142,7 @@ class Composer:
         if self._state.prefilling:
             oldest = first_in_order(self._state)
             limit -= 1 if oldest is not None and not mask[oldest] else 0
-        ordered = self._state.in_order(np.flatnonzero(mask).astype(np.int32))
+        ordered = self._state.in_order(np.flatnonzero(mask))
         mask[ordered[limit:]] = False
 
     def _prompt_need(self) -> int:
@@ -146,10 +154,10 @@ class Composer:
         position = int(state.rows.upper[row])
         need = state.kv.missing(row, position + 1)
         if state.rows.sharing[row]:
-            need += int(state.kv.shared_writes(i32([row]), i32([position]))[0])
+            need += int(state.kv.shared_writes(np.array([row]), np.array([position]))[0])
         return need
 
-    def _make_room(self) -> tuple[Mask, NDArray[np.int32], list[int]]:
+    def _make_room(self) -> tuple[Mask, NDArray[np.int64], list[int]]:
         """Blocks are short: preempt until the rest fits, or stall rows until blocks on their way are here."""
         state = self._state
         kv, rows = state.kv, state.rows
@@ -166,7 +174,7 @@ class Composer:
             preempt(state, chosen[0], swap=chosen[1], reason="blocks")
         needy = set(crossing.tolist()) | set(shared)
         room = kv.room() - self._prompt_need() if self._prompt_goes_first() else kv.room()
-        for row in state.in_order(np.array(sorted(needy), np.int32)).tolist():
+        for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
             if rows.reserved[row] and row not in shared:
                 continue  # its block is set aside
             if room > 0:
@@ -197,7 +205,7 @@ class Composer:
         rows = [request.row for request in self._state.prefilling.values()]
         if len(rows) < 2:
             return rows
-        ordered: list[int] = self._state.in_order(np.array(rows, np.int32)).tolist()
+        ordered: list[int] = self._state.in_order(np.array(rows, np.int64)).tolist()
         return ordered
 
     def _still_prompting(self, row: int) -> bool:
@@ -227,7 +235,7 @@ class Composer:
             return
         room = kv.room(row)
         if rows.sharing[row]:
-            if kv.shared_writes(i32([row]), i32([upper]))[0]:
+            if kv.shared_writes(np.array([row]), np.array([upper]))[0]:
                 if room < 1:
                     return
                 kv.copy_on_write(row, upper)
@@ -263,37 +271,56 @@ class Composer:
     # -- new requests --------------------------------------------------------------------------------------
 
     def _let_in(self, cap: int) -> None:
-        """Swapped requests come back, then waiting ones are admitted in order."""
+        """Admit waiting requests in order, for as long as there is room."""
         state = self._state
-        if not self._bring_back() or not len(state.queue):
+        if not len(state.queue):
             return
         view = state.queue.view(state.now_s)
-        limit = min(state.mode.admit_limit(view, state.rows.num_live), len(view))
-        rows_left = self.admission.rows_left()
-        if limit < 1 or rows_left < 1:
+        limit = min(state.mode.admit_limit(view, state.rows.num_live), self.admission.rows_left())
+        if limit < 1:
             return
-        scores = state.mode.rank(view, state.policy.order(view))
-        deferrals = len(state.computing)  # each may be passed over once and still leave a candidate behind it
-        chosen = first(view, scores, min(limit, rows_left + deferrals))
-        candidates = [state.queue.get(index) for index in chosen.tolist()]
-        shape = state.mode.shape(candidates, self._rectangle_fits)
-        if shape is not None:
-            for request in candidates[: shape.count]:
-                self._guarded(request, lambda request: self.admission.admit_padded(request, shape))
-                if request.row != NO_ROW:
-                    self._span(request.row, self._left)
+        if state.mode.keeps_finished:
+            self._let_batch_in(self._waiting(limit, ()))
             return
-        for request in candidates:
+        seen: set[int] = set()
+        while len(seen) < len(view):
+            batch = self._waiting(len(seen) + self.admission.rows_left(), seen)
+            if not batch or not self._admit_in_turn(batch, cap):
+                return
+            seen.update(request.id for request in batch)
+
+    def _waiting(self, count: int, seen: Collection[int]) -> list[Request]:
+        """The first `count` waiting requests in order, without those already asked."""
+        queue = self._state.queue
+        view = queue.view(self._state.now_s)
+        scores = self._state.mode.rank(view, self._state.policy.order(view))
+        requests = [queue.get(index) for index in first(view, scores, count).tolist()]
+        return [request for request in requests if request.id not in seen]
+
+    def _admit_in_turn(self, batch: list[Request], cap: int) -> bool:
+        """Admit each; False as soon as one has to wait for room: nobody passes it."""
+        for request in batch:
             if self._left < 1:
                 self._defer(request, NO_BUDGET)
-                return
+                return False
             reason = self._guarded(request, self.admission.admit)
-            if request.row != NO_ROW:
+            if request.id in self._state.prefilling:
                 self._span(request.row, min(self._left, cap))
             elif reason is not None:
                 self._defer(request, reason)
-                if reason != "prefix":
-                    return  # nobody passes a request that is only waiting for room
+                if reason not in PASSABLE:
+                    return False
+        return self.admission.rows_left() > 0
+
+    def _let_batch_in(self, candidates: list[Request]) -> None:
+        """Admit a padded batch: as many of the candidates as their rectangle has room for."""
+        shape = self._state.mode.shape(candidates, self._rectangle_fits)
+        if shape is None:
+            return
+        for request in candidates[: shape.count]:
+            self._guarded(request, lambda request: self.admission.admit_padded(request, shape))
+            if request.row != NO_ROW:
+                self._span(request.row, self._left)
 
     def _guarded(self, request: Request, admit: Callable[[Request], str | None]) -> str | None:
         """Admit one request; if that raises, it fails alone and nothing of it stays behind."""
@@ -306,19 +333,6 @@ class Composer:
             state.fail(request, error)
             return None
         return reason
-
-    def _bring_back(self) -> bool:
-        """Resume swapped requests; False when one of them waits for room, so that nobody takes it away."""
-        state = self._state
-        if not state.swapped:
-            return True
-        waiting = sorted(state.swapped.values(), key=lambda request: state.orders[request.id])
-        for request in waiting:
-            reason = self.admission.resume_swapped(request)
-            if reason is not None:
-                self._defer(request, reason)
-                return False
-        return True
 
     def _rectangle_fits(self, count: int, slots: int) -> bool:
         kv = self._state.kv
@@ -337,7 +351,7 @@ class Composer:
         state = self._state
         rows = state.rows
         seq = state.kv.submitted + 1
-        context = int(np.sum(rows.upper[: len(mask)], where=mask, dtype=np.int64))
+        context = int(np.dot(rows.upper[: len(mask)], mask))
         spans = tuple((row, int(rows.generation[row]), count) for row, count in self._spans.items())
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)
@@ -359,7 +373,7 @@ class Composer:
             if state.mode.keeps_finished
             else 0,
             work=StepWork(
-                decode_rows=int(np.count_nonzero(mask)),
+                decode_rows=self._decode_count,
                 decode_context=context,
                 prefill_tokens=sum(self._spans.values()) + self._pad_tokens,
                 prefill_context_products=self._products,
@@ -369,7 +383,7 @@ class Composer:
         )
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(Flight(seq, mask, spans))
+        state.flights.append(Flight(seq, self._advancing, spans))
         return plan
 
     def _change(self, mask: Mask) -> RowSet:
@@ -382,7 +396,7 @@ class Composer:
             last = last.copy()
             last[self._state.leaves] = False
         changed = mask != last
-        if not changed.any():
+        if not np.count_nonzero(changed):
             return RowSet()
         return RowSet(
             added=np.flatnonzero(changed & mask).astype(np.int32),
@@ -402,8 +416,8 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         generation=rows.generation[at],
         num_tokens=i32(join.request.num_tokens for join in joins),
         num_computed=i32(join.num_computed for join in joins),
-        limit=rows.limit[at],
-        pad=rows.pad[at],
+        limit=rows.limit[at].astype(np.int32),
+        pad=rows.pad[at].astype(np.int32),
         model=i32(join.request.model for join in joins),
         adapter=i32(join.request.adapter for join in joins),
         sampling=tuple(join.request.sampling for join in joins),

@@ -31,36 +31,34 @@ def put_aside(state: SchedulerState, request: Request, *, swap: bool, reason: st
     except Exception as error:
         state.fail(request, error)
         return
+    swap = swap and not state.mode.keeps_finished  # a padded batch starts over together
     swapped = swap and computed > 0 and state.kv.can_swap_out(row, computed)
     state.decide(DecisionKind.PREEMPT, request, f"{reason}:{'swap' if swapped else 'recompute'}", computed)
     request.reserved = False
     if swapped:
         request.host_places = state.kv.swap_out(row, computed, request.id)
         request.num_computed = computed
-        state.leave_row(request)
-        request.move(RequestState.SWAPPED)
-        state.swapped[request.id] = request
         state.counters.swapped += 1
     else:
         state.kv.release(row)
         request.num_computed = 0
-        state.leave_row(request)
-        state.enqueue(request)
+    state.leave_row(request)
+    state.enqueue(request)
 
 
 def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool] | None:
     """The request the policy gives up for `need` blocks, and whether to swap it; None when nobody may be."""
     rows = state.rows
-    live = np.flatnonzero(rows.live[: rows.high]).astype(np.int32)
+    live = np.flatnonzero(rows.live[: rows.high])
     oldest = first_in_order(state)
     candidates = [
         row
-        for row in live[~rows.reserved[live]].tolist()
+        for row in live[~rows.reserved[live] & ~rows.done[live]].tolist()
         if row != oldest and _request(state, row).state is RequestState.RUNNING
     ]
     if not candidates:
         return None
-    view = state.row_view(np.array(candidates, np.int32))
+    view = state.row_view(np.array(candidates, np.int64))
     victim = state.policy.victim(view, need)
     swap = state.config.preemption == "swap" if victim.swap is None else victim.swap
     return _request(state, candidates[victim.index]), swap
@@ -69,7 +67,7 @@ def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool] | None
 def first_in_order(state: SchedulerState) -> int | None:
     """The running row that goes before all others: it always makes progress."""
     rows = state.rows
-    live = np.flatnonzero(rows.live[: rows.high] & ~rows.done[: rows.high]).astype(np.int32)
+    live = np.flatnonzero(rows.live[: rows.high] & ~rows.done[: rows.high])
     return int(state.in_order(live)[0]) if len(live) else None
 
 

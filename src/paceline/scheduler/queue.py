@@ -20,8 +20,8 @@ _COLUMNS: dict[str, type] = {
     "arrival_s": np.float64,
     "priority": np.int32,
     "tenant": np.int32,
-    "num_tokens": np.int32,
-    "max_total": np.int32,
+    "num_tokens": np.int64,
+    "max_total": np.int64,
     "preemptions": np.int32,
 }
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from paceline.core.request import NO_ROW, Request
 
-I32 = NDArray[np.int32]
+# Row counters are 64 bit: they are used as indices, and numpy is fastest with its own index type.
+Count = NDArray[np.int64]
 
 
 class Rows:
@@ -25,16 +26,16 @@ class Rows:
         self.num_rows = num_rows
         self.high = 0  # rows at and above this one were never used
         self.live = np.zeros(num_rows, np.bool_)
-        self.generation: I32 = np.zeros(num_rows, np.int32)
+        self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.request_id = np.zeros(num_rows, np.int64)
-        self.num_prompt: I32 = np.zeros(num_rows, np.int32)
-        self.known: I32 = np.zeros(num_rows, np.int32)  # tokens the row joined with
-        self.num_tokens: I32 = np.zeros(num_rows, np.int32)  # known and delivered so far
-        self.computed: I32 = np.zeros(num_rows, np.int32)
-        self.upper: I32 = np.zeros(num_rows, np.int32)
-        self.limit: I32 = np.zeros(num_rows, np.int32)
-        self.pad_left: I32 = np.zeros(num_rows, np.int32)
-        self.pad: I32 = np.zeros(num_rows, np.int32)
+        self.num_prompt: Count = np.zeros(num_rows, np.int64)
+        self.known: Count = np.zeros(num_rows, np.int64)  # tokens the row joined with
+        self.num_tokens: Count = np.zeros(num_rows, np.int64)  # known and delivered so far
+        self.computed: Count = np.zeros(num_rows, np.int64)
+        self.upper: Count = np.zeros(num_rows, np.int64)
+        self.limit: Count = np.zeros(num_rows, np.int64)
+        self.pad_left: Count = np.zeros(num_rows, np.int64)
+        self.pad: Count = np.zeros(num_rows, np.int64)
         self.decoding = np.zeros(num_rows, np.bool_)  # takes part in plain decode
         self.padding = np.zeros(num_rows, np.bool_)  # has its last token; decodes only to fill the batch
         self.done = np.zeros(num_rows, np.bool_)  # has ended, waits for its batch to leave
@@ -43,12 +44,14 @@ class Rows:
         self.reserved = np.zeros(num_rows, np.bool_)  # never preempted
         self.order = np.zeros(num_rows, np.int64)
         self.arrival_s = np.zeros(num_rows, np.float64)
-        self.priority: I32 = np.zeros(num_rows, np.int32)
-        self.tenant: I32 = np.zeros(num_rows, np.int32)
-        self.preemptions: I32 = np.zeros(num_rows, np.int32)
-        self.outputs: I32 = np.zeros((num_rows, max_len), np.int32)  # tokens delivered since the row joined
+        self.priority: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.tenant: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.preemptions: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.outputs: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)  # tokens delivered since the row joined
         self.requests: list[Request | None] = [None] * num_rows
         self.num_live = 0
+        self.num_reserved = 0
+        self.num_needs_host = 0
         self._free = list(range(num_rows))
         self._fenced: deque[tuple[int, int]] = deque()
 
@@ -70,7 +73,7 @@ class Rows:
         self.pad[row] = self.pad_left[row] = 0
         self.decoding[row] = self.padding[row] = self.done[row] = self.sharing[row] = False
         self.needs_host[row] = request.needs_host
-        self.reserved[row] = request.reserved
+        self.reserved[row] = False
         self.order[row] = order
         self.arrival_s[row] = request.arrival_s
         self.priority[row] = request.priority
@@ -78,6 +81,7 @@ class Rows:
         self.preemptions[row] = request.preemptions
         self.requests[row] = request
         self.num_live += 1
+        self.num_needs_host += request.needs_host
         request.row = row
         return row
 
@@ -91,11 +95,19 @@ class Rows:
         self.generation[row] += 1
         self.requests[row] = None
         self.num_live -= 1
+        self.num_needs_host -= request.needs_host
+        self.num_reserved -= bool(self.reserved[row])
+        self.reserved[row] = False
         request.row = NO_ROW
         if fence > completed:
             self._fenced.append((fence, row))
         else:
             heapq.heappush(self._free, row)
+
+    def reserve(self, row: int) -> None:
+        """The row is never preempted from now on."""
+        self.reserved[row] = True
+        self.num_reserved += 1
 
     def complete(self, seq: int) -> None:
         """Step `seq` and all before it have completed: rows that waited for them are free."""

@@ -38,13 +38,19 @@ class Scheduler:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self.composer = Composer(state)
+        self._withheld = (0,) * len(state.kv.groups)
 
     # -- the two halves of a step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to do now."""
+        noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
-        return self.composer.compose()
+        self._note_withheld()
+        plan = self.composer.compose()
+        if plan is None:
+            self._note_idle(noted, decided)
+        return plan
 
     def update(self, result: StepResult) -> None:
         """Take in the result of the oldest plan under way."""
@@ -83,7 +89,7 @@ class Scheduler:
             self._reject(requests, "queue_full")
             raise QueueFull(f"{len(state.queue)} requests are waiting; the queue takes {config.max_queue}")
         for request in requests:
-            self._accept(request)
+            self._accept(request, len(requests))
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -159,9 +165,9 @@ class Scheduler:
         self.state.watch_deadline(request)
 
     def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
-        """Force a running request to give way. False when it does not run or is reserved."""
+        """Force a running request to give way. False when it does not run, is reserved, or has ended."""
         request = self._live(request_id)
-        if request.state is not RequestState.RUNNING or request.reserved:
+        if request.state is not RequestState.RUNNING or request.reserved or self._is_done(request):
             return False
         self._tick()
         self._note("preempt", request_id, swap)
@@ -172,7 +178,7 @@ class Scheduler:
     def pause(self, request_id: RequestId, *, swap: bool = False) -> None:
         """Put a request aside until `resume`; it gives up its row and blocks."""
         request = self._live(request_id)
-        if request.state in (RequestState.BLOCKED, RequestState.PAUSED):
+        if request.state in (RequestState.BLOCKED, RequestState.PAUSED) or self._is_done(request):
             raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be paused")
         self._tick()
         self._note("pause", request_id, swap)
@@ -181,9 +187,7 @@ class Scheduler:
             self._after_leaving()
         if request.is_terminal:
             return  # a per-request hook failed on the way
-        if request.state is RequestState.WAITING:
-            self.state.queue.remove(request)
-        self.state.swapped.pop(request.id, None)
+        self.state.queue.remove(request)
         request.move(RequestState.PAUSED)
 
     def resume(self, request_id: RequestId) -> None:
@@ -193,11 +197,7 @@ class Scheduler:
             raise InvalidTransition(f"request {request_id} is {request.state.value}, not paused")
         self._tick()
         self._note("resume", request_id)
-        if request.host_places:
-            request.move(RequestState.SWAPPED)
-            self.state.swapped[request.id] = request
-        else:
-            self.state.enqueue(request)
+        self.state.enqueue(request)
 
     def block(self, request_id: RequestId, reason: BlockReason, deadline_s: float | None) -> None:
         """A waiting request needs something from outside before it may run."""
@@ -260,6 +260,7 @@ class Scheduler:
         """A full plan: every live row, rebuilt from what is known. Only between steps, with none under way."""
         state = self.state
         assert not state.flights, "a snapshot needs every step completed"
+        self._note("snapshot")
         rows = state.rows
         joins = []
         for row in np.flatnonzero(rows.live).tolist():
@@ -274,7 +275,7 @@ class Scheduler:
         for row in np.flatnonzero(rows.live).tolist():
             for group in state.kv.groups:
                 start, end = int(group.first[row]), int(group.held[row])
-                indices = np.arange(start, end, dtype=np.int32)
+                indices = np.arange(start, end, dtype=np.int64)
                 state.kv.delta.appends.append((row, group.index, indices, group.table[row, start:end]))
         appends = state.kv.delta.take()[0]
         state.kv.delta = pending
@@ -326,6 +327,9 @@ class Scheduler:
         state = self.state
         request = state.rows.requests[row]
         assert request is not None
+        if self._is_done(request):
+            state.end(request, FinishReason(request.fail_detail))
+            return
         request.step_failures += took_part
         if request.step_failures >= MAX_STEP_FAILURES:
             state.kv.quarantine(row)
@@ -348,7 +352,7 @@ class Scheduler:
         request.host_places = ()
         request.num_computed = 0
         if request.state is RequestState.SWAPPED:
-            del state.swapped[request.id]
+            state.queue.remove(request)
             state.enqueue(request)
 
     # -- helpers -------------------------------------------------------------------------------------------
@@ -378,12 +382,12 @@ class Scheduler:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1
             self.state.counters.rejected += 1
-            self._note_add(request)
+            self._note_add(request, len(requests))
             self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total)
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request, together: int) -> None:
         state = self.state
-        self._note_add(request)
+        self._note_add(request, together)
         state.counters.added += 1
         state.requests[request.id] = request
         state.enqueue(request)
@@ -394,6 +398,10 @@ class Scheduler:
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:
             retire_batch(self.state)
+
+    def _is_done(self, request: Request) -> bool:
+        """Has its last token and waits for its batch to leave."""
+        return request.row != NO_ROW and bool(self.state.rows.done[request.row])
 
     def _live(self, request_id: RequestId) -> Request:
         request = self.state.requests.get(request_id)
@@ -407,18 +415,24 @@ class Scheduler:
     def _note(self, kind: str, *values: object) -> None:
         self.state.journal.append((kind, self.state.now_s, *values))
 
-    def _note_add(self, request: Request) -> None:
+    def _note_add(self, request: Request, together: int) -> None:
+        """`together` is the number of requests this call accepts or refuses as one."""
+        sizes = (request.num_prompt, request.sampling.max_tokens)
+        order = (request.arrival_s, request.tenant, request.priority, request.deadline_s)
         keys = tuple(key.key for key in request.keys)
-        self._note(
-            "add",
-            request.id,
-            request.num_prompt,
-            request.sampling.max_tokens,
-            request.arrival_s,
-            request.tenant,
-            request.priority,
-            request.deadline_s,
-            request.parent,
-            request.needs_host,
-            keys,
-        )
+        extra = (request.model, request.adapter, request.num_tokens, together)
+        self._note("add", request.id, *sizes, *order, request.parent, request.needs_host, keys, *extra)
+
+    def _note_idle(self, noted: int, decided: int) -> None:
+        """A look that gave no plan may have moved something; repeated looks that did not are left out."""
+        journal = self.state.journal
+        looked = bool(journal) and journal[-1][0] == "idle"
+        if not looked or len(journal) > noted or len(self.state.decisions) > decided:
+            self._note("idle")
+
+    def _note_withheld(self) -> None:
+        """Blocks that a fault injector's pools keep back are an input too."""
+        withheld = tuple(int(getattr(group.pool, "withheld", 0)) for group in self.state.kv.groups)
+        if withheld != self._withheld:
+            self._withheld = withheld
+            self._note("withheld", withheld)

@@ -33,7 +33,7 @@ class Flight:
     """A submitted step whose result is still to come."""
 
     seq: int
-    mask: NDArray[np.bool_]  # rows in plain decode
+    mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
     spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
 
 
@@ -93,7 +93,6 @@ class SchedulerState:
         self.requests: dict[RequestId, Request] = {}  # every live request
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.queue = WaitingQueue()
-        self.swapped: dict[RequestId, Request] = {}
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -118,12 +117,12 @@ class SchedulerState:
     def tenant_index(self, name: str) -> int:
         return self._tenants.setdefault(name, len(self._tenants))
 
-    def row_view(self, rows: NDArray[np.int32]) -> RequestView:
+    def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
         table = self.rows
         return RequestView(
             now_s=self.now_s,
-            row=rows,
+            row=rows.astype(np.int32),
             order=table.order[rows],
             arrival_s=table.arrival_s[rows],
             priority=table.priority[rows],
@@ -133,22 +132,25 @@ class SchedulerState:
             preemptions=table.preemptions[rows],
         )
 
-    def in_order(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    def in_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """`rows` with the one that goes first in front."""
         if len(rows) < 2:
             return rows
         view = self.row_view(rows)
-        ordered: NDArray[np.int32] = rows[np.lexsort((view.order, self.policy.order(view)))]
+        ordered: NDArray[np.int64] = rows[np.lexsort((view.order, self.policy.order(view)))]
         return ordered
 
     # -- moves ---------------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:
-        """Into the queue, with the place in the order of arrival it already has, or a new one."""
+        """Into the queue, with the place in the order of arrival it already has, or a new one.
+
+        Requests whose KV lies on the host wait in the same queue: the same rule orders them all.
+        """
         if request.id not in self.orders:
             self.orders[request.id] = self._next_order
             self._next_order += 1
-        request.move(RequestState.WAITING)
+        request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], self.tenant_index(request.tenant))
 
     def watch_deadline(self, request: Request) -> None:
@@ -216,7 +218,6 @@ class SchedulerState:
             self.leave_row(request)
         elif request.id in self.queue:
             self.queue.remove(request)
-        self.swapped.pop(request.id, None)
         if request.host_places:
             self.kv.drop_places(request.host_places, request.id)
             request.host_places = ()

@@ -15,7 +15,7 @@ from paceline.core.plan import STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler.state import Flight, SchedulerState
 
-I32 = NDArray[np.int32]
+Index = NDArray[np.int64]
 
 
 def apply_result(state: SchedulerState, result: StepResult) -> None:
@@ -27,27 +27,30 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     rows.complete(result.seq)
     for ticket in result.copies_done.tolist():
         _swap_done(state, ticket)
-    current = rows.live[result.rows] & (rows.generation[result.rows] == result.generation)
+    at = result.rows.astype(np.int64)
+    current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     state.counters.late_results += len(current) - int(np.count_nonzero(current))
-    if not result.finite.all():
-        for row in result.rows[current & ~result.finite].tolist():
+    if np.count_nonzero(result.finite) < len(at):
+        for row in at[current & ~result.finite].tolist():
             _numerical_error(state, _owner(state, row))
-        current &= rows.live[result.rows]
+        current = rows.generation[at] == result.generation
     rows.computed[: len(flight.mask)] += flight.mask
     _spans_done(state, flight)
-    _deliver(state, result, current)
+    _deliver(state, result, at, current)
 
 
-def _deliver(state: SchedulerState, result: StepResult, current: NDArray[np.bool_]) -> None:
+def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDArray[np.bool_]) -> None:
     """Hand out the tokens of the rows that are still there, and end those that are through."""
     rows = state.rows
     wanted = current & (result.count > 0)
     if state.mode.keeps_finished:
-        wanted &= ~rows.done[result.rows]
-    if not wanted.any():
-        return
-    at = result.rows[wanted]
-    tokens = result.tokens[wanted, 0]
+        wanted &= ~rows.done[at]
+    tokens, finished = result.tokens[:, 0], result.finished
+    num_wanted = np.count_nonzero(wanted)
+    if num_wanted < len(at):
+        if not num_wanted:
+            return
+        at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
     rows.outputs[at, before - rows.known[at]] = tokens
     rows.num_tokens[at] = before + 1
@@ -57,15 +60,17 @@ def _deliver(state: SchedulerState, result: StepResult, current: NDArray[np.bool
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
         )
     )
-    for row in at[index == 0].tolist():
-        _owner(state, row).first_token_s = state.now_s
-    stopped = result.finished[wanted] == STOPPED
-    ended = stopped | (before + 1 >= rows.limit[at])
-    if ended.any():
+    if np.count_nonzero(index) < len(index):
+        for row in at[index == 0].tolist():
+            _owner(state, row).first_token_s = state.now_s
+    stopped = finished == STOPPED
+    ended = before + 1 >= rows.limit[at]
+    ended |= stopped
+    if np.count_nonzero(ended):
         _end_rows(state, at[ended], stopped[ended])
 
 
-def _end_rows(state: SchedulerState, ended: I32, stopped: NDArray[np.bool_]) -> None:
+def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -> None:
     """Rows that have their last token leave, or wait for their batch, as the mode has it."""
     rows = state.rows
     if state.mode.keeps_finished:

@@ -1,0 +1,290 @@
+"""How each value stands in the run log, in both directions.
+
+Inputs, plans, results and decisions become plain JSON values with a fixed order of keys; what is empty is
+left out. Token ids and sampling parameters have no place here: a join keeps its sizes, a result its counts.
+Results grow with the batch, so their columns are packed into runs. Knows nothing of files and lines.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.events import Decision
+from paceline.core.plan import RUNNING_ON, StepPlan, StepResult, StepTimes, StepWork
+from paceline.core.request import DEFAULT_TENANT, BlockKey, Request, RequestId
+from paceline.core.sampling import SamplingParams
+
+I32 = NDArray[np.int32]
+Json = Any  # what `json` makes: dict, list, str, int, float, bool, None
+MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
+
+# An "add" as the scheduler notes it, in its order; a field that has the value given here is left out.
+ADD_FIELDS: tuple[tuple[str, object], ...] = (
+    ("id", ...),
+    ("num_prompt", ...),
+    ("max_tokens", ...),
+    ("arrival_s", ...),
+    ("tenant", DEFAULT_TENANT),
+    ("priority", 0),
+    ("deadline_s", None),
+    ("parent", None),
+    ("needs_host", False),
+    ("keys", []),
+    ("model", 0),
+    ("adapter", 0),
+    ("num_tokens", None),  # None: as many as num_prompt
+    ("together", 1),
+)
+NEVER_LOGGED = frozenset({"tokens", "sampling"})
+_ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
+_RUN = re.compile(r"(-?\d{1,10})(?:(\.\.|x)(-?\d{1,10}))?", flags=re.ASCII)
+
+
+class Generations:
+    """The generation each row was last joined with: results mention it only where it is another."""
+
+    def __init__(self) -> None:
+        self._of_row: I32 = np.zeros(64, np.int32)
+
+    def join(self, rows: I32, generations: I32) -> None:
+        if len(rows):
+            self._reach(int(rows.max()))
+            self._of_row[rows] = generations
+
+    def of(self, rows: I32) -> I32:
+        if len(rows):
+            self._reach(int(rows.max()))
+        known: I32 = self._of_row[rows]
+        return known
+
+    def _reach(self, row: int) -> None:
+        if row >= MAX_COLUMN:
+            raise ValueError(f"row {row} is out of range")
+        if row >= len(self._of_row):
+            grown = np.zeros(2 * (row + 1), np.int32)
+            grown[: len(self._of_row)] = self._of_row
+            self._of_row = grown
+
+
+# -- any value ---------------------------------------------------------------------------------------------
+
+
+def plain(value: object) -> Json:
+    """A value as JSON holds it: bytes as hex, dataclasses by field, numbers that JSON lacks as text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {spec.name: plain(getattr(value, spec.name)) for spec in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(part) for part in value]
+    return str(value)
+
+
+def config_of(value: Json) -> EngineConfig:
+    """The engine config a header holds. An option it lacks has its default; one that is not known raises."""
+    kv = dict(value["kv"])
+    kv["groups"] = tuple(GroupSpec(**group) for group in kv["groups"])
+    parts = {"kv": KVConfig(**kv), "scheduler": SchedulerConfig(**value["scheduler"])}
+    return EngineConfig(**{**value, **parts})
+
+
+# -- inputs and decisions ----------------------------------------------------------------------------------
+
+
+def encode_input(entry: Sequence[object]) -> list[Json]:
+    """One journal entry: its kind, its time, its values; an add has its values by name."""
+    kind, time_s, *values = entry
+    if kind == "add":
+        return [kind, plain(time_s), _encode_add(values)]
+    return [kind, plain(time_s), *map(plain, values)]
+
+
+def _encode_add(values: Sequence[object]) -> dict[str, Json]:
+    named = {
+        name: plain(value)
+        for (name, default), value in zip(ADD_FIELDS, values, strict=True)
+        if default is ... or plain(value) != default
+    }
+    if named["num_tokens"] == named["num_prompt"]:
+        del named["num_tokens"]
+    return named
+
+
+def decode_add(value: Json) -> tuple[Request, int]:
+    """The request an add speaks of, with zeros for tokens, and how many requests were added together."""
+    given = {**{name: default for name, default in ADD_FIELDS if default is not ...}, **value}
+    num_prompt = int(given["num_prompt"])
+    num_tokens = num_prompt if given["num_tokens"] is None else int(given["num_tokens"])
+    request = Request(
+        RequestId(given["id"]),
+        np.zeros(num_tokens, np.int32),
+        SamplingParams(max_tokens=given["max_tokens"]),
+        arrival_s=decode_time(given["arrival_s"]),
+        tenant=given["tenant"],
+        priority=given["priority"],
+        deadline_s=None if given["deadline_s"] is None else decode_time(given["deadline_s"]),
+        keys=decode_keys(given["keys"]),
+    )
+    request.num_prompt = num_prompt
+    request.parent, request.needs_host = given["parent"], given["needs_host"]
+    request.model, request.adapter = given["model"], given["adapter"]
+    return request, int(given["together"])
+
+
+def decode_keys(value: Json) -> list[BlockKey]:
+    """Keys alone tell blocks apart here: the payloads they were made from hold tokens and are not logged."""
+    return [BlockKey(bytes.fromhex(key), b"") for key in value]
+
+
+def decode_time(value: Json) -> float:
+    """A time; the ones JSON has no number for stand as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a time")
+    return float(value) if isinstance(value, str) else value
+
+
+def encode_decision(decision: Decision) -> list[Json]:
+    return [decision.kind.value, int(decision.request), decision.reason, int(decision.value)]
+
+
+# -- plans -------------------------------------------------------------------------------------------------
+
+
+def encode_plan(plan: StepPlan) -> dict[str, Json]:
+    """The fields of a plan that are not empty, without tokens, without sampling and without its number."""
+    return {name: value for name, value in _encode_part(plan).items() if name != "seq"}
+
+
+def decode_work(plan: Json) -> StepWork:
+    """How much a logged plan computes."""
+    return StepWork(**{name: int(value) for name, value in plan.get("work", {}).items()})
+
+
+def _encode_part(part: object) -> dict[str, Json]:
+    encoded: dict[str, Json] = {}
+    kind: Any = type(part)
+    for name in _names(kind):
+        value = getattr(part, name)
+        if isinstance(value, np.ndarray):
+            if len(value) and not (name in _ZERO_IF_ABSENT and not value.any()):
+                encoded[name] = value.tolist()
+        elif isinstance(value, int):  # a number or a flag
+            if value:
+                encoded[name] = value
+        else:
+            inner = _encode_part(value)
+            if inner:
+                encoded[name] = inner
+    return encoded
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(spec.name for spec in fields(kind) if spec.name not in NEVER_LOGGED)
+
+
+# -- results -----------------------------------------------------------------------------------------------
+
+
+def encode_result(result: StepResult, generations: Generations) -> dict[str, Json]:
+    """What came back, without the tokens."""
+    encoded: dict[str, Json] = {"rows": pack(result.rows)}
+    if not np.array_equal(generations.of(result.rows), result.generation):
+        encoded["generation"] = pack(result.generation)
+    encoded["count"] = pack(result.count)
+    if np.any(result.finished != RUNNING_ON):
+        encoded["finished"] = pack(result.finished)
+    if not result.finite.all():
+        encoded["finite"] = pack(result.finite)
+    if len(result.copies_done):
+        encoded["copies_done"] = result.copies_done.tolist()
+    times = result.times
+    if times.start_s or times.end_s:
+        encoded["times"] = [plain(times.start_s), plain(times.end_s)]
+    return encoded
+
+
+def decode_result(value: Json, seq: int, generations: Generations) -> StepResult:
+    """A result to give to the scheduler, with zeros for tokens."""
+    rows = unpack(value["rows"])
+    num_rows = len(rows)
+    start_s, end_s = value.get("times", (0.0, 0.0))
+    result = StepResult(
+        seq=seq,
+        rows=rows,
+        generation=unpack(value["generation"]) if "generation" in value else generations.of(rows),
+        tokens=np.zeros((num_rows, 1), np.int32),
+        count=unpack(value["count"]),
+        finished=unpack(value.get("finished", _zeros(num_rows))).astype(np.uint8),
+        finite=unpack(value["finite"]).astype(np.bool_) if "finite" in value else np.ones(num_rows, np.bool_),
+        copies_done=np.array(value.get("copies_done", []), np.int32),
+        times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
+    )
+    for column in (result.generation, result.count, result.finished, result.finite):
+        if len(column) != num_rows:
+            raise ValueError(f"a column has {len(column)} entries for {num_rows} rows")
+    return result
+
+
+def _zeros(count: int) -> str:
+    return f"0x{count}" if count else ""
+
+
+def pack(column: NDArray[Any]) -> str:
+    """Whole numbers as runs: `0..7` counts up, `1x64` repeats 1, anything shorter than three stands alone."""
+    if not len(column):
+        return ""
+    values = column.astype(np.int64)
+    steps = np.diff(values)
+    turns = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # where a stretch of equal steps ends
+    numbers = values.tolist()
+    parts: list[str] = []
+    start = 0
+    for end in [*turns.tolist(), len(numbers) - 1]:
+        step = numbers[end] - numbers[end - 1] if end else None
+        if end - start >= 2 and step in (0, 1):
+            run = f"{numbers[start]}..{numbers[end]}" if step else f"{numbers[start]}x{end - start + 1}"
+            parts.append(run)
+            start = end + 1
+        else:
+            parts.extend(map(str, numbers[start:end]))
+            start = max(start, end)
+    parts.extend(map(str, numbers[start:]))
+    return ",".join(parts)
+
+
+def unpack(text: str) -> I32:
+    """What `pack` was given."""
+    values: list[int] = []
+    for part in text.split(",") if text else ():
+        match = _RUN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is not a run of numbers")
+        first, second = int(match[1]), int(match[3] or 0)
+        count = {None: 1, "..": second - first + 1, "x": second}[match[2]]
+        if not 0 < count <= MAX_COLUMN - len(values):
+            raise ValueError(f"{part!r} is not a run of numbers")
+        values.extend([first] * count if match[2] != ".." else range(first, second + 1))
+    return np.array(values, np.int32)

@@ -1,0 +1,124 @@
+"""Running the invariants: always in tests and simulations, sampled in production."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.plan import StepPlan, StepResult
+from paceline.scheduler.invariants import blocks, progress, requests
+from paceline.scheduler.invariants.registry import ALWAYS, INVARIANTS, InvariantViolation, Look
+from paceline.scheduler.scheduler import Scheduler
+
+_PARTS = (blocks, progress, requests)  # importing them fills the registry
+SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
+
+
+class InvariantChecker:
+    """Checks everything after every schedule and update, and raises on the first violation."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.num_checks = 0
+        self.excused: Callable[[], bool] = lambda: False  # True while a fault makes promises about room void
+        self._scheduler = scheduler
+        mode = scheduler.state.config.mode
+        mine = [entry for entry in INVARIANTS if mode in entry.modes]
+        self._always = [entry for entry in mine if entry.moment == ALWAYS]
+        self._planned = [entry for entry in mine if entry.moment != ALWAYS]
+        self._touched: deque[tuple[int, NDArray[np.int64]]] = deque()
+        self._silent = 0
+        self._seen_decisions = 0
+
+    def after_schedule(self, plan: StepPlan | None) -> None:
+        state = self._scheduler.state
+        decisions = state.decisions
+        look = self._look(plan)
+        look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
+        excused = self.excused()
+        for entry in self._planned:
+            if not (excused and entry.name[0] in "LF"):
+                self._report(entry.name, entry.check(look))
+        self._always_true(look)
+        if plan is not None:
+            self._remember(plan)
+        self._seen_decisions = 0  # the engine takes them with the plan
+        self._progress(plan)
+
+    def after_update(self, result: StepResult | None) -> None:
+        if result is None:
+            self._touched.clear()
+        else:
+            while self._touched and self._touched[0][0] <= result.seq:
+                self._touched.popleft()
+            if (result.count > 0).any():
+                self._silent = 0
+        self._always_true(self._look(None))
+        self._seen_decisions = len(self._scheduler.state.decisions)
+
+    def _look(self, plan: StepPlan | None) -> Look:
+        state = self._scheduler.state
+        live = np.flatnonzero(state.rows.live)
+        return Look(self._scheduler, live, plan, [], [touched for _, touched in self._touched])
+
+    def _always_true(self, look: Look) -> None:
+        self.num_checks += 1
+        for entry in self._always:
+            self._report(entry.name, entry.check(look))
+
+    def _remember(self, plan: StepPlan) -> None:
+        """Which row of this step touches which block, for the steps planned while it runs."""
+        state = self._scheduler.state
+        group = state.kv.groups[0]
+        touched = np.full(group.pool.num_blocks, -1, np.int64)
+        flight = state.flights[-1]
+        rows = np.flatnonzero(flight.mask).tolist() + [row for row, _, _ in flight.spans]
+        for row in rows:
+            mine = group.blocks_of(row)
+            touched[mine] = np.where(touched[mine] == -1, row, -2)
+        touched[plan.block_copies.source[plan.block_copies.group == 0]] = -2
+        self._touched.append((plan.seq, touched))
+
+    def _progress(self, plan: StepPlan | None) -> None:
+        """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
+        state = self._scheduler.state
+        self._silent = self._silent + 1 if plan is not None else 0
+        config = state.config
+        allowed = -(-config.max_model_len // config.max_num_batched_tokens) + config.max_num_seqs + SILENT_STEPS
+        allowed *= 2 * (1 + len(state.flights))
+        if state.mode.keeps_finished:
+            allowed += -(-config.max_num_seqs * 2 * config.max_model_len // config.max_num_batched_tokens)
+        if self._silent > allowed:
+            self._report("L2", f"{self._silent} steps without a token")
+
+    def _report(self, name: str, message: str | None) -> None:
+        if message is not None:
+            raise InvariantViolation(name, message)
+
+
+class SampledChecker:
+    """For production: one full check every so many steps; a violation is counted and told, never raised."""
+
+    def __init__(
+        self, scheduler: Scheduler, every: int, on_violation: Callable[[InvariantViolation], None]
+    ) -> None:
+        self._checker = InvariantChecker(scheduler)
+        self._every = every
+        self._steps = 0
+        self._on_violation = on_violation
+        self.violations: Counter[str] = Counter()
+
+    def after_schedule(self, plan: StepPlan | None) -> None:
+        return None
+
+    def after_update(self, result: StepResult | None) -> None:
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        try:
+            self._checker.after_update(result)
+        except InvariantViolation as violation:
+            self.violations[violation.name] += 1
+            self._on_violation(violation)

@@ -1,0 +1,156 @@
+"""Invariants of liveness and fairness: nobody who could run is left out, and the order is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.core.events import DecisionKind
+from paceline.core.policy import RequestView
+from paceline.core.request import BlockReason, Request, RequestState
+from paceline.scheduler.admission import PASSABLE
+from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
+from paceline.scheduler.preemption import first_in_order
+from paceline.scheduler.queue import first
+
+
+@invariant("L1", moment=PLANNED)
+def work_is_done_when_there_is_any(look: Look) -> str | None:
+    """No plan only while results are under way, or everybody waits for something outside or for the clock."""
+    state = look.scheduler.state
+    if look.plan is not None or state.flights:
+        return None
+    for request in state.requests.values():
+        if request.state is RequestState.PAUSED:
+            continue
+        if request.state is RequestState.BLOCKED and request.blocked is not None:
+            if request.blocked.reason is not BlockReason.SWAP_IN:
+                continue
+        gate_closed = not state.mode.admit_limit(state.queue.view(state.now_s), state.rows.num_live)
+        if request.state is RequestState.WAITING and gate_closed:
+            continue
+        return f"nothing is planned although request {request.id} is {request.state.value}"
+    return None
+
+
+@invariant("L1w", moment=PLANNED, modes=CONTINUOUS_ONLY)
+def who_fits_is_in_the_plan(look: Look) -> str | None:
+    """Bounded waiting: the first waiting request is admitted unless a row, tokens or blocks are missing."""
+    state = look.scheduler.state
+    if not len(state.queue) or look.scheduler.composer.tokens_left < 1:
+        return None
+    view = state.queue.view(state.now_s)
+    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    if look.scheduler.composer.admission.refusal(head) is None:
+        return f"request {head.id} fits and is first, and was not admitted"
+    return None
+
+
+@invariant("F1", moment=PLANNED)
+def the_last_in_order_gives_way(look: Look) -> str | None:
+    state = look.scheduler.state
+    victims = [d.request for d in look.decisions if d.kind is DecisionKind.PREEMPT and "blocks:" in d.reason]
+    victims = [v for v in victims if v in state.requests]
+    if not victims:
+        return None
+    joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
+    rows = state.rows
+    for row in look.live.tolist():
+        request = rows.requests[row]
+        assert request is not None
+        if row in joined or rows.reserved[row] or request.state is not RequestState.RUNNING:
+            continue
+        if row == first_in_order(state):
+            continue
+        for victim in victims:
+            if _goes_first(look, state.requests[victim], request):
+                return f"request {victim} gave way although {request.id} comes after it"
+    return None
+
+
+@invariant("F2", moment=PLANNED, modes=CONTINUOUS_ONLY)
+def nobody_is_passed_over(look: Look) -> str | None:
+    """Nobody is admitted past an earlier request, unless that one waits for a prefix under way."""
+    state = look.scheduler.state
+    admitted = [
+        d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)
+    ]
+    runners = [state.requests[a] for a in admitted if a in state.requests]
+    if not runners or not len(state.queue):
+        return None
+    last = runners[0]
+    for request in runners[1:]:
+        last = request if _goes_first(look, last, request) else last
+    for waiting in state.queue:
+        if _goes_first(look, waiting, last):
+            if look.scheduler.composer.admission.refusal(waiting) not in ("prefix", "swap", None):
+                if not _could_wait_for_prefix(look, waiting):
+                    return f"request {last.id} was admitted past {waiting.id}"
+    return None
+
+
+@invariant("F3", moment=PLANNED, modes=CONTINUOUS_ONLY)
+def the_first_always_progresses(look: Look) -> str | None:
+    state = look.scheduler.state
+    if look.plan is None:
+        return None
+    row = first_in_order(state)
+    if row is None or state.kv.fences or state.kv.tickets.open:
+        return None  # blocks are on their way back: it goes in the next plan
+    rows = state.rows
+    request = rows.requests[row]
+    assert request is not None
+    flight = state.flights[-1]
+    if row < len(flight.mask) and flight.mask[row]:
+        return None
+    if any(row == span[0] for span in flight.spans):
+        return None
+    ended = rows.upper[row] + 1 >= rows.limit[row]
+    waits_for_host = rows.needs_host[row] and rows.upper[row] != rows.computed[row]
+    if request.state is RequestState.BLOCKED or ended or waits_for_host:
+        return None
+    return f"request {request.id} is first in order and not in the plan"
+
+
+@invariant("F4", moment=PLANNED, modes=CONTINUOUS_ONLY)
+def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
+    """A prompt takes more than its share only when nobody who waits could have used the rest."""
+    state = look.scheduler.state
+    if look.plan is None or not len(state.queue) or look.scheduler.composer.tokens_left > 0:
+        return None
+    view = state.queue.view(state.now_s)
+    share = state.policy.share(view, state.config.max_num_batched_tokens)
+    if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
+        return None
+    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    if look.scheduler.composer.admission.refusal(head) is None:
+        return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
+    return None
+
+
+def _could_wait_for_prefix(look: Look, request: Request) -> bool:
+    """Whether the request was rightly passed over earlier in this schedule: its prefix or parent is being computed."""
+    state = look.scheduler.state
+    recent = {d.request for d in look.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
+    if request.id in recent or state.kv.is_moving(request.id):
+        return True
+    parent = state.requests.get(request.parent) if request.parent is not None else None
+    if parent is not None and parent.state is RequestState.RUNNING:
+        return True
+    return any(key.key in state.computing for key in request.keys)
+
+
+def _goes_first(look: Look, one: Request, other: Request) -> bool:
+    state = look.scheduler.state
+    view = RequestView(
+        now_s=state.now_s,
+        row=np.array([-1, -1], np.int32),
+        order=np.array([state.orders[one.id], state.orders[other.id]], np.int64),
+        arrival_s=np.array([one.arrival_s, other.arrival_s]),
+        priority=np.array([one.priority, other.priority], np.int32),
+        tenant=np.zeros(2, np.int32),
+        num_tokens=np.array([one.num_tokens, other.num_tokens]),
+        max_total=np.array([one.max_total, other.max_total]),
+        preemptions=np.array([one.preemptions, other.preemptions], np.int32),
+    )
+    scores = state.policy.order(view)
+    return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))

@@ -1,0 +1,60 @@
+"""The list of invariants and what a check gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import MODES
+from paceline.core.events import Decision
+from paceline.core.plan import StepPlan
+from paceline.scheduler.scheduler import Scheduler
+
+ALWAYS, PLANNED = "always", "planned"  # after every half-step; after a schedule that gave a plan or None
+CONTINUOUS_ONLY = ("continuous",)
+
+
+class InvariantViolation(AssertionError):
+    """Something that is always true is not. `name` is the invariant's."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+
+
+@dataclass(slots=True, eq=False)
+class Look:
+    """The state at one moment, with what several checks need computed once."""
+
+    scheduler: Scheduler
+    live: NDArray[np.int64]  # rows in use
+    plan: StepPlan | None
+    decisions: list[Decision]  # made by the schedule just done
+    in_flight: list[NDArray[np.int64]]  # per earlier step: who touches which block of group 0, -1 nobody, -2 several
+
+
+Check = Callable[[Look], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    name: str
+    check: Check
+    moment: str
+    modes: tuple[str, ...]
+
+
+INVARIANTS: list[Invariant] = []
+
+
+def invariant(name: str, *, moment: str = ALWAYS, modes: tuple[str, ...] = MODES) -> Callable[[Check], Check]:
+    """Register a check under its name; `modes` are the batching modes it holds for."""
+
+    def register(check: Check) -> Check:
+        INVARIANTS.append(Invariant(name, check, moment, modes))
+        return check
+
+    return register

@@ -1,0 +1,374 @@
+"""A recorded run, run again: the log's inputs and results go in, and every plan must come out as it was.
+
+The scheduler is built from the log's config and driven by its journal alone, at the recorded times. Entries
+that are consequences of others are not fed: the replay makes them itself, and they must be equal too. There
+is no model, no runner, no token and no scheduling code here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from paceline.audit.codec import (
+    Generations,
+    Json,
+    decode_add,
+    decode_keys,
+    decode_result,
+    decode_time,
+    encode_decision,
+    encode_input,
+    encode_plan,
+    plain,
+)
+from paceline.audit.linefile import LineFile
+from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
+from paceline.core.clock import ManualClock
+from paceline.core.events import Decision, DecisionKind
+from paceline.core.plan import StepPlan, StepResult
+from paceline.core.policy import Policy
+from paceline.core.recorder import Inputs, StepRecord
+from paceline.core.request import BlockKey, BlockReason, Request
+from paceline.errors import InputError, NeverFits, QueueFull
+from paceline.factory import build_scheduler
+from paceline.kv.block_pool import BlockPool
+from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.state import SchedulerState
+
+MAX_SHOWN = 120  # characters of a value in a message
+FINISH_HOOK = "finish hook: "  # how the decision about a failed finish hook begins
+NOTHING = "nothing"
+
+
+class WithholdingPool(BlockPool):
+    """A pool that keeps `withheld` of its free blocks back; the scheduler's journal notes the number."""
+
+    withheld = 0
+
+    @property
+    def available(self) -> int:
+        return max(0, self.num_free - self.withheld)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a replay first left the recorded run."""
+
+    seq: int | None  # the step; None: after the last one
+    line: int  # of the log
+    part: str  # of the line, such as plan.spans.row[3]
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        where = "after the last step" if self.seq is None else f"step {self.seq}"
+        return f"{where} (line {self.line}): {self.part} was {self.recorded}, the replay has {self.replayed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What a replay found."""
+
+    num_steps: int  # steps whose plans were equal
+    complete: bool  # the log goes to the end of its run
+    difference: Difference | None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference is None
+
+
+def replay(
+    log: RunLog, *, output: str | Path | TextIO | None = None, policy: Policy | None = None
+) -> ReplayReport:
+    """Run a log again and compare. `output` takes the log of the replay: the same bytes if nothing differs.
+
+    `policy` is for a run that was given a policy of its own instead of one its config names.
+    """
+    replayer = _Replayer(log, policy)
+    file = None if output is None else LineFile(output)
+    if file is not None:
+        file.write(LineEncoder().header(log.header))
+        replayer.write = file.write
+    num_steps, difference = 0, None
+    logged: LoggedStep | LoggedEnd | None = None
+    try:
+        for logged in log:
+            replayer.step(logged)
+            num_steps += 1
+        logged = log.end
+        replayer.finish(log.end)
+    except _Differs as found:
+        assert logged is not None
+        difference = found.at(logged)
+    finally:
+        if file is not None:
+            file.close()
+    return ReplayReport(num_steps=num_steps, complete=log.end is not None, difference=difference)
+
+
+class _Differs(Exception):
+    """The replay has left the recorded run."""
+
+    def __init__(self, part: str, recorded: object, replayed: object) -> None:
+        super().__init__(part)
+        self.part, self.recorded, self.replayed = part, recorded, replayed
+
+    def at(self, logged: LoggedStep | LoggedEnd) -> Difference:
+        return Difference(
+            seq=logged.seq if isinstance(logged, LoggedStep) else None,
+            line=logged.line,
+            part=self.part,
+            recorded=_shown(self.recorded),
+            replayed=_shown(self.replayed),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Underway:
+    """A step whose plan was equal and whose result the scheduler has not been given yet."""
+
+    logged: LoggedStep
+    text: str
+    result: StepResult | None
+
+
+class _Replayer:
+    """One scheduler, fed from one log."""
+
+    def __init__(self, log: RunLog, policy: Policy | None) -> None:
+        self.write: Callable[[str], None] = lambda line: None
+        self._clock = ManualClock(-math.inf)
+        hooks = _RecordedHooks()
+        self._scheduler = build_scheduler(
+            log.config, self._clock, hooks, policy=policy, make_pool=WithholdingPool
+        )
+        self._state = hooks.state = self._scheduler.state
+        self._hooks = hooks
+        self._encoder = LineEncoder()
+        self._generations = Generations()
+        self._underway: dict[int, _Underway] = {}
+
+    def step(self, logged: LoggedStep) -> None:
+        """Everything up to the plan of one step, compared with its line."""
+        plan = self._feed(logged)
+        if plan is None:
+            with _part("plan", logged.plan):
+                self._clock.advance_to(logged.t_plan)
+                plan = self._scheduler.schedule()
+        inputs, decisions = self._taken(logged)
+        if plan is None:
+            raise _Differs("plan", logged.plan, NOTHING)
+        _compare("seq", logged.seq, plan.seq)
+        _compare("plan", logged.plan, encode_plan(plan))
+        _compare("t_plan", logged.t_plan, plain(self._state.now_s))
+        self._generations.join(plan.joins.row, plan.joins.generation)
+        result = None
+        if logged.result is not None:
+            with _part("result", logged.result):
+                result = decode_result(logged.result, plan.seq, self._generations)
+        record = StepRecord(
+            t_plan=self._state.now_s,
+            t_done=logged.t_done,
+            inputs=inputs,
+            plan=plan,
+            result=result,
+            decisions=decisions,
+        )
+        text = self._encoder.step(record)
+        if text != logged.text:  # equal in what it says, but not written as this program writes it
+            raise _Differs("line", logged.text, text)
+        self._underway[plan.seq] = _Underway(logged, text, result)
+
+    def finish(self, end: LoggedEnd | None) -> None:
+        """What came after the last plan. A log that was not closed ends with the steps it has."""
+        if end is None:
+            for step in self._underway.values():
+                self.write(step.text)
+            return
+        if self._feed(end) is not None:
+            raise _Differs("inputs", "no further plan", "a plan")
+        text = self._encoder.end(*self._taken(end))
+        if text != end.text:
+            raise _Differs("line", end.text, text)
+        self.write(text)
+
+    def _feed(self, logged: LoggedStep | LoggedEnd) -> StepPlan | None:
+        """Feed the inputs of a line. Returns its plan, if one of the inputs shows that it was made here."""
+        entries = logged.inputs
+        self._hooks.expect(entries, logged.decisions)
+        plan = None
+        for index, entry in enumerate(entries):
+            name = f"inputs[{index}]"
+            if index >= len(self._state.journal):  # not the consequence of an earlier one
+                if plan is not None:
+                    raise _Differs(name, entry, "a plan before it")
+                with _part(name, entry):
+                    plan = self._apply(entries[index:])
+            if index >= len(self._state.journal):
+                raise _Differs(name, entry, NOTHING)
+            _compare(name, entry, encode_input(self._state.journal[index]))
+        return plan
+
+    def _taken(self, logged: LoggedStep | LoggedEnd) -> tuple[Inputs, Sequence[Decision]]:
+        """What the scheduler noted and decided since the last plan: no more and no less than was recorded."""
+        inputs, decisions = self._scheduler.take_journal(), self._scheduler.take_decisions()
+        _compare("inputs", logged.inputs, [encode_input(entry) for entry in inputs])
+        _compare("decisions", logged.decisions, [encode_decision(decision) for decision in decisions])
+        return inputs, decisions
+
+    def _apply(self, entries: list[Json]) -> StepPlan | None:
+        """Do what the first of `entries` says; returns the plan if that was to make one."""
+        kind, time_s, *values = entries[0]
+        self._clock.advance_to(decode_time(time_s))
+        if kind in _COMMANDS:
+            _COMMANDS[kind](self._scheduler, *values)
+        elif kind == "add":
+            self._add(entries)
+        elif kind == "done":
+            self._done(values[0])
+        elif kind == "step_failed":
+            self._failed()
+        elif kind in ("idle", "keys", "withheld"):  # all three are noted while a plan is made
+            if kind == "withheld":
+                for group, count in zip(self._state.kv.groups, values[0], strict=True):
+                    assert isinstance(group.pool, WithholdingPool)
+                    group.pool.withheld = count
+            return self._scheduler.schedule()
+        else:
+            raise ValueError("this version knows no such input")
+        return None
+
+    def _add(self, entries: list[Json]) -> None:
+        """Requests that came together are accepted or refused together."""
+        together = decode_add(entries[0][2])[1]
+        requests = [decode_add(entry[2])[0] for entry in entries[:together]]
+        with suppress(QueueFull, NeverFits):
+            self._scheduler.add(requests)
+
+    def _done(self, seq: int) -> None:
+        step = self._underway.pop(seq)
+        assert step.result is not None, "the step failed and has no result"
+        self._scheduler.update(step.result)
+        self._completed(step)
+
+    def _failed(self) -> None:
+        self._scheduler.recover()
+        for step in self._underway.values():
+            assert step.result is None, f"step {step.logged.seq} has a result, so it did not fail"
+            self._completed(step)
+        self._underway.clear()
+
+    def _completed(self, step: _Underway) -> None:
+        _compare(f"t_done of step {step.logged.seq}", step.logged.t_done, plain(self._state.now_s))
+        self.write(step.text)
+
+
+class _RecordedHooks:
+    """Hooks that answer, and fail, as those of the recorded run did at the same point."""
+
+    state: SchedulerState
+
+    def __init__(self) -> None:
+        self._inputs: list[Json] = []
+        self._decisions: list[Json] = []
+
+    def expect(self, inputs: list[Json], decisions: list[Json]) -> None:
+        """What was recorded from here to the next plan."""
+        self._inputs, self._decisions = inputs, decisions
+
+    def admit(self, request: Request) -> None:
+        self._fail_again(request)
+
+    def new_keys(self, request: Request) -> Sequence[BlockKey]:
+        self._fail_again(request)
+        at = len(self.state.journal)
+        if at < len(self._inputs):
+            kind, _, *values = self._inputs[at]
+            if kind == "keys" and values[0] == request.id:
+                return decode_keys(values[1])
+        return ()
+
+    def finish(self, request: Request) -> None:
+        self._fail_again(request, FINISH_HOOK)
+
+    def _fail_again(self, request: Request, prefix: str = "") -> None:
+        """A hook that raised is on record: the failure was the next thing decided."""
+        at = len(self.state.decisions)
+        if at < len(self._decisions):
+            kind, owner, reason, *_ = self._decisions[at]
+            is_finish = str(reason).startswith(FINISH_HOOK)
+            if kind == DecisionKind.FAIL.value and owner == request.id and is_finish == bool(prefix):
+                raise type(str(reason).removeprefix(prefix), (Exception,), {})
+
+
+_COMMANDS: dict[str, Callable[..., object]] = {
+    "abort": Scheduler.abort,
+    "finish_at": Scheduler.finish_at,
+    "priority": Scheduler.set_priority,
+    "deadline": lambda scheduler, request, time_s: scheduler.set_deadline(request, _time_or_none(time_s)),
+    "preempt": lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),
+    "pause": lambda scheduler, request, swap: scheduler.pause(request, swap=swap),
+    "resume": Scheduler.resume,
+    "block": lambda scheduler, request, reason, time_s: scheduler.block(
+        request, BlockReason(reason), _time_or_none(time_s)
+    ),
+    "unblock": Scheduler.unblock,
+    "reset_cache": Scheduler.reset_prefix_cache,
+    "expired": lambda scheduler, request: scheduler.expire(),
+    "snapshot": Scheduler.snapshot,
+    "fail_all": Scheduler.fail_all,
+}
+
+
+def _time_or_none(value: Json) -> float | None:
+    return None if value is None else decode_time(value)
+
+
+@contextmanager
+def _part(name: str, recorded: object) -> Iterator[None]:
+    """Whatever goes wrong inside is a difference: in the recorded run it went well."""
+    try:
+        yield
+    except (_Differs, InputError):
+        raise
+    except Exception as error:
+        raise _Differs(name, recorded, f"{type(error).__name__}: {error}") from error
+
+
+def _compare(part: str, recorded: Json, replayed: Json) -> None:
+    """Raise with the first place where two JSON values differ."""
+    if type(recorded) is not type(replayed):
+        raise _Differs(part, recorded, replayed)
+    if isinstance(recorded, dict):
+        for name in [*recorded, *(name for name in replayed if name not in recorded)]:
+            _compare(f"{part}.{name}", recorded.get(name, _NONE), replayed.get(name, _NONE))
+    elif isinstance(recorded, list):
+        for index, (one, other) in enumerate(zip(recorded, replayed, strict=False)):
+            _compare(f"{part}[{index}]", one, other)
+        shorter = min(len(recorded), len(replayed))
+        if len(recorded) != len(replayed):
+            rest = [(values[shorter:] or [_NONE])[0] for values in (recorded, replayed)]
+            raise _Differs(f"{part}[{shorter}]", *rest)
+    elif recorded != replayed:
+        raise _Differs(part, recorded, replayed)
+
+
+class _None:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        return NOTHING
+
+
+_NONE = _None()
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value) if isinstance(value, _None) else dumps(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -1,0 +1,130 @@
+"""What a simulation needs to know, as values: the machine, the engine's configuration, and what is done to it.
+
+Owns the defaults that depend on the machine or the workload (KV blocks, block size, longest sequence). Reads
+no command line and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.costs.model import CostModel
+from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
+from paceline.costs.roofline import Roofline
+from paceline.errors import InputError
+from paceline.sim.faults import FaultSpec
+from paceline.sim.router import ROUTERS
+from paceline.workload.model import Workload
+
+MAX_REPLICAS = 10_000
+HOST_STEP_S = 3e-4  # planning a step; see benchmarks/step_cost.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A model on a device, and what its steps cost."""
+
+    model: ModelShape
+    device: DeviceSpec
+    cost: CostModel
+
+    @classmethod
+    def of(cls, model: ModelShape, device: DeviceSpec, cost: CostModel | None = None) -> Machine:
+        """With the roofline's costs unless others are given."""
+        return cls(model=model, device=device, cost=cost if cost is not None else Roofline(model, device))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return as_held(self.model, self.device).kv_bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block that suit the device."""
+        return 16 if self.device.name.startswith("cpu") else 64
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that fit beside the weights, the null block included."""
+        return kv_capacity_tokens(self.model, self.device) // block_size + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """One simulated deployment."""
+
+    machine: Machine
+    engine: EngineConfig
+    num_replicas: int = 1
+    router: str = "least-loaded"
+    host_step_s: float = HOST_STEP_S
+    priorities: str = "none"  # see requests.draw_priorities
+    faults: FaultSpec = FaultSpec()
+    seed: int = 0
+    check: bool = False  # check every invariant after every half of a step
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_replicas <= MAX_REPLICAS:
+            raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
+        if self.router not in ROUTERS:
+            raise InputError(f"--router must be one of {', '.join(ROUTERS)}, not '{self.router}'")
+        if not 0.0 <= self.host_step_s <= 10.0:
+            raise InputError(f"--host-step-s must lie between 0 and 10 seconds, not {self.host_step_s:g}")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.engine.kv.block_size * self.machine.kv_bytes_per_token
+
+    def described(self) -> dict[str, object]:
+        """Plain values that name everything a run depends on but the workload."""
+        return {
+            "model": self.machine.model.name,
+            "device": self.machine.device.name,
+            "cost_model": type(self.machine.cost).__name__.lower(),
+            "replicas": self.num_replicas,
+            "router": self.router,
+            "depth": self.engine.depth,
+            "host_step_s": self.host_step_s,
+            "priorities": self.priorities,
+            "faults": asdict(self.faults),
+            "seed": self.seed,
+            "check": self.check,
+            "scheduler": asdict(self.engine.scheduler),
+            "kv": {
+                name: value for name, value in asdict(self.engine.kv).items() if name != "groups"
+            },
+        }
+
+
+def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
+    """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
+
+    Unless given, the KV cache is as large as the device allows, the longest sequence is the workload's longest
+    request, the queue holds the whole workload, and swapping has as many host blocks as device blocks.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    kv_options = _own(KVConfig, options)
+    block_size = kv_options.setdefault("block_size", machine.block_size)
+    KVConfig(**kv_options)  # a wrong block size is refused before anything is divided by it
+    num_blocks = kv_options.setdefault("num_blocks", machine.num_blocks(int(str(block_size))))
+    scheduler_options = _own(SchedulerConfig, options)
+    if scheduler_options.get("preemption") == "swap":
+        kv_options.setdefault("num_host_blocks", num_blocks)
+    kv_options.setdefault("enable_prefix_caching", workload.prefix_ids is not None)
+    defaults = SchedulerConfig()
+    longest = int((workload.prompt_len + workload.output_len).max(initial=2))
+    total = int(workload.prompt_len.sum(dtype="int64"))
+    scheduler_options.setdefault("max_model_len", longest)
+    scheduler_options.setdefault("max_queue", max(defaults.max_queue, 2 * len(workload)))
+    scheduler_options.setdefault("max_queue_tokens", max(defaults.max_queue_tokens, 2 * total))
+    return EngineConfig(
+        kv=KVConfig(**kv_options),
+        scheduler=SchedulerConfig(**scheduler_options),
+        **_own(EngineConfig, options),
+    )
+
+
+def _own(config: type, options: Mapping[str, object]) -> dict[str, object]:
+    """The options that this config declares."""
+    declared = {spec.name for spec in fields(config) if "help" in spec.metadata}
+    return {name: value for name, value in options.items() if name in declared}

@@ -1,0 +1,91 @@
+"""Command line of the deterministic simulation; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+import traceback
+from collections import Counter
+
+from tests.dst.world import run_seed
+
+REQUIRED = (
+    "preempt",
+    "swap",
+    "evict",
+    "copy-on-write",
+    "fork",
+    "prune",
+    "abort in flight",
+    "resume",
+    "late finish",
+)
+
+
+def attempt(job: tuple[int, int]) -> tuple[int, Counter[str], str]:
+    """Run one seed; the last entry is "" or what went wrong."""
+    seed, steps = job
+    try:
+        return seed, run_seed(seed, steps), ""
+    except BaseException:
+        return seed, Counter(), traceback.format_exc()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.dst", description="deterministic simulation")
+    parser.add_argument("--seed", type=int, help="replay this one seed")
+    parser.add_argument("--seeds", default="0:64", help="range of seeds, FIRST:END")
+    parser.add_argument("--steps", type=int, default=700, help="steps with traffic per seed")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--min-steps", type=int, default=0, help="go on with further seeds until so many steps")
+    parser.add_argument("--require", type=int, default=0, help="least count of every required event")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        _, counts, error = attempt((arguments.seed, arguments.steps))
+        print(error or dict(counts))
+        return 1 if error else 0
+    return campaign(arguments)
+
+
+def campaign(arguments: argparse.Namespace) -> int:
+    first, end = (int(part) for part in arguments.seeds.split(":"))
+    total: Counter[str] = Counter()
+    started = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        while True:
+            jobs = [(seed, arguments.steps) for seed in range(first, end)]
+            for seed, counts, error in pool.imap_unordered(attempt, jobs):
+                if error:
+                    print(error)
+                    print(f"seed {seed} failed; replay it with")
+                    print(f"    python -m tests.dst --seed {seed} --steps {arguments.steps}")
+                    return 1
+                total += counts
+                total["seeds"] += 1
+            if total["steps"] >= arguments.min_steps:
+                break
+            first, end = end, end + (end - first)
+    seconds = time.perf_counter() - started
+    return report(total, seconds, arguments)
+
+
+def report(total: Counter[str], seconds: float, arguments: argparse.Namespace) -> int:
+    """The coverage table; 1 when something was seen too seldom."""
+    for name in sorted(total):
+        print(f"{name:>28} {total[name]:>10,}")
+    rate = total["steps"] / seconds / arguments.jobs
+    wide = total["steps with 8 or more rows"] / max(1, total["steps"])
+    print(f"{rate:,.0f} checked steps per second and core; {wide:.0%} of the steps have 8 or more rows")
+    missing = [name for name in REQUIRED if total[name] < arguments.require]
+    if arguments.require and wide < 0.3:
+        missing.append("steps with 8 or more rows")
+    if missing:
+        print(f"too seldom (at least {arguments.require:,} wanted): {', '.join(missing)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Fault points: pools that refuse, hooks that raise, keys that collide. All from outside, none in the product."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import BlockKey, Request
+from paceline.engine.keys import PrefixKeyHooks
+from paceline.kv.block_pool import BlockPool
+from paceline.kv.prefix import KeyMaker
+
+
+class Shortage:
+    """Says when pools pretend to be empty; drawn once per step."""
+
+    def __init__(self, rng: random.Random, chance: float) -> None:
+        self._rng = rng
+        self._chance = chance
+        self.now = False
+
+    def draw(self) -> None:
+        self.now = self._chance > 0 and self._rng.random() < self._chance
+
+    def make_pool(self, num_blocks: int, **options: Any) -> BlockPool:
+        return ScarcePool(self, num_blocks, **options)
+
+
+class ScarcePool(BlockPool):
+    """A pool that has nothing to give while there is a shortage."""
+
+    def __init__(self, shortage: Shortage, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_blocks, **options)
+        self._shortage = shortage
+
+    @property
+    def available(self) -> int:
+        return 0 if self._shortage.now else self.num_free
+
+
+class HookFault(RuntimeError):
+    """Raised by a cursed request's hook."""
+
+
+class CursedHooks(PrefixKeyHooks):
+    """Hooks that raise for chosen requests, at the chosen hook."""
+
+    def __init__(self, maker: KeyMaker) -> None:
+        super().__init__(maker)
+        self.cursed: dict[int, str] = {}
+
+    def admit(self, request: Request) -> None:
+        self._maybe("admit", request)
+
+    def new_keys(self, request: Request) -> Sequence[BlockKey]:
+        if request.row >= 0:
+            self._maybe("new_keys", request)
+        return super().new_keys(request)
+
+    def finish(self, request: Request) -> None:
+        self._maybe("finish", request)
+
+    def _maybe(self, hook: str, request: Request) -> None:
+        if self.cursed.get(request.id) == hook:
+            raise HookFault(f"{hook} of {request.id}")
+
+
+class CollidingKeyMaker(KeyMaker):
+    """Every block gets the same key; the payload keeps the true chain."""
+
+    def extend(self, keys: Sequence[BlockKey], tokens: NDArray[np.int32], root: bytes) -> list[BlockKey]:
+        true = [BlockKey(key.payload[-32:], key.payload[:-32]) for key in keys]
+        made = super().extend(true, tokens, root)
+        return [BlockKey(bytes(32), key.payload + key.key) for key in made]
+
+
+Maker = Callable[[int], KeyMaker]

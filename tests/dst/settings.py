@@ -1,0 +1,125 @@
+"""What one seed decides: the engine's configuration, the traffic and the faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Chances per step, and shapes of requests."""
+
+    add: float
+    burst: int  # most requests added at once
+    abort: float
+    fork: float
+    prune: float
+    preempt: float
+    pause: float
+    block: float
+    reprioritize: float
+    deadline: float
+    stop_string: float
+    reset_cache: float
+    longest_prompt: int
+    longest_output: int
+    stop_chance: float  # chance of a token being a stop token
+    num_tenants: int
+    num_prefixes: int
+    host_share: float  # requests that need the host between tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Chances of things going wrong."""
+
+    step_failure: float
+    nan_row: float
+    alloc_failure: float
+    cursed: float  # requests whose hooks raise
+    same_keys: bool  # every block key is the same: only the payload tells blocks apart
+    late_copies: int
+
+
+def draw_config(rng: random.Random) -> EngineConfig:
+    """A small engine, often short of something."""
+    block_size = rng.choice((1, 2, 4, 4, 8, 16))
+    longest = rng.choice((24, 48, 64))
+    max_num_seqs = rng.choice((1, 3, 8, 12, 16, 16, 24, 32))
+    blocks_of_longest = -(-longest // block_size)
+    pressure = rng.choice((0.15, 0.25, 0.4, 0.7, 1.5))
+    num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    if rng.random() < 0.2:
+        window = rng.choice((3, 8, 17))
+        groups = (GroupSpec(), GroupSpec(window=window, num_blocks=num_blocks + rng.choice((0, 8))))
+    swap = rng.random() < 0.6
+    return EngineConfig(
+        kv=KVConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=int(num_blocks * rng.choice((0.3, 1, 2))) if swap else 0,
+            enable_prefix_caching=rng.random() < 0.9,
+            groups=groups,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=rng.choice((4, 16, 32, 64)),
+            max_model_len=longest,
+            scheduling_policy=rng.choice(("fcfs", "fcfs", "priority")),
+            ageing_s=rng.choice((0.05, 1.0)),
+            mode=rng.choices(("continuous", "dynamic", "static"), (0.86, 0.07, 0.07))[0],
+            batch_size=rng.choice((2, 4, 8)),
+            batch_timeout_s=0.02,
+            static_flush_s=0.1,
+            static_order=rng.choice(("fifo", "sorted")),
+            long_prefill_share=rng.choice((0.25, 0.5, 1.0)),
+            watermark=rng.choice((0.0, 0.01, 0.1)),
+            preemption="swap" if swap else "recompute",
+            max_preemptions=rng.choice((1, 4, 4)),
+            max_queue=rng.choice((8, 64)),
+            max_queue_tokens=rng.choice((200, 10_000)),
+            defer_shared_prefix=rng.random() < 0.8,
+        ),
+        depth=rng.choice((0, 1, 1, 2, 3)),
+        check_every=0,
+    )
+
+
+def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
+    longest = config.scheduler.max_model_len
+    busy = rng.random() < 0.75
+    return Traffic(
+        add=rng.choice((0.5, 0.8)) if busy else 0.15,
+        burst=rng.choice((2, 4, 10)) if busy else 2,
+        abort=rng.choice((0.0, 0.02, 0.1)),
+        fork=rng.choice((0.0, 0.03, 0.08)),
+        prune=rng.choice((0.0, 0.03, 0.06)),
+        preempt=rng.choice((0.0, 0.02, 0.1)),
+        pause=rng.choice((0.0, 0.01)),
+        block=rng.choice((0.0, 0.01)),
+        reprioritize=rng.choice((0.0, 0.02)),
+        deadline=rng.choice((0.0, 0.02)),
+        stop_string=rng.choice((0.0, 0.01)),
+        reset_cache=rng.choice((0.0, 0.0, 0.002)),
+        longest_prompt=rng.choice((6, longest // 2, longest - 2)),
+        longest_output=rng.choice((6, longest // 2, longest)),
+        stop_chance=rng.choice((0.0, 0.05, 0.15)),
+        num_tenants=rng.choice((1, 3)),
+        num_prefixes=rng.choice((1, 4)),
+        host_share=rng.choice((0.0, 0.0, 0.2)),
+    )
+
+
+def draw_trouble(rng: random.Random) -> Trouble:
+    return Trouble(
+        step_failure=rng.choice((0.0, 0.0, 0.0, 0.002)),
+        nan_row=rng.choice((0.0, 0.0, 0.003)),
+        alloc_failure=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        cursed=rng.choice((0.0, 0.0, 0.03)),
+        same_keys=rng.random() < 0.05,
+        late_copies=rng.choice((0, 2)),
+    )

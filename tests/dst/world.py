@@ -1,0 +1,350 @@
+"""One seeded run: traffic in, steps, every output compared with the reference, everything accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.core.clock import ManualClock
+from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
+from paceline.core.recorder import Inputs, StepRecord
+from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidTransition, NeverFits, QueueFull
+from paceline.factory import build_engine
+from paceline.kv.prefix import KeyMaker
+from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
+from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
+from tests.dst.settings import draw_config, draw_traffic, draw_trouble
+from tests.fakes import VOCAB, FakeRunner, Faults, reference_output
+
+
+@dataclass
+class Expectation:
+    """What the client of one request sees and expects."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    tenant: str
+    tokens: list[int] = field(default_factory=list)
+    stop_at: int | None = None  # a stop string ended it after so many tokens
+    ended: Finished | None = None
+
+
+class Coverage:
+    """Counts what happened; also the recorder of the run."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def step(self, record: StepRecord) -> None:
+        counts, plan = self.counts, record.plan
+        counts["steps"] += 1
+        rows = plan.work.decode_rows + len(plan.spans.row)
+        counts["steps with 8 or more rows"] += rows >= 8
+        counts["copy-on-write"] += len(plan.block_copies.row)
+        for decision in record.decisions:
+            if decision.kind is DecisionKind.RESUME:
+                counts["resume"] += 1
+
+    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
+        return None
+
+
+class World:
+    """An engine, its clients and its bad luck, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.config = draw_config(rng)
+        self.traffic = draw_traffic(rng, self.config)
+        self.trouble = draw_trouble(rng)
+        self.clock = ManualClock()
+        self.coverage = Coverage()
+        block_size = self.config.kv.block_size
+        key = seed.to_bytes(32, "little", signed=True)
+        maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
+        self.hooks = CursedHooks(maker)
+        self.shortage = Shortage(rng, self.trouble.alloc_failure)
+        faults = Faults(
+            rng=random.Random(seed + 1),
+            step_failure=self.trouble.step_failure,
+            nan_row=self.trouble.nan_row,
+            late_copies=self.trouble.late_copies,
+        )
+        self.runner = FakeRunner(self.config, faults)
+        self.engine = build_engine(
+            self.config,
+            self.runner,
+            clock=self.clock,
+            hooks=self.hooks,
+            recorder=self.coverage,
+            make_pool=self.shortage.make_pool,
+            make_checker=self._make_checker,
+        )
+        self.clients: dict[int, Expectation] = {}
+        self.live: dict[int, Expectation] = {}
+        vocabulary = 3 if rng.random() < 0.3 else 1000
+        self.prefixes = [
+            [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
+        ]
+        self.overlapped = self.config.depth > 0
+
+    def _make_checker(self, scheduler: object) -> InvariantChecker:
+        self.checker = InvariantChecker(scheduler)  # type: ignore[arg-type]
+        # While a shortage is pretended, liveness and order promises that speak of room do not hold.
+        self.checker.excused = lambda: self.shortage.now
+        return self.checker
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> Counter[str]:
+        """Traffic for `steps` steps, then quiet until everything has ended and nothing is left."""
+        for _ in range(steps):
+            self._traffic()
+            self._step()
+        self._drain()
+        self._check_idle()
+        self._count()
+        return self.coverage.counts
+
+    def _step(self) -> None:
+        self.shortage.draw()
+        events = self.engine.step_overlapped() if self.overlapped else self.engine.step()
+        self._receive(events)
+        self.clock.advance(self.rng.choice((0.001, 0.002, 0.01)))
+
+    def _drain(self) -> None:
+        """L3: without arrivals everything ends within a bound."""
+        scheduler = self.engine.scheduler
+        config = self.config.scheduler
+        work = sum(
+            -(-r.num_tokens // config.max_num_batched_tokens) + r.max_total
+            for r in scheduler.state.requests.values()
+        )
+        allowed = 200 + 8 * work * (2 + config.max_preemptions)
+        while self.engine.has_requests or not self.engine.is_idle:
+            for request in list(scheduler.state.requests.values()):
+                if request.state is RequestState.PAUSED:
+                    scheduler.resume(request.id)
+                elif request.state is RequestState.BLOCKED:
+                    scheduler.unblock(request.id)
+            self._step()
+            wakeup = scheduler.next_wakeup_s()
+            if wakeup is not None and not scheduler.state.flights and not scheduler.state.rows.num_live:
+                self.clock.advance_to(wakeup)
+            allowed -= 1
+            if allowed < 0:
+                raise InvariantViolation("L3", f"{len(scheduler.state.requests)} requests never end")
+        self._receive(self.engine.drain())
+
+    def _check_idle(self) -> None:
+        """L4: when nobody is left, nothing is."""
+        state = self.engine.scheduler.state
+        for group in state.kv.groups:
+            if group.pool.num_free != group.pool.usable:
+                raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")
+        leftovers = (state.requests, state.orders, state.prefilling, state.children, state.computing)
+        if any(leftovers) or len(state.queue) or state.rows.num_live or state.kv.fences or state.kv.tickets.open:
+            raise InvariantViolation("L4", "something of a request is left behind")
+        if any(host.num_free != host.num_places for host in state.kv.places):
+            raise InvariantViolation("L4", "a host place is lost")
+        for rid, client in self.clients.items():
+            if client.ended is None:
+                raise InvariantViolation("S20", f"request {rid} never ended")
+
+    def _count(self) -> None:
+        counters, counts = self.engine.scheduler.state.counters, self.coverage.counts
+        counts["preempt"] += counters.preempted
+        counts["swap"] += counters.swapped
+        counts["fork"] += counters.forked
+        counts["late finish"] += counters.late_results
+        counts["failed step"] += counters.failed_steps
+        counts["nan row"] += self.runner.nan_rows
+        counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)
+        counts["requests"] += counters.added
+        counts["rejected"] += counters.rejected
+        counts[f"mode {self.config.scheduler.mode}"] += 1
+
+    # -- what clients see ----------------------------------------------------------------------------------
+
+    def _receive(self, events: StepEvents) -> None:
+        for batch in events.tokens:
+            for rid, token, index in zip(
+                batch.requests.tolist(), batch.tokens.tolist(), batch.index.tolist(), strict=True
+            ):
+                client = self.clients[rid]
+                if client.ended is not None or len(client.tokens) != index:
+                    raise InvariantViolation("S20", f"request {rid} got token {index} out of turn")
+                client.tokens.append(token)
+        for ending in events.finished:
+            self._ended(ending)
+
+    def _ended(self, ending: Finished) -> None:
+        client = self.live.pop(ending.request, None)
+        if client is None or client.ended is not None:
+            raise InvariantViolation("S20", f"request {ending.request} ended twice")
+        client.ended = ending
+        expected, reason = reference_output(client.prompt, client.sampling)
+        got = client.tokens
+        if client.stop_at is not None and ending.reason is FinishReason.STOP:
+            expected = expected[: len(got)]
+        elif ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if ending.reason.value != reason:
+                raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
+        else:
+            expected = expected[: len(got)]
+        if got != expected:
+            raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
+        if client.stop_at is None and ending.num_output != len(got):
+            raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
+
+    # -- traffic -------------------------------------------------------------------------------------------
+
+    def _traffic(self) -> None:
+        rng, traffic = self.rng, self.traffic
+        if rng.random() < traffic.add:
+            for _ in range(rng.randint(1, traffic.burst)):
+                self._add()
+        for chance, act in (
+            (traffic.abort, self._abort),
+            (traffic.fork, self._fork),
+            (traffic.prune, self._prune),
+            (traffic.preempt, self._preempt),
+            (traffic.pause, self._pause),
+            (traffic.block, self._block),
+            (traffic.reprioritize, self._reprioritize),
+            (traffic.deadline, self._deadline),
+            (traffic.stop_string, self._stop_string),
+            (traffic.reset_cache, self.engine.scheduler.reset_prefix_cache),
+        ):
+            if chance and rng.random() < chance:
+                act()
+
+    def _add(self) -> None:
+        rng, traffic = self.rng, self.traffic
+        longest = self.config.scheduler.max_model_len
+        length = rng.randint(1, traffic.longest_prompt)
+        shared = rng.randint(0, length)
+        prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(1000) for _ in range(length - shared)]
+        room = longest - length if rng.random() < 0.99 else longest
+        sampling = SamplingParams(
+            max_tokens=rng.randint(1, max(1, min(room, traffic.longest_output))),
+            n=rng.choice((1, 1, 1, 1, 2, 3)) if traffic.fork else 1,
+            seed=rng.randrange(1 << 40),
+            stop_token_ids=(int(VOCAB * traffic.stop_chance),) if traffic.stop_chance else (),
+        )
+        tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
+        self.shortage.now = False
+        try:
+            ids = self.engine.add(prompt, sampling, tenant=tenant, priority=rng.choice((0, 0, 0, 1, 2)))
+        except (QueueFull, NeverFits):
+            return
+        for rid in ids:
+            self._expect(rid, prompt, tenant)
+
+    def _expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
+        request = self.engine.scheduler.state.requests[rid]
+        client = Expectation(prompt, request.sampling, tenant)
+        self.clients[rid] = self.live[rid] = client
+        if self.trouble.cursed and self.rng.random() < self.trouble.cursed:
+            self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "finish"))
+        if self.traffic.host_share and self.rng.random() < self.traffic.host_share:
+            request.needs_host = True
+
+    def _pick(self, *states: RequestState) -> Request | None:
+        requests = self.engine.scheduler.state.requests
+        if not requests:
+            return None
+        names = list(requests)
+        for _ in range(4):
+            request = requests[self.rng.choice(names)]
+            if not states or request.state in states:
+                return request
+        return None
+
+    def _abort(self) -> None:
+        request = self._pick()
+        if request is not None:
+            state = self.engine.scheduler.state
+            in_flight = request.row >= 0 and bool(state.flights)
+            self.coverage.counts["abort in flight"] += in_flight
+            self.engine.abort(request.id)
+            self.engine.abort(request.id)  # S19: twice is once
+            self._receive(self.engine.scheduler.take_events())
+
+    def _fork(self) -> None:
+        request = self._pick(RequestState.RUNNING)
+        if request is None:
+            return
+        tokens = self.engine.scheduler.tokens_of(request.id).tolist()
+        if len(tokens) >= self.config.scheduler.max_model_len:
+            return
+        try:
+            ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
+        except (QueueFull, NeverFits):
+            return
+        for rid in ids:
+            self._expect(rid, tokens, self.clients[request.id].tenant)
+
+    def _prune(self) -> None:
+        state = self.engine.scheduler.state
+        branches = sorted(child for children in state.children.values() for child in children)
+        if branches:
+            self.coverage.counts["prune"] += self.engine.prune(self.rng.choice(branches))
+            self._receive(self.engine.scheduler.take_events())
+
+    def _preempt(self) -> None:
+        request = self._pick(RequestState.RUNNING)
+        if request is not None:
+            self.engine.scheduler.preempt(request.id, swap=self.rng.random() < 0.5)
+
+    def _pause(self) -> None:
+        scheduler = self.engine.scheduler
+        for request in list(scheduler.state.requests.values()):
+            if request.state is RequestState.PAUSED and self.rng.random() < 0.5:
+                scheduler.resume(request.id)
+        request = self._pick(RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED)
+        if request is not None:
+            with contextlib.suppress(InvalidTransition):
+                scheduler.pause(request.id, swap=self.rng.random() < 0.5)
+
+    def _block(self) -> None:
+        scheduler = self.engine.scheduler
+        for request in list(scheduler.state.requests.values()):
+            if request.state is RequestState.BLOCKED and self.rng.random() < 0.5:
+                scheduler.unblock(request.id)
+        request = self._pick(RequestState.WAITING)
+        if request is not None:
+            deadline = self.clock.now() + 0.05 if self.rng.random() < 0.3 else None
+            scheduler.block(request.id, BlockReason.GRAMMAR, deadline)
+
+    def _reprioritize(self) -> None:
+        request = self._pick()
+        if request is not None:
+            self.engine.scheduler.set_priority(request.id, self.rng.choice((-1, 0, 3)))
+
+    def _deadline(self) -> None:
+        request = self._pick()
+        if request is not None:
+            soon = self.clock.now() + self.rng.choice((0.0, 0.02, 0.5))
+            self.engine.scheduler.set_deadline(request.id, self.rng.choice((soon, None)))
+
+    def _stop_string(self) -> None:
+        request = self._pick()
+        client = self.live.get(request.id) if request is not None else None
+        if request is not None and client is not None and client.tokens:
+            client.stop_at = len(client.tokens)
+            self.engine.scheduler.finish_at(request.id, self.rng.randint(1, len(client.tokens)))
+            self._receive(self.engine.scheduler.take_events())
+
+
+def run_seed(seed: int, steps: int) -> Counter[str]:
+    """Run one seed; numpy warnings are errors."""
+    with np.errstate(over="ignore"):
+        return World(seed).run(steps)
