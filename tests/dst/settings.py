@@ -47,10 +47,10 @@ class Trouble:
 def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     block_size = rng.choice((1, 2, 4, 4, 8, 16))
-    longest = rng.choice((24, 48, 64))
-    max_num_seqs = rng.choice((1, 3, 8, 12, 16, 16, 24, 32))
+    longest = rng.choice((48, 96, 128))
+    max_num_seqs = rng.choice((1, 4, 10, 12, 16, 16, 20, 24))
     blocks_of_longest = -(-longest // block_size)
-    pressure = rng.choice((0.15, 0.25, 0.4, 0.7, 1.5))
+    pressure = rng.choice((0.2, 0.35, 0.5, 0.7, 1.5))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     if rng.random() < 0.2:
@@ -67,7 +67,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice((4, 16, 32, 64)),
+            max_num_batched_tokens=rng.choice((4, 24, 32, 64)),
             max_model_len=longest,
             scheduling_policy=rng.choice(("fcfs", "fcfs", "priority")),
             ageing_s=rng.choice((0.05, 1.0)),
@@ -80,7 +80,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
             watermark=rng.choice((0.0, 0.01, 0.1)),
             preemption="swap" if swap else "recompute",
             max_preemptions=rng.choice((1, 4, 4)),
-            max_queue=rng.choice((8, 64)),
+            max_queue=rng.choice((6, 16)),
             max_queue_tokens=rng.choice((200, 10_000)),
             defer_shared_prefix=rng.random() < 0.8,
         ),
@@ -93,7 +93,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
     busy = rng.random() < 0.75
     return Traffic(
-        add=rng.choice((0.5, 0.8)) if busy else 0.15,
+        add=rng.choice((0.1, 0.2)) if busy else 0.03,
         burst=rng.choice((2, 4, 10)) if busy else 2,
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),
@@ -105,9 +105,9 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
         deadline=rng.choice((0.0, 0.02)),
         stop_string=rng.choice((0.0, 0.01)),
         reset_cache=rng.choice((0.0, 0.0, 0.002)),
-        longest_prompt=rng.choice((6, longest // 2, longest - 2)),
-        longest_output=rng.choice((6, longest // 2, longest)),
-        stop_chance=rng.choice((0.0, 0.05, 0.15)),
+        longest_prompt=rng.choice((8, longest // 4, longest // 2)),
+        longest_output=rng.choice((longest // 4, longest // 2, longest)),
+        stop_chance=rng.choice((0.0, 0.02, 0.05)),
         num_tenants=rng.choice((1, 3)),
         num_prefixes=rng.choice((1, 4)),
         host_share=rng.choice((0.0, 0.0, 0.2)),

@@ -208,7 +208,9 @@ class World:
 
     def _traffic(self) -> None:
         rng, traffic = self.rng, self.traffic
-        if rng.random() < traffic.add:
+        # A full queue is met now and then, not all the time: refusals are cheap to test and tell little.
+        full = len(self.engine.scheduler.state.queue) >= self.config.scheduler.max_queue - 2
+        if rng.random() < traffic.add and (not full or rng.random() < 0.05):
             for _ in range(rng.randint(1, traffic.burst)):
                 self._add()
         for chance, act in (

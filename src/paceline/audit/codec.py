@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -97,9 +98,13 @@ def plain(value: object) -> Json:
         return {spec.name: plain(getattr(value, spec.name)) for spec in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, Iterable):
+    if isinstance(value, set | frozenset):
+        return sorted(plain(part) for part in value)
+    if isinstance(value, Sequence):
         return [plain(part) for part in value]
-    return str(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"a run log cannot hold a {type(value).__name__}")
 
 
 def config_of(value: Json) -> EngineConfig:

@@ -230,9 +230,10 @@ class Engine:
         ) from error
 
     def _branch(self, tokens: NDArray[np.int32], sampling: SamplingParams, index: int) -> Request:
-        own = replace(sampling, n=1)
-        if sampling.seed is not None:
-            own = replace(own, seed=branch_seed(sampling.seed, index))
+        own = sampling
+        if sampling.n > 1 or index:
+            seed = None if sampling.seed is None else branch_seed(sampling.seed, index)
+            own = replace(sampling, n=1, seed=seed)
         request = Request(RequestId(self._next_id), tokens, own)
         self._next_id += 1
         request.branch = index

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import EMPTY, BlockAppends, BlockCopies, Swaps
+from paceline.core.plan import BlockAppends, BlockCopies, Swaps
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -42,21 +42,31 @@ class KVDelta:
 
     def take(self) -> tuple[BlockAppends, BlockCopies, Swaps, Swaps]:
         """The plan's arrays; the delta is empty afterwards."""
-        row, group, index, block = _columns(self.appends, 4)
-        appends = BlockAppends(row=row, group=group, index=index, block=block)
-        row, group, index, source, target = _columns(self.copies, 5)
-        copies = BlockCopies(row=row, group=group, index=index, source=source, target=target)
-        swaps = []
-        for entries in (self.swap_out, self.swap_in):
-            ticket, group, block, place = _columns(entries, 4)
-            swaps.append(Swaps(ticket=ticket, group=group, block=block, place=place))
-        self.appends, self.copies, self.swap_out, self.swap_in = [], [], [], []
-        return appends, copies, swaps[0], swaps[1]
+        appends, copies, swap_out, swap_in = _NO_APPENDS, _NO_COPIES, _NO_SWAPS, _NO_SWAPS
+        if self.appends:
+            row, group, index, block = _columns(self.appends, 4)
+            appends = BlockAppends(row=row, group=group, index=index, block=block)
+            self.appends = []
+        if self.copies:
+            row, group, index, source, target = _columns(self.copies, 5)
+            copies = BlockCopies(row=row, group=group, index=index, source=source, target=target)
+            self.copies = []
+        if self.swap_out:
+            swap_out, self.swap_out = _swaps(self.swap_out), []
+        if self.swap_in:
+            swap_in, self.swap_in = _swaps(self.swap_in), []
+        return appends, copies, swap_out, swap_in
+
+
+_NO_APPENDS, _NO_COPIES, _NO_SWAPS = BlockAppends(), BlockCopies(), Swaps()
+
+
+def _swaps(entries: Sequence[Columns]) -> Swaps:
+    ticket, group, block, place = _columns(entries, 4)
+    return Swaps(ticket=ticket, group=group, block=block, place=place)
 
 
 def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
-    if not entries:
-        return (EMPTY,) * width
     if len(entries) == 1 and isinstance(entries[0][-1], np.ndarray):
         length = len(entries[0][-1])
         return tuple(

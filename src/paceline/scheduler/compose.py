@@ -20,6 +20,7 @@ from paceline.scheduler.queue import first
 from paceline.scheduler.state import Flight, Join, SchedulerState
 
 Mask = NDArray[np.bool_]
+_NO_JOINS, _NO_ROW_COPIES, _NO_SPANS, _SAME_ROWS = RowJoins(), RowCopies(), RowSpans(), RowSet()
 
 
 class Composer:
@@ -361,7 +362,7 @@ class Composer:
             joins=joins,
             spans=RowSpans(row=i32(self._spans), num_scheduled=i32(self._spans.values()))
             if self._spans
-            else RowSpans(),
+            else _NO_SPANS,
             decode_rows=self._change(mask),
             new_blocks=appends,
             block_copies=copies,
@@ -397,7 +398,7 @@ class Composer:
             last[self._state.leaves] = False
         changed = mask != last
         if not np.count_nonzero(changed):
-            return RowSet()
+            return _SAME_ROWS
         return RowSet(
             added=np.flatnonzero(changed & mask).astype(np.int32),
             removed=np.flatnonzero(changed & last).astype(np.int32),
@@ -407,7 +408,7 @@ class Composer:
 def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
     """The joins of a plan as columns, and the row copies of those that are forks."""
     if not joins:
-        return RowJoins(), RowCopies()
+        return _NO_JOINS, _NO_ROW_COPIES
     rows = state.rows
     at = i32(join.row for join in joins)
     forks = [join for join in joins if join.source != NO_ROW]

@@ -260,7 +260,6 @@ class Scheduler:
         """A full plan: every live row, rebuilt from what is known. Only between steps, with none under way."""
         state = self.state
         assert not state.flights, "a snapshot needs every step completed"
-        self._note("snapshot")
         rows = state.rows
         joins = []
         for row in np.flatnonzero(rows.live).tolist():

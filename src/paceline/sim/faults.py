@@ -154,7 +154,7 @@ class ReplicaFaults:
         if not self._spec.stalls or self._stalls.random() >= self._spec.stalls:
             return 1.0
         low, high = STALL_FACTORS
-        return low * (high / low) ** self._stalls.random()
+        return low * math.pow(high / low, self._stalls.random())
 
     def before_step(self, scheduler: Scheduler) -> None:
         """What goes wrong before a step is planned."""

@@ -165,8 +165,8 @@ class StepMeter:
 def kv_slots(state: SchedulerState) -> tuple[int, int]:
     """Slots that are allocated, and slots of these that hold a token once the step just planned is done.
 
-    Only a row's own last blocks can be part-filled: what rows share is full. So the empty slots are counted row by
-    row, and what is shared, or waits to be set free, counts once.
+    Only a row's own last blocks can be part-filled: what rows share is full. So the empty slots are counted
+    row by row, and what is shared, or waits to be set free, counts once.
     """
     group, rows = state.kv.groups[0], state.rows
     high = rows.high
@@ -199,4 +199,5 @@ class _Gaps:
     def values(self) -> NDArray[np.float32]:
         """All gaps; NaN, which stands for a first token, left out."""
         together = np.concatenate([*self._full, self._chunk[: self._length]])
-        return together[~np.isnan(together)]
+        there: NDArray[np.float32] = together[~np.isnan(together)]
+        return there

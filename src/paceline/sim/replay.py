@@ -91,6 +91,8 @@ def replay(
     `policy` is for a run that was given a policy of its own instead of one its config names.
     """
     replayer = _Replayer(log, policy)
+    if isinstance(output, str | Path) and Path(output).resolve() == log.path.resolve():
+        raise InputError(f"{output} is the log to replay; write the replay to another file")
     file = None if output is None else LineFile(output)
     if file is not None:
         file.write(LineEncoder().header(log.header))
@@ -321,7 +323,6 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "unblock": Scheduler.unblock,
     "reset_cache": Scheduler.reset_prefix_cache,
     "expired": lambda scheduler, request: scheduler.expire(),
-    "snapshot": Scheduler.snapshot,
     "fail_all": Scheduler.fail_all,
 }
 

@@ -1,7 +1,7 @@
 """Requests of a workload, made one by one at the moment they arrive.
 
 Owns how lengths become a `Request` and how the block ids of a trace become prefix keys. Prompts are zeros:
-every request looks into one shared array, so that nothing is stored. An output has exactly its recorded
+every request looks at one and the same zero, so that nothing is stored. An output has exactly its recorded
 length, as in the benchmarks: nothing ends it early.
 """
 
@@ -28,8 +28,8 @@ class RequestSource:
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
-        self._zeros = np.zeros(int(workload.prompt_len.max(initial=1)), np.int32)
-        self._zeros.flags.writeable = False
+        # A step of zero bytes from one entry to the next: as long as needed, and no memory.
+        self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[int, SamplingParams] = {}
 
     def make(self, index: int) -> Request:

@@ -44,8 +44,9 @@ class LeastLoaded:
 class PrefixAware:
     """The replica that last served the longest known beginning of the prompt, unless it is overloaded.
 
-    Overloaded is a replica with more than `imbalance` times the least load and `slack_tokens` on top of it; then,
-    and when nothing of the prompt is known, the least loaded one is taken. Remembers the last `capacity` blocks.
+    Overloaded is a replica with more than `imbalance` times the least load and `slack_tokens` on top of it;
+    then, and when nothing of the prompt is known, the least loaded one is taken. Remembers the `capacity`
+    blocks it has seen last.
     """
 
     def __init__(

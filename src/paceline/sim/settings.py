@@ -1,4 +1,4 @@
-"""What a simulation needs to know, as values: the machine, the engine's configuration, and what is done to it.
+"""What a simulation needs to know, as values: the machine, the engine's options, and what is done to it.
 
 Owns the defaults that depend on the machine or the workload (KV blocks, block size, longest sequence). Reads
 no command line and runs nothing.
@@ -7,7 +7,10 @@ no command line and runs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.model import CostModel
@@ -59,7 +62,7 @@ class SimConfig:
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
     priorities: str = "none"  # see requests.draw_priorities
-    faults: FaultSpec = FaultSpec()
+    faults: FaultSpec = field(default_factory=FaultSpec)
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
 
@@ -90,41 +93,40 @@ class SimConfig:
             "seed": self.seed,
             "check": self.check,
             "scheduler": asdict(self.engine.scheduler),
-            "kv": {
-                name: value for name, value in asdict(self.engine.kv).items() if name != "groups"
-            },
+            "kv": {name: value for name, value in asdict(self.engine.kv).items() if name != "groups"},
         }
 
 
 def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
     """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
 
-    Unless given, the KV cache is as large as the device allows, the longest sequence is the workload's longest
-    request, the queue holds the whole workload, and swapping has as many host blocks as device blocks.
+    Unless given, the KV cache is as large as the device allows, the longest sequence is the longest request
+    that fits into it, the queue holds the whole workload, swapping has as many host blocks as device blocks,
+    and prefixes are looked for where the workload names them.
     """
     options = {name: value for name, value in given.items() if value is not None}
-    kv_options = _own(KVConfig, options)
-    block_size = kv_options.setdefault("block_size", machine.block_size)
-    KVConfig(**kv_options)  # a wrong block size is refused before anything is divided by it
-    num_blocks = kv_options.setdefault("num_blocks", machine.num_blocks(int(str(block_size))))
-    scheduler_options = _own(SchedulerConfig, options)
-    if scheduler_options.get("preemption") == "swap":
-        kv_options.setdefault("num_host_blocks", num_blocks)
-    kv_options.setdefault("enable_prefix_caching", workload.prefix_ids is not None)
-    defaults = SchedulerConfig()
-    longest = int((workload.prompt_len + workload.output_len).max(initial=2))
-    total = int(workload.prompt_len.sum(dtype="int64"))
-    scheduler_options.setdefault("max_model_len", longest)
-    scheduler_options.setdefault("max_queue", max(defaults.max_queue, 2 * len(workload)))
-    scheduler_options.setdefault("max_queue_tokens", max(defaults.max_queue_tokens, 2 * total))
-    return EngineConfig(
-        kv=KVConfig(**kv_options),
-        scheduler=SchedulerConfig(**scheduler_options),
-        **_own(EngineConfig, options),
-    )
+    block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
+    kv_defaults = {
+        "block_size": block_size,
+        "num_blocks": machine.num_blocks(block_size),
+        "enable_prefix_caching": workload.prefix_ids is not None,
+    }
+    kv = KVConfig(**_own(KVConfig, {**kv_defaults, **options}))
+    if options.get("preemption") == "swap" and "num_host_blocks" not in options:
+        kv = replace(kv, num_host_blocks=kv.num_blocks)
+    declared = SchedulerConfig()
+    lengths = workload.prompt_len.astype(np.int64) + workload.output_len
+    slots = (kv.num_blocks - 1) * kv.block_size
+    scheduler_defaults = {
+        "max_model_len": max(2, min(int(lengths.max(initial=2)), slots)),
+        "max_queue": max(declared.max_queue, 2 * len(workload)),
+        "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
+    }
+    scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
+    return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
 
 
-def _own(config: type, options: Mapping[str, object]) -> dict[str, object]:
+def _own(config: type, options: Mapping[str, object]) -> dict[str, Any]:
     """The options that this config declares."""
     declared = {spec.name for spec in fields(config) if "help" in spec.metadata}
     return {name: value for name, value in options.items() if name in declared}

@@ -47,7 +47,13 @@ def simulate(
         raise InputError(f"{workload.name}: there are no requests to simulate")
     if recorder is not None and config.num_replicas > 1:
         raise InputError("a run log records one engine; use one replica")
-    simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
+    try:
+        simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
+    except MemoryError as error:
+        raise InputError(
+            "the simulated engines do not fit into this machine's memory; lower --replicas, --max-num-seqs, "
+            "--max-model-len or --num-blocks"
+        ) from error
     try:
         simulation.run()
     except InvariantViolation as violation:
@@ -85,7 +91,9 @@ class Simulation:
             Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)
             for number in range(config.num_replicas)
         ]
-        self._due: list[tuple[float, int]] = []  # when a replica's next step is due; an old entry may be wrong
+        self._due: list[
+            tuple[float, int]
+        ] = []  # when a replica's next step is due; an old entry may be wrong
         self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, whom, where
         self._until_progress = PROGRESS_STEPS
 

@@ -2,276 +2,208 @@
 
 from __future__ import annotations
 
-import json
-import math
-import random
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.audit.runlog import read_run_log
 from paceline.core.clock import ManualClock
-from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
+from paceline.core.policy import RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.engine.keys import PrefixKeyHooks
-from paceline.errors import EngineFailed, InputError, NeverFits, PacelineError, QueueFull
-from paceline.factory import build_engine
-from paceline.kv.prefix import KeyMaker
-from paceline.sim.replay import WithholdingPool, replay
+from paceline.errors import EngineFailed, NeverFits, QueueFull
+from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.sim.replay import replay
 from tests.fakes import FakeRunner, Faults
+from tests.traffic import (
+    CASE_FAULTS,
+    CASES,
+    FIRST_TOKEN,
+    Runs,
+    Traffic,
+    engine_with_log,
+    lines_of,
+    run_until_idle,
+    seed_of,
+    small_config,
+    write_lines,
+)
 
-FULL = (GroupSpec(),)
-SLIDING = (GroupSpec(), GroupSpec(window=12, num_blocks=24))
-FIRST_TOKEN = 1_500_000_000  # prompts use ids from here on, so that one in a log would be seen
-
-
-class FaultyHooks(PrefixKeyHooks):
-    """Prefix keys that do not change from run to run; each hook raises now and then."""
-
-    def __init__(self, block_size: int, rng: random.Random, rate: float) -> None:
-        super().__init__(KeyMaker(block_size, process_key=bytes(32)))
-        self._rng, self._rate = rng, rate
-        self.raised: Counter[str] = Counter()
-        self.adding = False
-
-    def admit(self, request: Request) -> None:
-        self._maybe_raise("admit", ConnectionError)
-
-    def new_keys(self, request: Request) -> Sequence[BlockKey]:
-        if not self.adding:
-            self._maybe_raise("new_keys", KeyError)
-        return super().new_keys(request)
-
-    def finish(self, request: Request) -> None:
-        self._maybe_raise("finish", ZeroDivisionError)
-
-    def _maybe_raise(self, name: str, error: type[Exception]) -> None:
-        if self._rng.random() < self._rate:
-            self.raised[name] += 1
-            raise error(name)
-
-
-class Traffic:
-    """A run of random inputs over a `FakeRunner`, all from one seed. `seen` counts what happened."""
-
-    def __init__(self, config: EngineConfig, seed: int, path: Path, *, faults: float = 0.0) -> None:
-        self.rng = random.Random(seed)
-        self.clock = ManualClock(3.5)
-        self.config = config
-        self.hooks = FaultyHooks(config.kv.block_size, random.Random(seed + 1), faults / 2)
-        device = Faults(rng=random.Random(seed + 2), step_failure=faults, nan_row=faults, late_copies=2)
-        self.engine: Engine = build_engine(
-            config,
-            FakeRunner(config, device, check=False),
-            clock=self.clock,
-            hooks=self.hooks,
-            recorder=RunLogWriter(path, run_header(config, seed=seed)),
-            make_pool=WithholdingPool,
-        )
-        self.scheduler = self.engine.scheduler
-        self.prompts = [self._tokens(30) for _ in range(3)]
-        self.seen: Counter[str] = Counter()
-        self.output_tokens: set[int] = set()
-        self.faults = faults
-
-    def run(self, num_actions: int) -> None:
-        actions: dict[Callable[[], None], int] = {
-            self.step: 40, self.add: 12, self.fork: 3, self.prune: 2, self.abort: 2, self.preempt: 4,
-            self.pause: 2, self.resume: 3, self.priority: 2, self.deadline: 2, self.block: 2, self.unblock: 3,
-            self.finish_at: 1, self.reset_cache: 1, self.foreign: 2, self.expire: 1, self.snapshot: 1,
-            self.withhold: 2 if self.faults else 0,
-        }  # fmt: skip
-        try:
-            for action in self.rng.choices(list(actions), list(actions.values()), k=num_actions):
-                action()
-                if self.rng.random() < 0.3:
-                    self.clock.advance(self.rng.random() * 0.2)
-            self._release_all()
-            for _ in range(40):
-                self.step()
-                self.clock.advance(0.05)
-        except EngineFailed:
-            self.seen["gave_up"] += 1
-        self.engine.close()
-
-    def step(self) -> None:
-        events = self.engine.step_overlapped() if self.engine.depth else self.engine.step()
-        for event in events.tokens:
-            self.output_tokens.update(event.tokens.tolist())
-        for finished in events.finished:
-            self.seen[finished.detail or finished.reason.value] += 1
-
-    def add(self) -> None:
-        stops = (self.rng.choice((1, 1 << 17)),)
-        sampling = SamplingParams(
-            max_tokens=self.rng.randint(1, 20),
-            n=self.rng.choice((1, 1, 1, 2, 3)),
-            seed=self.rng.randint(0, 99),
-            stop_token_ids=stops,
-        )
-        prompt = self.rng.choice(self.prompts)[: self.rng.randint(1, 30)] + self._tokens(self.rng.randint(0, 6))
-        self.hooks.adding = True
-        self._quietly(
-            lambda: self.engine.add(
-                prompt if self.rng.random() < 0.97 else prompt * 40,
-                sampling,
-                tenant=self.rng.choice(("default", "other")),
-                priority=self.rng.randint(-1, 2),
-                deadline_s=self.clock.now() + self.rng.random() * 4 if self.rng.random() < 0.1 else None,
-                arrival_s=self.clock.now() - self.rng.random() if self.rng.random() < 0.5 else None,
-            )
-        )
-        self.hooks.adding = False
-
-    def foreign(self) -> None:
-        """A request made elsewhere: the host must see its tokens, or it uses another model and adapter."""
-        request = Request(
-            RequestId(10_000 + self.rng.randint(0, 10**6)),
-            np.array(self._tokens(5), np.int32),
-            SamplingParams(max_tokens=6),
-            arrival_s=self.clock.now(),
-        )
-        request.needs_host = self.rng.random() < 0.7
-        request.adapter, request.model = self.rng.randint(0, 2), self.rng.randint(0, 1)
-        self._quietly(lambda: self.scheduler.add([request]))
-
-    def fork(self) -> None:
-        self.hooks.adding = True
-        self._on(self._any(), lambda request: self.engine.fork(request, self.rng.randint(1, 2)))
-        self.hooks.adding = False
-
-    def prune(self) -> None:
-        branches = [r.id for r in self.scheduler.state.requests.values() if r.parent is not None]
-        self._on(self.rng.choice(branches) if branches else None, self.engine.prune)
-
-    def abort(self) -> None:
-        self._on(self._any(), self.engine.abort)
-
-    def preempt(self) -> None:
-        swap = self.rng.random() < 0.5
-        self._on(self._any(RequestState.RUNNING), lambda r: self.scheduler.preempt(r, swap=swap))
-
-    def pause(self) -> None:
-        swap = self.rng.random() < 0.5
-        self._on(self._any(), lambda request: self.scheduler.pause(request, swap=swap))
-
-    def resume(self) -> None:
-        self._on(self._any(RequestState.PAUSED), self.scheduler.resume)
-
-    def priority(self) -> None:
-        self._on(self._any(), lambda r: self.scheduler.set_priority(r, self.rng.randint(-3, 3)))
-
-    def deadline(self) -> None:
-        after = self.rng.choice((0.0, 0.3, 2.0, math.inf))
-        self._on(self._any(), lambda r: self.scheduler.set_deadline(r, self.clock.now() + after))
-
-    def block(self) -> None:
-        until = self.rng.choice((None, self.clock.now() + 0.4))
-        reason = self.rng.choice((BlockReason.GRAMMAR, BlockReason.ENCODER))
-        self._on(self._any(RequestState.WAITING), lambda r: self.scheduler.block(r, reason, until))
-
-    def unblock(self) -> None:
-        self._on(self._any(RequestState.BLOCKED), self.scheduler.unblock)
-
-    def finish_at(self) -> None:
-        self._on(self._any(RequestState.RUNNING), lambda request: self.scheduler.finish_at(request, 0))
-
-    def expire(self) -> None:
-        self.scheduler.expire()
-
-    def reset_cache(self) -> None:
-        self.scheduler.reset_prefix_cache()
-
-    def snapshot(self) -> None:
-        if not self.scheduler.state.flights:
-            self.scheduler.snapshot()
-
-    def withhold(self) -> None:
-        for group in self.scheduler.state.kv.groups:
-            assert isinstance(group.pool, WithholdingPool)
-            group.pool.withheld = self.rng.choice((0, 0, 2, 9))
-
-    def _any(self, state: RequestState | None = None) -> RequestId | None:
-        live = self.scheduler.state.requests.values()
-        ids = [request.id for request in live if state is None or request.state is state]
-        return self.rng.choice(ids) if ids else None
-
-    def _on(self, request: RequestId | None, action: Callable[[RequestId], object]) -> None:
-        if request is not None:
-            self._quietly(lambda: action(request))
-
-    def _quietly(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except PacelineError as refusal:
-            self.seen[type(refusal).__name__] += 1
-
-    def _release_all(self) -> None:
-        for group in self.scheduler.state.kv.groups:
-            assert isinstance(group.pool, WithholdingPool)
-            group.pool.withheld = 0
-        for request in list(self.scheduler.state.requests.values()):
-            if request.state is RequestState.PAUSED:
-                self.scheduler.resume(request.id)
-
-    def _tokens(self, count: int) -> list[int]:
-        return [FIRST_TOKEN + self.rng.randint(0, 10**6) for _ in range(count)]
+WANTED = [
+    *("add", "abort", "finish_at", "priority", "deadline", "preempt", "pause", "resume", "block", "unblock"),
+    *("reset_cache", "expired", "done", "keys", "idle", "withheld", "step_failed", "lost step"),
+    *("plan.leaves", "plan.joins", "plan.spans", "plan.decode_rows", "plan.new_blocks", "plan.block_copies"),
+    *(
+        "plan.row_copies",
+        "plan.swap_out",
+        "plan.swap_in",
+        "plan.pad_tokens",
+        "plan.padding_rows",
+        "plan.work",
+    ),
+    *("preempt:forced:recompute", "preempt:forced:swap", "preempt:blocks:recompute", "preempt:blocks:swap"),
+    *("preempt:paused:swap", "preempt:step_failed:recompute", "resume:swap", "resume:recompute"),
+    *("refuse:queue_full", "refuse:context_length_exceeded", "finish:pruned", "finish:deadline"),
+    *("finish:numerical_error", "stall:blocks", "defer:prefix", "defer:blocks", "fail:ConnectionError"),
+    *("fail:KeyError", "fail:finish hook: ZeroDivisionError"),
+]
 
 
-def small_config(mode: str = "continuous", depth: int = 1, **changes: Any) -> EngineConfig:
-    scheduler = SchedulerConfig(
-        max_num_seqs=6,
-        max_num_batched_tokens=24,
-        max_model_len=64,
-        mode=mode,
-        batch_size=3,
-        batch_timeout_s=0.1,
-        static_flush_s=0.2,
-        max_queue=20,
-        scheduling_policy=changes.pop("scheduling_policy", "fcfs"),
-        preemption=changes.pop("preemption", "recompute"),
-        max_preemptions=changes.pop("max_preemptions", 4),
-        ageing_s=0.5,
-    )
-    kv = KVConfig(
-        block_size=4,
-        num_blocks=changes.pop("num_blocks", 30),
-        num_host_blocks=changes.pop("num_host_blocks", 20),
-        groups=changes.pop("groups", FULL),
-    )
-    assert not changes
-    return EngineConfig(kv=kv, scheduler=scheduler, depth=depth)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
-CASES = {
-    "plain": small_config(depth=0),
-    "overlapped": small_config(depth=1, scheduling_policy="priority", preemption="swap"),
-    "far-ahead": small_config(depth=2, num_blocks=20, preemption="swap"),
-    "sliding": small_config(depth=1, groups=SLIDING),
-    "sliding-far-ahead": small_config(depth=2, groups=SLIDING, scheduling_policy="priority"),
-    "tight": small_config(depth=2, num_blocks=18, num_host_blocks=0, max_preemptions=1),
-    "dynamic": small_config(mode="dynamic", depth=0),
-    "dynamic-overlapped": small_config(mode="dynamic", depth=1),
-    "static": small_config(mode="static", depth=1, groups=SLIDING),
-    "static-far-ahead": small_config(mode="static", depth=2),
-}
+# -- equal runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("faults", [0.0, 0.03])
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_replays_byte_for_byte(case: str, faults: float, tmp_path: Path) -> None:
-    for seed in range(3):
-        recorded, again = tmp_path / f"{seed}.jsonl", tmp_path / f"{seed}-again.jsonl"
-        Traffic(CASES[case], seed, recorded, faults=faults).run(150)
-        report = replay(read_run_log(recorded), output=again)
-        assert report.difference is None, f"seed {seed}: {report.difference}"
-        assert report.complete and report.num_steps > 10
-        assert again.read_bytes() == recorded.read_bytes()
+@pytest.mark.parametrize("case, faults", CASE_FAULTS)
+def test_a_run_replays_byte_for_byte(case: str, faults: float, runs: Runs, tmp_path: Path) -> None:
+    recorded, _ = runs.get(case, faults)
+    report = replay(read_run_log(recorded), output=tmp_path / "again.jsonl")
+    assert report.difference is None, str(report.difference)
+    assert report.is_equal and report.complete
+    assert report.num_steps == len(lines_of(recorded)) - 2
+    assert (tmp_path / "again.jsonl").read_bytes() == recorded.read_bytes()
+
+
+def test_the_runs_contain_every_kind_of_input_decision_and_plan(runs: Runs) -> None:
+    kinds: Counter[str] = Counter()
+    for case, faults in CASE_FAULTS:
+        for line in lines_of(runs.get(case, faults)[0])[1:]:
+            kinds.update(entry[0] for entry in line["inputs"])
+            kinds.update(f"{kind}:{reason}" for kind, _, reason, _ in line["decisions"])
+            kinds.update(f"plan.{name}" for name in line.get("plan", ()))
+            kinds["lost step"] += "plan" in line and line["result"] is None
+    missing = [kind for kind in WANTED if not kinds[kind]]
+    assert not missing
+
+
+@pytest.mark.parametrize("case", ["far-ahead", "static"])
+def test_the_same_seed_gives_the_same_log(case: str, runs: Runs, tmp_path: Path) -> None:
+    Traffic(CASES[case], seed_of(case), tmp_path / "twin.jsonl", faults=0.03).run(110)
+    assert (tmp_path / "twin.jsonl").read_bytes() == runs.get(case, 0.03)[0].read_bytes()
+    Traffic(CASES[case], seed_of(case) + 100, tmp_path / "other.jsonl", faults=0.03).run(110)
+    assert (tmp_path / "other.jsonl").read_bytes() != (tmp_path / "twin.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("case", ["overlapped", "sliding-far-ahead", "dynamic"])
+def test_no_token_id_is_in_the_log(case: str, runs: Runs) -> None:
+    path, traffic = runs.get(case, 0.03)
+    text = re.sub(r'"[0-9a-f]{64}"', '"key"', path.read_text())  # a key's digits mean nothing
+    numbers = {int(number) for number in re.findall(r"\d+", re.sub(r"\d+\.\d+", "time", text))}
+    assert max(numbers) < FIRST_TOKEN
+    recognisable = {token for token in traffic.output_tokens if token >= 100_000}
+    assert len(recognisable) > 50
+    foreign = {request for request in numbers if 10_000 <= request <= 1_010_000}  # ids made by `foreign`
+    assert not (recognisable & numbers) - foreign
+
+
+def test_a_compressed_log_replays_too(tmp_path: Path) -> None:
+    Traffic(CASES["plain"], 1, tmp_path / "run.jsonl.gz").run(40)
+    report = replay(read_run_log(tmp_path / "run.jsonl.gz"), output=tmp_path / "again.jsonl.gz")
+    assert report.is_equal
+    assert (tmp_path / "again.jsonl.gz").read_bytes() == (tmp_path / "run.jsonl.gz").read_bytes()
+
+
+# -- what drives a replay ----------------------------------------------------------------------------------
+
+
+def test_prefix_keys_drive_hits_as_in_the_run(tmp_path: Path) -> None:
+    config = small_config(depth=1)
+    engine = engine_with_log(config, tmp_path / "run.jsonl")
+    prompt = list(range(10, 23))
+    sampling = SamplingParams(max_tokens=8)
+    first = engine.add(prompt, sampling)[0]
+    output: list[int] = []
+    while engine.has_requests:
+        for event in engine.step_overlapped().tokens:
+            output += event.tokens.tolist()
+    engine.add([*prompt, *output, 1, 2], sampling)  # the next turn of a conversation
+    run_until_idle(engine)
+
+    lines = lines_of(tmp_path / "run.jsonl")
+    joined = [line["plan"]["joins"]["num_computed"] for line in lines[1:-1] if "joins" in line["plan"]]
+    assert first == 1 and joined == [[0], [20]]  # the output's blocks are hit as well as the prompt's
+    assert replay(read_run_log(tmp_path / "run.jsonl")).is_equal
+
+    told = [(line, entry) for line in lines[1:] for entry in line["inputs"] if entry[0] == "keys"]
+    told[0][1][3][0] = "00" * 32  # the first block of the output no longer has the key it is asked for by
+    report = replay(read_run_log(write_lines(tmp_path / "other.jsonl", lines)))
+    assert report.difference is not None
+    assert report.difference.part == "decisions[1][3]"
+    assert (report.difference.recorded, report.difference.replayed) == ("20", "12")
+
+
+def test_branches_are_refused_together(tmp_path: Path) -> None:
+    config = small_config(depth=0)
+    engine = engine_with_log(config, tmp_path / "run.jsonl")
+    for _ in range(18):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    with pytest.raises(QueueFull):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=2, n=3))  # two of the three would have fitted
+    with pytest.raises(NeverFits):
+        engine.add([1] * 60, SamplingParams(max_tokens=8, n=2))
+    run_until_idle(engine)
+    adds = [entry for entry in lines_of(tmp_path / "run.jsonl")[1]["inputs"] if entry[0] == "add"]
+    assert len(adds) == 18 + 3 + 1
+    assert [add[2].get("together", 1) for add in adds[18:]] == [3, 3, 3, 1]
+    assert replay(read_run_log(tmp_path / "run.jsonl")).is_equal
+
+
+def keep_stepping(engine: Engine) -> None:
+    for _ in range(20):
+        engine.step_overlapped()
+        if not engine.has_requests:
+            engine.add([1, 2, 3], SamplingParams(max_tokens=9))
+
+
+def test_an_engine_that_gave_up_replays(tmp_path: Path) -> None:
+    config = small_config(depth=2)
+    runner = FakeRunner(config, Faults(step_failure=1.0))
+    engine = engine_with_log(config, tmp_path / "run.jsonl", runner=runner)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=9))
+    with pytest.raises(EngineFailed):
+        keep_stepping(engine)
+    engine.close()
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert all(line["result"] is None for line in lines[1:-1])
+    assert "fail_all" in [entry[0] for entry in lines[-1]["inputs"]]
+    report = replay(read_run_log(tmp_path / "run.jsonl"), output=tmp_path / "again.jsonl")
+    assert report.is_equal
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "run.jsonl").read_bytes()
+
+
+class LastComeFirstServed(FirstComeFirstServed):
+    def order(self, view: RequestView) -> NDArray[np.float64]:
+        return -view.arrival_s
+
+
+def test_a_policy_of_its_own_must_be_given_again(tmp_path: Path) -> None:
+    config = small_config(depth=0)
+    clock = ManualClock()
+    policy = LastComeFirstServed(0.5)
+    engine = engine_with_log(config, tmp_path / "run.jsonl", clock=clock, policy=policy)
+    for _ in range(9):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+        clock.advance(1.0)
+    run_until_idle(engine)
+    log = read_run_log(tmp_path / "run.jsonl")
+    assert replay(log, policy=policy).is_equal
+    assert not replay(log).is_equal
+
+
+def test_looking_for_work_many_times_makes_no_long_log(tmp_path: Path) -> None:
+    config = small_config(depth=0)
+    engine = engine_with_log(config, tmp_path / "run.jsonl")
+    for _ in range(1000):
+        engine.step()
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+    run_until_idle(engine)
+    kinds = Counter(entry[0] for line in lines_of(tmp_path / "run.jsonl")[1:] for entry in line["inputs"])
+    assert kinds["idle"] == 1
+    assert replay(read_run_log(tmp_path / "run.jsonl")).is_equal

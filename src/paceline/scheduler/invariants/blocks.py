@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.request import RequestState
 from paceline.kv.block_pool import NULL_BLOCK
-from paceline.kv.group import LayerGroup
 from paceline.scheduler.invariants.registry import PLANNED, Look, invariant
 
 
@@ -25,11 +25,10 @@ def the_free_list_has_each_free_block_once(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         free = group.pool.free_blocks()
         counts = np.bincount(free, minlength=group.pool.num_blocks)
-        if counts.max(initial=0) > 1:
-            return f"group {group.index}: block {int(counts.argmax())} is free twice"
-        if not np.array_equal(counts == 1, group.pool.refs == 0):  # S2
-            wrong = int(np.flatnonzero((counts == 1) != (group.pool.refs == 0))[0])
-            return f"group {group.index}: block {wrong} has {group.pool.refs[wrong]} references (S2)"
+        wrong = counts != (group.pool.refs == 0)  # S2: free exactly when nobody holds it
+        if np.count_nonzero(wrong):
+            block = int(wrong.argmax())
+            return f"block {block} is free {counts[block]} times and has {group.pool.refs[block]} references"
     return None
 
 
@@ -37,13 +36,14 @@ def the_free_list_has_each_free_block_once(look: Look) -> str | None:
 def references_are_what_holds_blocks(look: Look) -> str | None:
     kv = look.scheduler.state.kv
     for group in kv.groups:
-        held = [_live_entries(look, group)]
+        held = [look.held[group.index].block]
         held += [fence.blocks for fence in kv.fences if fence.group == group.index]
         held += [ticket.blocks[group.index] for ticket in kv.tickets.open.values()]
         expected = np.bincount(np.concatenate(held), minlength=group.pool.num_blocks)
         expected[NULL_BLOCK] = 1
-        if not np.array_equal(expected, group.pool.refs):
-            wrong = int(np.flatnonzero(expected != group.pool.refs)[0])
+        differ = expected != group.pool.refs
+        if np.count_nonzero(differ):
+            wrong = int(differ.argmax())
             return (
                 f"group {group.index}: block {wrong} has {group.pool.refs[wrong]} references, "
                 f"{expected[wrong]} holders"
@@ -54,9 +54,9 @@ def references_are_what_holds_blocks(look: Look) -> str | None:
 @invariant("S5")
 def no_row_holds_a_block_twice(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
-        entries, rows = _entries_and_rows(look, group)
-        pairs = rows * group.pool.num_blocks + entries
-        if len(np.unique(pairs)) != len(pairs):
+        held = look.held[group.index]
+        pairs = np.sort(held.row * group.pool.num_blocks + held.block)
+        if np.count_nonzero(pairs[1:] == pairs[:-1]):
             return f"group {group.index}: a row holds a block twice"
     return None
 
@@ -68,16 +68,19 @@ def nothing_is_written_where_others_read(look: Look) -> str | None:
         return None
     state = look.scheduler.state
     size = state.kv.block_size
+    rows, start, end = _writes(look)
     for group in state.kv.groups:
-        entries, rows = _entries_and_rows(look, group)
-        holders = np.bincount(entries, minlength=group.pool.num_blocks)
+        held = look.held[group.index]
+        holders = np.bincount(held.block, minlength=group.pool.num_blocks)
         holders[NULL_BLOCK] = -1
-        for row, start, end in _writes(look):
-            blocks = group.table[row, start // size : (end - 1) // size + 1]
-            for block in blocks[holders[blocks] != 1].tolist():
-                others = [other for other in rows[entries == block].tolist() if other != row]
-                if block == NULL_BLOCK or any(state.rows.upper[other] > start for other in others):
-                    return f"row {row} writes tokens {start} to {end} into block {block}, which {others} read"
+        last = group.table[rows, (end - 1) // size]  # a prompt's earlier blocks are new, or S7 would see them
+        first = group.table[rows, start // size]
+        suspect = (holders[last] != 1) | (holders[first] != 1)
+        for at in np.flatnonzero(suspect).tolist():
+            for block in (int(first[at]), int(last[at])):
+                others = [other for other in held.row[held.block == block].tolist() if other != rows[at]]
+                if block == NULL_BLOCK or any(state.rows.upper[other] > start[at] for other in others):
+                    return f"row {rows[at]} writes tokens {start[at]} to {end[at]} where rows {others} read"
     return None
 
 
@@ -88,11 +91,11 @@ def tables_cover_what_is_computed(look: Look) -> str | None:
     upper = state.rows.upper[live]
     for group in state.kv.groups:
         held = group.held[live]
-        if (held * size < upper).any():
+        if np.count_nonzero(held * size < upper):
             return f"row {live[int((held * size < upper).argmax())]}: its table is too short"
         if state.mode.keeps_finished:
             continue
-        if (held > -(-np.maximum(upper, state.rows.computed[live] + 1) // size)).any():
+        if np.count_nonzero((held - 1) * size > upper):
             return "a row holds blocks beyond what it computes"
     return None
 
@@ -100,18 +103,20 @@ def tables_cover_what_is_computed(look: Look) -> str | None:
 @invariant("S10")
 def who_does_not_run_owns_nothing(look: Look) -> str | None:
     state = look.scheduler.state
-    idle = ~state.rows.live
+    rows = state.rows
+    high = rows.high
     for group in state.kv.groups:
-        if group.held[idle].any() or group.reserved_for[idle].any():
+        if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
             return f"group {group.index}: a row that is not in use holds blocks"
-        if int(group.reserved_for.sum()) != group.reserved or group.reserved > group.pool.num_free:
+        if group.reserved and int(group.reserved_for[look.live].sum()) != group.reserved:
+            return f"group {group.index}: {group.reserved} blocks are promised, rows say otherwise"
+        if group.reserved > group.pool.num_free:
             return f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
     for request in state.requests.values():
-        on_row = request.row >= 0
-        if on_row != (request.state in (RequestState.RUNNING, RequestState.BLOCKED) and on_row):
-            return f"request {request.id} is {request.state.value} and has row {request.row}"
         if request.host_places and request.state not in (RequestState.SWAPPED, RequestState.PAUSED):
             return f"request {request.id} is {request.state.value} and keeps host places"
+        if request.row >= 0 and request.state not in (RequestState.RUNNING, RequestState.BLOCKED):
+            return f"request {request.id} is {request.state.value} and has row {request.row}"
     return None
 
 
@@ -153,12 +158,11 @@ def only_computed_blocks_are_cached(look: Look) -> str | None:
     for group in state.kv.groups:
         if not len(group.cache):
             continue
-        entries, rows = _entries_and_rows(look, group)
-        position = _positions(look, group)
-        full = (position + 1) * state.kv.block_size <= state.rows.computed[rows]
-        wrong = group.pool.cached[entries] & ~full
-        if wrong.any():
-            return f"block {int(entries[wrong][0])} is cached before it was computed"
+        held = look.held[group.index]
+        wrong = (held.index + 1) * state.kv.block_size > state.rows.computed[held.row]
+        wrong &= group.pool.cached[held.block]
+        if np.count_nonzero(wrong):
+            return f"block {int(held.block[wrong][0])} is cached before it was computed"
     return None
 
 
@@ -169,59 +173,36 @@ def no_block_changes_hands_under_a_step(look: Look) -> str | None:
         return None
     state = look.scheduler.state
     size, group = state.kv.block_size, state.kv.groups[0]
-    for row, start, end in _writes(look):
-        blocks = group.table[row, start // size : (end - 1) // size + 1]
+    rows, start, end = _writes(look)
+    for blocks in (group.table[rows, start // size], group.table[rows, (end - 1) // size]):
         for touched in look.in_flight:
             owner = touched[blocks]
-            if ((owner != -1) & (owner != row)).any():
-                return f"row {row} writes a block that a step under way still uses"
+            wrong = (owner != -1) & (owner != rows)
+            if np.count_nonzero(wrong):
+                return f"row {rows[wrong][0]} writes a block that a step under way still uses"
     return None
 
 
 @invariant("S26t")
 def tenants_never_share_blocks(look: Look) -> str | None:
     state = look.scheduler.state
-    if len({request.tenant for request in state.requests.values()}) < 2:
-        return None
     for group in state.kv.groups:
-        entries, rows = _entries_and_rows(look, group)
-        owner = np.full(group.pool.num_blocks, -1, np.int64)
-        tenants = state.rows.tenant[rows]
-        owner[entries] = tenants
-        if (owner[entries] != tenants).any():
+        held = look.held[group.index]
+        owner = np.empty(group.pool.num_blocks, np.int64)
+        tenants = state.rows.tenant[held.row]
+        owner[held.block] = tenants
+        if np.count_nonzero(owner[held.block] != tenants):
             return f"group {group.index}: two tenants hold one block"
     return None
 
 
-def _live_entries(look: Look, group: LayerGroup):  # type: ignore[no-untyped-def]
-    return _entries_and_rows(look, group)[0]
-
-
-def _entries_and_rows(look: Look, group: LayerGroup):  # type: ignore[no-untyped-def]
-    """All (block, row) pairs of a group's live tables, flat."""
-    mask = _entry_mask(look, group)
-    rows = np.repeat(look.live, mask.sum(axis=1)) if len(look.live) else np.zeros(0, np.int64)
-    return group.table[look.live, : mask.shape[1]][mask], rows
-
-
-def _positions(look: Look, group: LayerGroup):  # type: ignore[no-untyped-def]
-    return np.nonzero(_entry_mask(look, group))[1]
-
-
-def _entry_mask(look: Look, group: LayerGroup):  # type: ignore[no-untyped-def]
-    held, first = group.held[look.live], group.first[look.live]
-    columns = np.arange(int(held.max(initial=0)))
-    return (columns < held[:, None]) & (columns >= first[:, None])
-
-
-def _writes(look: Look) -> list[tuple[int, int, int]]:
-    """(row, first position, end) of every write of the plan just made."""
-    assert look.plan is not None
-    state = look.scheduler.state
-    flight = state.flights[-1]
-    rows = state.rows
-    decode = np.flatnonzero(flight.mask)
-    active = decode[~rows.done[decode]]
-    writes = [(row, end - 1, end) for row, end in zip(active.tolist(), rows.upper[active].tolist(), strict=True)]
-    writes += [(row, int(rows.upper[row]) - count, int(rows.upper[row])) for row, _, count in flight.spans]
-    return writes
+def _writes(look: Look) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Row, first position and end of every write of the plan just made."""
+    flight = look.scheduler.state.flights[-1]
+    rows = np.flatnonzero(flight.mask)
+    count = np.ones(len(rows), np.int64)
+    if flight.spans:
+        rows = np.concatenate([rows, np.array([row for row, _, _ in flight.spans])])
+        count = np.concatenate([count, np.array([num for _, _, num in flight.spans])])
+    end = look.scheduler.state.rows.upper[rows]
+    return rows, end - count, end

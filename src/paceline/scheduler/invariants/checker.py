@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.scheduler.invariants import blocks, progress, requests
-from paceline.scheduler.invariants.registry import ALWAYS, INVARIANTS, InvariantViolation, Look
+from paceline.scheduler.invariants.registry import ALWAYS, INVARIANTS, Held, InvariantViolation, Look
 from paceline.scheduler.scheduler import Scheduler
 
 _PARTS = (blocks, progress, requests)  # importing them fills the registry
@@ -43,7 +43,7 @@ class InvariantChecker:
                 self._report(entry.name, entry.check(look))
         self._always_true(look)
         if plan is not None:
-            self._remember(plan)
+            self._remember(plan, look.held[0])
         self._seen_decisions = 0  # the engine takes them with the plan
         self._progress(plan)
 
@@ -60,24 +60,28 @@ class InvariantChecker:
 
     def _look(self, plan: StepPlan | None) -> Look:
         state = self._scheduler.state
-        live = np.flatnonzero(state.rows.live)
-        return Look(self._scheduler, live, plan, [], [touched for _, touched in self._touched])
+        live = state.rows.live[: state.rows.high].nonzero()[0]
+        held = [Held(group, live) for group in state.kv.groups]
+        return Look(self._scheduler, live, plan, [], [touched for _, touched in self._touched], held)
 
     def _always_true(self, look: Look) -> None:
         self.num_checks += 1
         for entry in self._always:
             self._report(entry.name, entry.check(look))
 
-    def _remember(self, plan: StepPlan) -> None:
+    def _remember(self, plan: StepPlan, held: Held) -> None:
         """Which row of this step touches which block, for the steps planned while it runs."""
         state = self._scheduler.state
         group = state.kv.groups[0]
         touched = np.full(group.pool.num_blocks, -1, np.int64)
         flight = state.flights[-1]
-        rows = np.flatnonzero(flight.mask).tolist() + [row for row, _, _ in flight.spans]
-        for row in rows:
-            mine = group.blocks_of(row)
-            touched[mine] = np.where(touched[mine] == -1, row, -2)
+        part = np.zeros(state.rows.num_rows, np.bool_)
+        part[: len(flight.mask)] = flight.mask
+        part[[row for row, _, _ in flight.spans]] = True
+        mine = part[held.row]
+        blocks, rows = held.block[mine], held.row[mine]
+        touched[blocks] = rows
+        touched[blocks[touched[blocks] != rows]] = -2  # several rows
         touched[plan.block_copies.source[plan.block_copies.group == 0]] = -2
         self._touched.append((plan.seq, touched))
 

@@ -77,14 +77,17 @@ def nobody_is_passed_over(look: Look) -> str | None:
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners or not len(state.queue):
         return None
-    last = runners[0]
-    for request in runners[1:]:
-        last = request if _goes_first(look, last, request) else last
-    for waiting in state.queue:
-        if _goes_first(look, waiting, last):
-            if look.scheduler.composer.admission.refusal(waiting) not in ("prefix", "swap", None):
-                if not _could_wait_for_prefix(look, waiting):
-                    return f"request {last.id} was admitted past {waiting.id}"
+    view = state.queue.view(state.now_s)
+    waiting = state.policy.order(view)
+    admitted_view = _view_of(look, runners)
+    scores = state.policy.order(admitted_view)
+    last = int(np.lexsort((admitted_view.order, scores))[-1])
+    earlier = (waiting < scores[last]) | ((waiting == scores[last]) & (view.order < admitted_view.order[last]))
+    for index in np.flatnonzero(earlier).tolist():
+        request = state.queue.get(index)
+        if look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None):
+            if not _could_wait_for_prefix(look, request):
+                return f"request {runners[last].id} was admitted past {request.id}"
     return None
 
 
@@ -140,17 +143,21 @@ def _could_wait_for_prefix(look: Look, request: Request) -> bool:
 
 
 def _goes_first(look: Look, one: Request, other: Request) -> bool:
-    state = look.scheduler.state
-    view = RequestView(
-        now_s=state.now_s,
-        row=np.array([-1, -1], np.int32),
-        order=np.array([state.orders[one.id], state.orders[other.id]], np.int64),
-        arrival_s=np.array([one.arrival_s, other.arrival_s]),
-        priority=np.array([one.priority, other.priority], np.int32),
-        tenant=np.zeros(2, np.int32),
-        num_tokens=np.array([one.num_tokens, other.num_tokens]),
-        max_total=np.array([one.max_total, other.max_total]),
-        preemptions=np.array([one.preemptions, other.preemptions], np.int32),
-    )
-    scores = state.policy.order(view)
+    view = _view_of(look, [one, other])
+    scores = look.scheduler.state.policy.order(view)
     return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))
+
+
+def _view_of(look: Look, requests: list[Request]) -> RequestView:
+    state = look.scheduler.state
+    return RequestView(
+        now_s=state.now_s,
+        row=np.array([request.row for request in requests], np.int32),
+        order=np.array([state.orders[request.id] for request in requests], np.int64),
+        arrival_s=np.array([request.arrival_s for request in requests]),
+        priority=np.array([request.priority for request in requests], np.int32),
+        tenant=np.zeros(len(requests), np.int32),
+        num_tokens=np.array([request.num_tokens for request in requests]),
+        max_total=np.array([request.max_total for request in requests]),
+        preemptions=np.array([request.preemptions for request in requests], np.int32),
+    )

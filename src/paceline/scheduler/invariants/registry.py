@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from paceline.config import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
+from paceline.kv.group import LayerGroup
 from paceline.scheduler.scheduler import Scheduler
 
 ALWAYS, PLANNED = "always", "planned"  # after every half-step; after a schedule that gave a plan or None
@@ -25,6 +26,20 @@ class InvariantViolation(AssertionError):
         self.name = name
 
 
+class Held:
+    """The blocks in the tables of live rows of one group, flat: block, row and table index of each."""
+
+    def __init__(self, group: LayerGroup, live: NDArray[np.int64]) -> None:
+        held, first = group.held[live], group.first[live]
+        columns = np.arange(int(held.max(initial=0)))
+        mask = columns < held[:, None]
+        if group.window is not None:
+            mask &= columns >= first[:, None]
+        at, self.index = mask.nonzero()
+        self.row = live[at]
+        self.block = group.table[self.row, self.index]
+
+
 @dataclass(slots=True, eq=False)
 class Look:
     """The state at one moment, with what several checks need computed once."""
@@ -34,6 +49,7 @@ class Look:
     plan: StepPlan | None
     decisions: list[Decision]  # made by the schedule just done
     in_flight: list[NDArray[np.int64]]  # per earlier step: who touches which block of group 0, -1 nobody, -2 several
+    held: list[Held]  # per group
 
 
 Check = Callable[[Look], str | None]

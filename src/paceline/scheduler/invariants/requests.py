@@ -13,35 +13,34 @@ def counters_are_in_order(look: Look) -> str | None:
     rows, live = look.scheduler.state.rows, look.live
     computed, upper, tokens = rows.computed[live], rows.upper[live], rows.num_tokens[live]
     done = rows.done[live]
-    if (computed < 0).any() or (computed > upper).any():
-        return "computed is not between 0 and what was scheduled"
-    if ((computed > tokens) & ~done).any() or (tokens > rows.limit[live]).any():
-        return "a row has computed more than it knows, or has more tokens than its limit"
-    if (tokens < rows.known[live]).any() or (rows.limit[live] > look.scheduler.state.config.max_model_len).any():
-        return "a row has lost tokens or is longer than the model allows"
+    limit = rows.limit[live]
+    wrong = (computed > upper) | ((computed > tokens) & ~done) | (tokens > limit) | (tokens < rows.known[live])
+    wrong |= (limit > look.scheduler.state.config.max_model_len) | (computed < 0)
+    if np.count_nonzero(wrong):
+        at = int(wrong.argmax())
+        return f"row {live[at]}: computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
     return None
 
 
 @invariant("S11")
 def each_request_is_in_one_place(look: Look) -> str | None:
     state = look.scheduler.state
+    queue = state.queue
     counts = 0
     for request in state.requests.values():
-        places = (request.id in state.queue) + (request.row != NO_ROW)
-        outside = request.state in (RequestState.PAUSED, RequestState.BLOCKED) and request.row == NO_ROW
-        if places + outside != 1:
-            return f"request {request.id} ({request.state.value}) is in {places} places"
-        expected = {
-            RequestState.WAITING: request.id in state.queue,
-            RequestState.SWAPPED: request.id in state.queue and bool(request.host_places),
-            RequestState.RUNNING: request.row != NO_ROW and state.rows.requests[request.row] is request,
-        }.get(request.state, True)
-        if not expected:
-            return f"request {request.id} says {request.state.value}, its place does not"
-        counts += places
-    if counts != len(state.queue) + state.rows.num_live:
+        queued, on_row, now = request.id in queue, request.row != NO_ROW, request.state
+        counts += queued + on_row
+        if now is RequestState.RUNNING:
+            good = on_row and not queued and state.rows.requests[request.row] is request
+        elif now is RequestState.WAITING or now is RequestState.SWAPPED:
+            good = queued and not on_row and bool(request.host_places) == (now is RequestState.SWAPPED)
+        else:
+            good = not queued and (not on_row or now is RequestState.BLOCKED)
+        if not good:
+            return f"request {request.id} says {now.value}, its place does not"
+    if counts != len(queue) + state.rows.num_live:
         return "a place holds a request that is not live"
-    if set(state.prefilling) - set(state.requests) or set(state.orders) != set(state.requests):
+    if not state.prefilling.keys() <= state.requests.keys() or state.orders.keys() != state.requests.keys():
         return "a finished request is still listed"
     return None
 
@@ -58,18 +57,17 @@ def requests_are_conserved(look: Look) -> str | None:
 @invariant("S21")
 def families_list_live_children(look: Look) -> str | None:
     state = look.scheduler.state
-    expected: dict[int, set[int]] = {}
-    for request in state.requests.values():
-        for parent, children in state.children.items():
-            if request.id in children and request.parent == parent:
-                expected.setdefault(parent, set()).add(request.id)
-    listed = {parent: set(children) for parent, children in state.children.items()}
-    if listed != expected:
-        return f"families {listed} are not those of the live requests {expected}"
+    for parent, children in state.children.items():
+        for child in children:
+            request = state.requests.get(child)
+            if request is None or request.parent != parent:
+                return f"request {child} is listed as a branch of {parent}"
+        if not children:
+            return f"request {parent} is listed without branches"
     return None
 
 
-@invariant("S23")
+@invariant("S23", moment=PLANNED)
 def rows_are_what_their_requests_say(look: Look) -> str | None:
     state = look.scheduler.state
     rows = state.rows
@@ -77,23 +75,28 @@ def rows_are_what_their_requests_say(look: Look) -> str | None:
         return f"{len(look.live)} rows are live, {rows.num_live} are counted"
     if rows.num_reserved != int(np.count_nonzero(rows.reserved[look.live])):
         return "the count of reserved rows is wrong"
-    for row in look.live.tolist():
-        request = rows.requests[row]
-        if request is None or request.row != row or request.id != rows.request_id[row]:
-            return f"row {row} does not belong to the request it names"
-        same = (
-            rows.known[row] == request.num_tokens
-            and rows.limit[row] == request.max_total
-            and rows.num_prompt[row] == request.num_prompt
-            and rows.priority[row] == request.priority
-            and rows.arrival_s[row] == request.arrival_s
-            and rows.order[row] == state.orders[request.id]
-            and rows.preemptions[row] == request.preemptions
-            and rows.needs_host[row] == request.needs_host
-            and rows.reserved[row] == request.reserved
-        )
-        if not same:
-            return f"a column of row {row} is not what request {request.id} says"
+    owners = [rows.requests[row] for row in look.live.tolist()]
+    says = [
+        (r.id, r.num_tokens, r.max_total, r.num_prompt, r.priority, state.orders[r.id], r.preemptions, r.reserved, r.row)
+        for r in owners
+        if r is not None
+    ]
+    if len(says) != len(owners):
+        return "a live row has no owner"
+    live = look.live
+    columns = (
+        rows.request_id[live],
+        rows.known[live],
+        rows.limit[live],
+        rows.num_prompt[live],
+        rows.priority[live],
+        rows.order[live],
+        rows.preemptions[live],
+        rows.reserved[live],
+        live,
+    )
+    if says and np.count_nonzero(np.array(says, np.int64).T != np.array(columns, np.int64)):
+        return "a column of a row is not what its request says"
     free = rows.free_rows() + rows.fenced_rows()
     if len(free) + rows.num_live != rows.num_rows or len(set(free)) != len(free):
         return "a row is lost or free twice"
@@ -114,26 +117,31 @@ def the_plan_keeps_its_bounds(look: Look) -> str | None:
         return f"{total} tokens are planned, {state.config.max_num_batched_tokens} are allowed"
     if len(spans) and (plan.spans.num_scheduled < 1).any():
         return "a span is empty"
-    if len(np.intersect1d(decode, spans)) or len(np.unique(spans)) != len(spans):
+    planned = np.bincount(np.concatenate([decode, spans]), minlength=1)
+    if planned.max() > 1:
         return "a row is planned twice"
-    if not state.rows.live[decode].all() or not state.rows.live[spans].all():
+    if np.count_nonzero(planned.astype(np.bool_) & ~state.rows.live[: len(planned)]):
         return "a row that is not in use is planned"
     if plan.work.logit_rows > plan.work.decode_rows + len(spans):
         return "more rows are sampled than planned"
     return None
 
 
-@invariant("S28")
+@invariant("S28", moment=PLANNED)
 def times_are_in_order(look: Look) -> str | None:
+    now_s = look.scheduler.state.now_s
     for request in look.scheduler.state.requests.values():
-        times = [request.admitted_s, request.first_token_s]
-        known = [time_s for time_s in times if time_s is not None]
-        if known != sorted(known) or (known and known[-1] > look.scheduler.state.now_s):
-            return f"request {request.id}: admitted {request.admitted_s}, first token {request.first_token_s}"
+        admitted_s, first_s = request.admitted_s, request.first_token_s
+        if admitted_s is None:
+            good = first_s is None
+        else:
+            good = admitted_s <= (now_s if first_s is None else first_s) <= now_s
+        if not good:
+            return f"request {request.id}: admitted {admitted_s}, first token {first_s}, now {now_s}"
     return None
 
 
-@invariant("L5")
+@invariant("L5", moment=PLANNED)
 def preemptions_are_bounded(look: Look) -> str | None:
     """Forced ones aside: a request that was preempted often enough holds its reservation instead."""
     state = look.scheduler.state
@@ -146,7 +154,7 @@ def preemptions_are_bounded(look: Look) -> str | None:
     return None
 
 
-@invariant("L7")
+@invariant("L7", moment=PLANNED)
 def the_queue_is_bounded(look: Look) -> str | None:
     state = look.scheduler.state
     tokens = sum(request.num_tokens for request in state.queue)
@@ -155,7 +163,7 @@ def the_queue_is_bounded(look: Look) -> str | None:
     return None
 
 
-@invariant("L8")
+@invariant("L8", moment=PLANNED)
 def deadlines_have_been_kept(look: Look) -> str | None:
     state = look.scheduler.state
     for request in state.requests.values():

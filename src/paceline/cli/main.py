@@ -1,0 +1,81 @@
+"""The `paceline` command and its edge: every error meant for users becomes one line and an exit code.
+
+Owns the application, `--version` and what happens to errors. Commands live in files of their own and import
+what is heavy only when they run, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from paceline import __version__
+from paceline.cli.sim import add_sim
+from paceline.errors import PacelineError
+
+INTERRUPTED = 130
+USAGE = 2
+
+app = typer.Typer(
+    name="paceline",
+    help="An LLM inference engine built around continuous batching.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _paceline(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+add_sim(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; returns its exit code. Only bugs raise."""
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(list(arguments), prog_name="paceline", standalone_mode=False)
+    except PacelineError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # what the option parser raises
+        if message is None:
+            raise
+        return _fail(message(), USAGE)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> NoReturn:
+    sys.exit(run(sys.argv[1:]))
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"paceline: error: {line}", file=sys.stderr)
+    return code

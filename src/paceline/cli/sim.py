@@ -1,0 +1,35 @@
+"""`paceline sim`: from a command line to simulated runs, a table and files.
+
+Owns the order of things: check everything that can be checked, run, print, write. What the runs are is in
+`sim_plan`, how results are shown in `sim_output`. Heavy imports happen when the command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import typer
+
+from paceline.cli.options import add_command
+from paceline.cli.sim_options import HELP, PANELS, SimOptions
+
+
+def add_sim(app: typer.Typer) -> None:
+    add_command(app, "sim", _run, PANELS, HELP)
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    own = {spec.name for spec in fields(SimOptions)}
+    options = SimOptions(**{name: value for name, value in values.items() if name in own})
+    engine = {name: value for name, value in values.items() if name not in own and value is not None}
+
+    from paceline.cli.sim_output import Outputs, print_results, write_files
+    from paceline.cli.sim_plan import plan_runs, run_all
+
+    outputs = Outputs.checked(options)
+    runs = plan_runs(options, engine)
+    results = run_all(runs, outputs.log)
+    print_results(results, options)
+    write_files(results, options, outputs)

@@ -1,0 +1,169 @@
+"""The options of `paceline sim`, declared once: its own here, the engine's by name from `config`.
+
+Owns names, help texts, and what is said where nothing is given. Imports nothing heavy: help and mistakes are
+answered before numpy is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cli.options import Flag, Panel
+from paceline.config import EngineConfig, KVConfig, SchedulerConfig, check_options, option
+
+BUILT_IN_REQUESTS = 2_000
+ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
+SWEEP_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+
+HELP = f"""
+Simulate a deployment: the real scheduler, KV cache and engine on a virtual clock, with step times from a cost
+model. Prints a column of measures for each mode.
+
+\b
+  paceline sim --mode continuous,dynamic,static --rate 20
+  paceline sim --trace requests.csv --rate 5,10,20,40 --plot curve.png --json curve.json
+
+--plot draws throughput and latency over the rate, with the knee. Around a single rate, or around recorded
+arrivals, it runs {", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate as well. Beside it,
+curve.timeline.png shows the batch over time at the rate given (the highest of several). The same command
+gives the same numbers.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimOptions:
+    """What `paceline sim` takes beside the engine's options. Texts with commas are taken apart later."""
+
+    trace: str = option(
+        "azure-conv",
+        "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, or "
+        "the path of a trace file",
+    )
+    num_requests: int | None = option(None, "only the first so many requests", low=1)
+    rate: str = option(
+        "",
+        "requests per second: redraws the arrivals (Poisson unless --arrivals says more); several rates, "
+        "separated by commas, give a curve",
+    )
+    speed: float = option(1.0, "divide the recorded times; 2 is twice as fast", low=1e-6, high=1e6)
+    arrivals: str = option(
+        "recorded", "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
+    )
+    priorities: str = option("none", "of requests: none (all equal), tenant (its number), random:LEVELS")
+
+    modes: str = option(
+        "continuous", "continuous, dynamic, static; several, separated by commas, are compared", flag="--mode"
+    )
+    model: str = option("llama-3.1-8b", "shape of the model")
+    device: str = option("h200", "device of each replica")
+    cost_model: str | None = option(None, "step times from a fitted cost model instead of the roofline")
+    host_step_s: float = option(
+        3e-4, "host time to plan a step; hidden behind the device unless --depth is 0", low=0.0, high=10.0
+    )
+    replicas: int = option(1, "engines behind the router", low=1, high=10_000)
+    router: str = option("least-loaded", "who gets the next request", choices=ROUTER_NAMES)
+
+    seed: int = option(0, "decides everything that is drawn", low=0)
+    faults: str = option(
+        "", "shares of things that go wrong: aborts=0.1,bursts=0.1,stalls=0.01,alloc=0.02,preempt=0.02"
+    )
+    check: bool = option(False, "check every invariant after every half of a step (about ten times slower)")
+
+    slo: str = option("", "bounds in seconds that a good request keeps: ttft=1.0,itl=0.05,e2e=30")
+    device_hour_price: float | None = option(
+        None, "price of a device for an hour, for the cost of tokens", low=0.0
+    )
+    json: str | None = option(None, "write all measures, settings and the seed to this file")
+    plot: str | None = option(None, "write the throughput-latency plot and a timeline (PNG)")
+    log: str | None = option(None, "write the run log of the engine (one mode, one rate, one replica)")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+PANELS = (
+    Panel(
+        title="Workload",
+        config=SimOptions,
+        flags=(
+            Flag(name="trace", metavar="NAME|FILE"),
+            Flag(name="num_requests", default=f"{BUILT_IN_REQUESTS} of a built-in workload, all of a file"),
+            Flag(name="rate", metavar="R[,R...]", default="as recorded"),
+            Flag(name="speed"),
+            Flag(name="arrivals"),
+            Flag(name="priorities"),
+        ),
+    ),
+    Panel(
+        title="Deployment",
+        config=SimOptions,
+        flags=(
+            Flag(name="modes", metavar="MODE[,MODE...]"),
+            Flag(name="model"),
+            Flag(name="device"),
+            Flag(name="cost_model", metavar="FILE"),
+            Flag(name="host_step_s"),
+            Flag(name="replicas"),
+            Flag(name="router"),
+        ),
+    ),
+    Panel(
+        title="Batches",
+        config=SchedulerConfig,
+        optional=True,
+        flags=(
+            Flag(name="max_num_seqs"),
+            Flag(name="max_num_batched_tokens"),
+            Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
+            Flag(name="scheduling_policy"),
+            Flag(name="ageing_s"),
+            Flag(name="batch_size"),
+            Flag(name="batch_timeout_s", also=("--batch-timeout",)),
+            Flag(name="static_flush_s"),
+            Flag(name="static_order"),
+            Flag(name="long_prefill_share"),
+            Flag(name="watermark"),
+            Flag(name="preemption"),
+            Flag(name="max_preemptions"),
+            Flag(name="max_queue", default="the whole workload"),
+            Flag(name="max_queue_tokens", default="the whole workload"),
+            Flag(name="defer_shared_prefix"),
+        ),
+    ),
+    Panel(
+        title="KV cache and engine",
+        config=KVConfig,
+        optional=True,
+        flags=(
+            Flag(name="block_size", default="64 on a GPU, 16 on a CPU"),
+            Flag(name="num_blocks", also=("--num-blocks",), default="what fits into the device's memory"),
+            Flag(
+                name="num_host_blocks",
+                also=("--host-blocks",),
+                default="0; as many as on the device with --preemption swap",
+            ),
+            Flag(name="enable_prefix_caching", default="where the workload names its prefixes"),
+        ),
+    ),
+    Panel(title="KV cache and engine", config=EngineConfig, optional=True, flags=(Flag(name="depth"),)),
+    Panel(
+        title="Chance and faults",
+        config=SimOptions,
+        flags=(
+            Flag(name="seed"),
+            Flag(name="faults", metavar="FAULT=SHARE,..."),
+            Flag(name="check"),
+        ),
+    ),
+    Panel(
+        title="Results",
+        config=SimOptions,
+        flags=(
+            Flag(name="slo", metavar="BOUND=SECONDS,..."),
+            Flag(name="device_hour_price", metavar="PRICE"),
+            Flag(name="json", metavar="FILE"),
+            Flag(name="plot", metavar="FILE.png"),
+            Flag(name="log", metavar="FILE"),
+        ),
+    ),
+)

@@ -1,0 +1,254 @@
+"""Which simulations a command line asks for, and running them one after the other.
+
+Owns the meaning of the options together: modes times rates, the sweep behind a plot, the progress bar. What a
+simulation does is `sim`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.sim_options import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
+from paceline.core.recorder import StepRecorder
+from paceline.costs.fit import FittedCost
+from paceline.costs.presets import device_spec, model_shape
+from paceline.errors import InputError
+from paceline.report.record import RunRecord
+from paceline.report.summary import Slo, Summary, summarize
+from paceline.sim import Machine, SimConfig, engine_config, parse_faults, simulate
+from paceline.workload import Workload, load_workload
+from paceline.workload.generators import GENERATORS
+
+SLO_NAMES = ("ttft", "itl", "e2e")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One simulation to be made."""
+
+    label: str
+    mode: str
+    rate: float | None  # mean requests per second; None when all arrive at once
+    workload: Workload
+    config: SimConfig
+    asked: bool  # False: a point of the sweep behind a plot that nobody asked for by name
+    slo: Slo | None
+    device_hour_price: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A simulation that was made. The record is kept where a timeline may be drawn from it."""
+
+    run: Run
+    summary: Summary
+    record: RunRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The workload at one rate."""
+
+    rate: float | None
+    workload: Workload
+    asked: bool
+
+
+def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
+    """Every run of the command line, checked as far as it can be without running."""
+    machine = _machine(options)
+    slo = parse_slo(options.slo)
+    faults = parse_faults(options.faults)
+    modes = split_list(options.modes, "--mode")
+    loads = _loads(options)
+    several = sum(load.asked for load in loads) > 1
+    runs = []
+    for mode in modes:
+        for load in loads:
+            label = rate_label(mode, load.rate) if several or not load.asked else mode
+            config = SimConfig(
+                machine=machine,
+                engine=engine_config(machine, load.workload, {**engine, "mode": mode}),
+                num_replicas=options.replicas,
+                router=options.router,
+                host_step_s=options.host_step_s,
+                priorities=options.priorities,
+                faults=faults,
+                seed=options.seed,
+                check=options.check,
+            )
+            run = Run(
+                label=label,
+                mode=mode,
+                rate=load.rate,
+                workload=load.workload,
+                config=config,
+                asked=load.asked,
+                slo=slo,
+                device_hour_price=options.device_hour_price,
+            )
+            runs.append(run)
+    if options.log is not None and (sum(run.asked for run in runs) > 1 or options.replicas > 1):
+        raise InputError("--log records one engine in one run; give one mode, one rate and --replicas 1")
+    return runs
+
+
+def run_all(runs: Sequence[Run], log: Path | None) -> list[Result]:
+    """Run them in order, with a bar for each on a terminal."""
+    last_asked = {run.mode: run for run in runs if run.asked}
+    results = []
+    with _progress() as bar_for:
+        for run in runs:
+            record = simulate(
+                run.config,
+                run.workload,
+                label=run.label,
+                recorder=_recorder(run, log) if run.asked and log is not None else None,
+                on_progress=bar_for(run),
+            )
+            summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)
+            kept = record if last_asked[run.mode] is run else None
+            results.append(Result(run=run, summary=summary, record=kept))
+    return results
+
+
+def rate_label(mode: str, rate: float | None) -> str:
+    return mode if rate is None else f"{mode} {rate:.4g}/s"
+
+
+def parse_slo(text: str) -> Slo | None:
+    """`ttft=1.0,itl=0.05,e2e=30` as a value; None when nothing is bounded."""
+    bounds: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        seconds = _number(value)
+        if name not in SLO_NAMES or f"{name}_s" in bounds or seconds is None or not 0 < seconds < math.inf:
+            raise InputError(
+                f"--slo '{part}' is not understood; give each bound once, in seconds, "
+                "as in --slo ttft=1.0,itl=0.05,e2e=30"
+            )
+        bounds[f"{name}_s"] = seconds
+    return Slo(**bounds) if bounds else None
+
+
+def parse_rates(text: str) -> list[float]:
+    """`5,10,20` as numbers, in order; empty when the text is."""
+    rates = []
+    for part in split_list(text, "--rate") if text else []:
+        rate = _number(part)
+        if rate is None or not 0 < rate < math.inf:
+            raise InputError(f"--rate '{part}' is not a rate; give requests per second, as in --rate 5,10,20")
+        rates.append(rate)
+    return sorted(set(rates))
+
+
+def split_list(text: str, flag: str) -> list[str]:
+    """The parts of a list with commas, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(f"{flag} '{text}' has an empty entry; separate entries by single commas")
+    return list(dict.fromkeys(parts))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _machine(options: SimOptions) -> Machine:
+    cost = FittedCost.load(options.cost_model) if options.cost_model is not None else None
+    return Machine.of(model_shape(options.model), device_spec(options.device), cost)
+
+
+def _loads(options: SimOptions) -> list[Load]:
+    """The workload at every rate asked for, and around a single one if a curve is to be drawn."""
+    rates = parse_rates(options.rate)
+    if not rates:
+        return _recorded_loads(options)
+    asked = set(rates)
+    if options.plot is not None and len(rates) == 1:
+        rates = [rates[0] * factor for factor in SWEEP_FACTORS]
+    return [Load(rate=rate, workload=_load(options, rate), asked=rate in asked) for rate in rates]
+
+
+def _recorded_loads(options: SimOptions) -> list[Load]:
+    """Arrivals as they are; around them, if a curve is to be drawn, the same with time compressed."""
+    workload = _load(options, None)
+    rate = workload.rate if 0 < workload.rate < math.inf else None
+    if options.plot is None:
+        return [Load(rate=rate, workload=workload, asked=True)]
+    if rate is None:
+        raise InputError(
+            f"--plot draws curves over the rate, but the requests of {workload.name} all arrive at once; "
+            "give --rate"
+        )
+    return [
+        Load(
+            rate=rate * factor,
+            workload=replace(workload, arrival_s=workload.arrival_s / factor) if factor != 1.0 else workload,
+            asked=factor == 1.0,
+        )
+        for factor in SWEEP_FACTORS
+    ]
+
+
+def _load(options: SimOptions, rate: float | None) -> Workload:
+    num_requests = options.num_requests
+    if num_requests is None and options.trace in GENERATORS:
+        num_requests = BUILT_IN_REQUESTS
+    return load_workload(
+        options.trace,
+        num_requests=num_requests,
+        seed=options.seed,
+        rate=rate,
+        speed=options.speed,
+        arrivals=options.arrivals,
+    )
+
+
+def _recorder(run: Run, path: Path) -> StepRecorder:
+    from paceline.audit.runlog import RunLogWriter, run_header
+
+    header = run_header(run.config.engine, seed=run.config.seed, workload=run.workload.name, label=run.label)
+    return RunLogWriter(path, header)
+
+
+Bar = Callable[[int, int, float], None]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Run], Bar]]:
+    """Bars on standard error; nothing at all when that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda run: lambda ended, total, now_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn(
+            "{task.completed:,.0f}/{task.total:,.0f} requests, {task.fields[virtual_s]:,.1f} s simulated in"
+        ),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def bar_for(run: Run) -> Bar:
+            task = progress.add_task(run.label, total=len(run.workload), virtual_s=0.0)
+
+            def update(ended: int, total: int, now_s: float) -> None:
+                progress.update(task, completed=ended, total=total, virtual_s=now_s)
+
+            return update
+
+        yield bar_for

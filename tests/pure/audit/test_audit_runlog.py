@@ -1,0 +1,482 @@
+"""The run log as a file: what its lines say, what they leave out, and how a broken one is reported."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import __version__
+from paceline.audit.codec import (
+    Generations,
+    config_of,
+    decode_add,
+    decode_result,
+    encode_input,
+    encode_result,
+    pack,
+    plain,
+    unpack,
+)
+from paceline.audit.runlog import RunLogWriter, read_run_log, run_header, step_samples
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.events import Decision, DecisionKind
+from paceline.core.plan import (
+    STOPPED,
+    BlockAppends,
+    RowJoins,
+    RowSet,
+    RowSpans,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    StepWork,
+    i32,
+)
+from paceline.core.recorder import StepRecord, StepRecorder
+from paceline.core.request import RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InputError
+
+CONFIG = EngineConfig(
+    kv=KVConfig(block_size=8, num_blocks=50, groups=(GroupSpec(), GroupSpec(window=64, num_blocks=20))),
+    scheduler=SchedulerConfig(mode="dynamic", ageing_s=0.1),
+    depth=2,
+)
+SECRET = 1_234_567_890
+
+
+def result(seq: int, rows: Sequence[int], **columns: Any) -> StepResult:
+    ones = np.ones(len(rows), np.int32)
+    given = {
+        "generation": ones,
+        "tokens": np.full((len(rows), 1), SECRET, np.int32),
+        "count": ones,
+        "finished": np.zeros(len(rows), np.uint8),
+        "finite": np.ones(len(rows), np.bool_),
+        **columns,
+    }
+    return StepResult(seq=seq, rows=i32(rows), **given)
+
+
+def joining(seq: int = 1) -> StepRecord:
+    """A step with something in most fields."""
+    plan = StepPlan(
+        seq=seq,
+        leaves=i32([4]),
+        joins=RowJoins(
+            row=i32([0, 1]),
+            generation=i32([1, 3]),
+            num_tokens=i32([9, 5]),
+            num_computed=i32([8, 0]),
+            limit=i32([20, 15]),
+            pad=i32([0, 0]),
+            model=i32([0, 0]),
+            adapter=i32([0, 2]),
+            sampling=(SamplingParams(stop_token_ids=(SECRET,)),) * 2,
+            tokens=(i32([SECRET] * 9), i32([SECRET] * 5)),
+        ),
+        spans=RowSpans(row=i32([0, 1]), num_scheduled=i32([1, 5])),
+        decode_rows=RowSet(removed=i32([4])),
+        new_blocks=BlockAppends(row=i32([0, 1]), group=i32([0, 0]), index=i32([1, 0]), block=i32([7, 8])),
+        work=StepWork(prefill_tokens=6, prefill_context_products=24, logit_rows=2),
+    )
+    keys = (bytes(range(4)), b"\xff\x00")
+    add = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, keys, 0, 0, 9, 1)
+    branch = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2)
+    return StepRecord(
+        t_plan=0.75,
+        t_done=1.0,
+        inputs=[add, branch, ("abort", 0.6, 3, "abort"), ("keys", 0.7, 1, keys)],
+        plan=plan,
+        result=result(seq, [0, 1], generation=i32([1, 3]), times=StepTimes(start_s=0.75, end_s=1.0)),
+        decisions=[Decision(DecisionKind.ADMIT, RequestId(1), "fits", 8)],
+    )
+
+
+def steady(seq: int, num_rows: int = 1024) -> StepRecord:
+    """A step in which every row decodes and nothing changes."""
+    plan = StepPlan(seq=seq, work=StepWork(decode_rows=num_rows, decode_context=9000, logit_rows=num_rows))
+    return StepRecord(
+        t_plan=float(seq),
+        t_done=seq + 0.5,
+        inputs=[("done", float(seq), seq - 1)],
+        plan=plan,
+        result=result(seq, range(num_rows), generation=np.zeros(num_rows, np.int32)),
+        decisions=[],
+    )
+
+
+def write_log(path: Path, records: Sequence[StepRecord], **header: object) -> Path:
+    writer: StepRecorder = RunLogWriter(path, run_header(CONFIG, **header))
+    for record in records:
+        writer.step(record)
+    writer.close([("idle", 2.0)], [Decision(DecisionKind.DEFER, RequestId(9), "rows", 1)])
+    return path
+
+
+# -- what a line says --------------------------------------------------------------------------------------
+
+
+def test_the_lines_of_a_log(tmp_path: Path) -> None:
+    lines = write_log(tmp_path / "run.jsonl", [joining()]).read_text().splitlines()
+    assert lines[1] == (
+        '{"v":1,"seq":1,"t_plan":0.75,"t_done":1.0,"inputs":['
+        '["add",0.5,{"id":1,"num_prompt":9,"max_tokens":11,"arrival_s":0.25,"keys":["00010203","ff00"]}],'
+        '["add",0.5,{"id":2,"num_prompt":5,"max_tokens":10,"arrival_s":0.5,"tenant":"a","priority":-1,'
+        '"deadline_s":9.5,"parent":1,"needs_host":true,"adapter":2,"num_tokens":6,"together":2}],'
+        '["abort",0.6,3,"abort"],["keys",0.7,1,["00010203","ff00"]]],'
+        '"plan":{"leaves":[4],"joins":{"row":[0,1],"generation":[1,3],"num_tokens":[9,5],'
+        '"num_computed":[8,0],"limit":[20,15],"adapter":[0,2]},"spans":{"row":[0,1],"num_scheduled":[1,5]},'
+        '"decode_rows":{"removed":[4]},"new_blocks":{"row":[0,1],"index":[1,0],"block":[7,8]},'
+        '"work":{"prefill_tokens":6,"prefill_context_products":24,"logit_rows":2}},'
+        '"result":{"rows":"0,1","count":"1,1","times":[0.75,1.0]},'
+        '"decisions":[["admit",1,"fits",8]]}'
+    )
+    assert lines[2] == '{"v":1,"kind":"end","inputs":[["idle",2.0]],"decisions":[["defer",9,"rows",1]]}'
+
+
+def test_the_header_holds_the_whole_config(tmp_path: Path) -> None:
+    log = read_run_log(write_log(tmp_path / "run.jsonl", [], seed=7, note={"trace": Path("a/b"), "x": [1]}))
+    assert list(log.header) == ["v", "kind", "config", "note", "seed", "version"]
+    assert (log.header["v"], log.header["version"], log.header["seed"]) == (1, __version__, 7)
+    assert log.header["note"] == {"trace": "a/b", "x": [1]}
+    assert log.config == CONFIG
+    config = log.header["config"]
+    assert set(config) == {spec.name for spec in fields(EngineConfig)}
+    assert set(config["kv"]) == {spec.name for spec in fields(KVConfig)}
+    assert set(config["scheduler"]) == {spec.name for spec in fields(SchedulerConfig)}
+    assert config["kv"]["groups"][1] == {"window": 64, "num_blocks": 20}
+
+
+def test_a_config_may_be_given_as_it_is_and_older_logs_get_defaults(tmp_path: Path) -> None:
+    RunLogWriter(tmp_path / "run.jsonl", {"config": CONFIG, "v": 99, "kind": "x"}).close()
+    log = read_run_log(tmp_path / "run.jsonl")
+    assert log.config == CONFIG and log.header["version"] == __version__
+    old = plain(CONFIG)
+    del old["depth"], old["scheduler"]["ageing_s"]
+    assert config_of(old).depth == EngineConfig().depth
+    assert config_of(old).scheduler.ageing_s == SchedulerConfig().ageing_s
+
+
+def test_a_steady_step_is_a_short_line_whatever_the_batch(tmp_path: Path) -> None:
+    lines = write_log(tmp_path / "run.jsonl", [steady(1, 64), steady(2, 4096)]).read_text().splitlines()
+    assert json.loads(lines[2])["result"] == {"rows": "0..4095", "count": "1x4096"}
+    assert len(lines[2]) < 220
+
+
+def test_a_failed_step_has_no_result(tmp_path: Path) -> None:
+    record = joining()
+    lost = StepRecord(
+        t_plan=record.t_plan, t_done=1.5, inputs=(), plan=record.plan, result=None, decisions=()
+    )
+    (step,) = read_run_log(write_log(tmp_path / "run.jsonl", [lost]))
+    assert step.result is None and step.inputs == [] and step.decisions == []
+
+
+def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
+    text = write_log(tmp_path / "run.jsonl", [joining()]).read_text()
+    assert str(SECRET) not in text and "sampling" not in text and '"tokens"' not in text
+    # A field that is new here needs a look: may it be logged, and does it say all that a replay needs?
+    assert {spec.name for spec in fields(StepPlan)} == {
+        *(
+            "seq",
+            "full",
+            "leaves",
+            "joins",
+            "spans",
+            "decode_rows",
+            "new_blocks",
+            "block_copies",
+            "row_copies",
+        ),
+        *("swap_out", "swap_in", "pad_tokens", "padding_rows", "work"),
+    }
+    assert {spec.name for spec in fields(RowJoins)} == {
+        *("row", "generation", "num_tokens", "num_computed", "limit", "pad", "model", "adapter"),
+        *("sampling", "tokens"),
+    }
+    assert {spec.name for spec in fields(StepResult)} == {
+        *("seq", "rows", "generation", "tokens", "count", "finished", "finite", "copies_done", "times"),
+    }
+
+
+def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
+    assert encode_input(("deadline", np.float64(0.5), np.int64(3), math.inf)) == ["deadline", 0.5, 3, "inf"]
+    assert plain({"a": {3, 1, 2}, "b": (np.bool_(True), -math.inf, np.arange(2))}) == {
+        "a": [1, 2, 3],
+        "b": [True, "-inf", [0, 1]],
+    }
+    with pytest.raises(TypeError, match="cannot hold a object"):
+        plain(object())
+
+
+def test_an_add_comes_back_as_a_request_without_tokens() -> None:
+    entry = encode_input(joining().inputs[1])
+    request, together = decode_add(entry[2])
+    assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
+    assert (request.tenant, request.priority, request.deadline_s, request.arrival_s) == ("a", -1, 9.5, 0.5)
+    assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
+    assert together == 2 and not request.tokens.any()
+    request, together = decode_add(encode_input(joining().inputs[0])[2])
+    assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"] and together == 1
+
+
+# -- packed columns and results ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ([], ""),
+        ([5], "5"),
+        ([5, 6], "5,6"),
+        ([5, 6, 7], "5..7"),
+        ([5, 5], "5,5"),
+        ([5, 5, 5], "5x3"),
+        ([0, 1, 2, 3, 3, 3, 3, 9], "0..3,3x3,9"),
+        ([0, 2, 4, 6], "0,2,4,6"),
+        ([7, 7, 8, 9, 1], "7,7..9,1"),
+        ([-1, 0, 1, -1, -1, -1], "-1..1,-1x3"),
+        ([2**31 - 1, -(2**31)], "2147483647,-2147483648"),
+    ],
+)
+def test_columns_are_packed_into_runs(values: list[int], text: str) -> None:
+    assert pack(i32(values)) == text
+    assert unpack(text).tolist() == values
+
+
+@given(st.lists(st.integers(-3, 6) | st.integers(-(2**31), 2**31 - 1), max_size=60))
+def test_packing_loses_nothing(values: list[int]) -> None:
+    assert unpack(pack(np.array(values, np.int32))).tolist() == values
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "1,", "3..1", "1x0", "1x-2", "1..", "1x99999999", "0..4194304", "12345678901"]
+)
+def test_a_broken_column_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        unpack(text)
+
+
+def test_results_come_back_as_they_were() -> None:
+    given = result(
+        3,
+        [0, 1, 2, 9],
+        generation=i32([1, 5, 1, 2]),
+        count=i32([1, 0, 1, 1]),
+        finished=np.array([0, 0, STOPPED, 0], np.uint8),
+        finite=np.array([True, False, True, True]),
+        copies_done=i32([4, 2]),
+        times=StepTimes(start_s=0.1, end_s=0.3),
+    )
+    for known in ([1, 5, 1, 2], [1, 5, 1, 1]):  # as the joins said, and not
+        generations = Generations()
+        generations.join(given.rows, i32(known))
+        encoded = encode_result(given, generations)
+        assert ("generation" in encoded) == (known[3] == 1)
+        back = decode_result(encoded, 3, generations)
+        for name in ("rows", "generation", "count", "finished", "finite", "copies_done"):
+            column = getattr(back, name)
+            assert column.tolist() == getattr(given, name).tolist()
+            assert column.dtype == getattr(given, name).dtype
+        assert (back.seq, back.times.start_s, back.times.end_s) == (3, 0.1, 0.3)
+        assert back.tokens.shape == (4, 1) and not back.tokens.any()
+
+
+def test_an_empty_result_comes_back() -> None:
+    back = decode_result(encode_result(result(1, []), Generations()), 1, Generations())
+    assert len(back.rows) == len(back.generation) == len(back.finished) == len(back.finite) == 0
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_an_open_file_is_written_and_stays_open() -> None:
+    text = io.StringIO()
+    writer = RunLogWriter(text, {})
+    writer.step(joining())
+    writer.close()
+    writer.close()  # a second time changes nothing
+    assert len(text.getvalue().splitlines()) == 3
+
+
+def test_the_log_is_written_as_the_run_goes(tmp_path: Path) -> None:
+    writer = RunLogWriter(tmp_path / "run.jsonl", {})
+    for seq in range(1, 200):
+        writer.step(steady(seq))
+    assert (tmp_path / "run.jsonl").stat().st_size > 10_000
+    writer.close()
+
+
+def test_a_compressed_log_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    records = [joining(1), steady(2)]
+    one = write_log(tmp_path / "one.jsonl.gz", records).read_bytes()
+    assert one == write_log(tmp_path / "two.jsonl.gz", records).read_bytes()
+    assert one[4:8] == bytes(4)  # no time
+    text = gzip.decompress(one)
+    assert text == write_log(tmp_path / "plain.jsonl", records).read_bytes()
+    (tmp_path / "no-suffix").write_bytes(one)
+    assert [step.seq for step in read_run_log(tmp_path / "no-suffix")] == [1, 2]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        if self.tell() + len(text) > 900:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_fails_no_step_and_is_told_at_the_end() -> None:
+    disk = FullDisk()
+    writer = RunLogWriter(disk, {})
+    for seq in range(1, 20):
+        writer.step(steady(seq))
+    num_lines = len(disk.getvalue().splitlines())
+    with pytest.raises(InputError, match=f"cut off after line {num_lines}: No space left on device"):
+        writer.close()
+    assert 2 < num_lines < 10
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write run log .*No such file"):
+        RunLogWriter(tmp_path / "nowhere" / "run.jsonl", {})
+
+
+# -- reading what is not a whole log -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is not a Paceline run log: it is empty"),
+        (b"hello\n", "is not a Paceline run log: its first line is not a header"),
+        (b"[1,2]\n", "its first line is not a header"),
+        (b'{"v":1,"seq":1}\n', "its first line is not a header"),
+        (b'{"v":"1","kind":"header"}\n', "its first line is not a header"),
+        (b'{"v":true,"kind":"header"}\n', "its first line is not a header"),
+        (b"[" * 100_000, "its first line is not a header"),
+        (b"\xff\xfe\x00\x01\n", "its first line is not a header"),
+        (b"\x1f\x8b\x08\x00 and then noise", "its first line cannot be read"),
+        (
+            b'{"v":2,"kind":"header"}\n',
+            "run log of version 2; this program reads version 1: use a newer Paceline",
+        ),
+    ],
+)
+def test_a_file_that_is_not_a_log(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        read_run_log(tmp_path / "file")
+    assert "\n" not in str(caught.value) and str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read run log .*No such file"):
+        read_run_log(tmp_path / "run.jsonl")
+    with pytest.raises(InputError, match="cannot read run log .*directory"):
+        read_run_log(tmp_path)
+
+
+STEP = '{"v":1,"seq":3,"t_plan":1.0,"t_done":2.0,"inputs":[],"plan":{},"result":null,"decisions":[]}'
+END = '{"v":1,"kind":"end","inputs":[],"decisions":[]}'
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (STEP[:40], "line 4 is cut off"),
+        (STEP, "line 4 is cut off"),  # without the end of the line it may be a beginning
+        ("\0\0\0\0", "line 4 is cut off"),
+        ("{broken}\n", r"line 4 is broken: not JSON \(Expecting property name"),
+        ("[]\n", "line 4 is broken: it is not an object"),
+        (STEP.replace('"v":1', '"v":2') + "\n", "line 4 is broken: its version is 2"),
+        (STEP.replace('"plan":{},', "") + "\n", "line 4 is broken: 'plan' is missing"),
+        (STEP.replace('"plan":{}', '"plan":[]') + "\n", "line 4 is broken: 'seq', 'plan' or 'result'"),
+        (
+            STEP.replace('"inputs":[]', '"inputs":[3]') + "\n",
+            "line 4 is broken: 'inputs' is not a list of entries",
+        ),
+        (STEP.replace('"t_plan":1.0', '"t_plan":[]') + "\n", r"line 4 is broken: \[\] is not a time"),
+        (STEP.replace('"seq":3', '"seq":7') + "\n", "line 4 is broken: step 7 follows step 2"),
+        (STEP.replace("null", "\udcff") + "\n", "line 4 is broken: not JSON"),
+    ],
+)
+def test_a_broken_line_is_named_and_the_steps_before_it_can_be_used(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    path = write_log(tmp_path / "run.jsonl", [joining(1), steady(2)])
+    whole = path.read_bytes().splitlines(keepends=True)[:-1]
+    path.write_bytes(b"".join(whole) + line.encode(errors="surrogateescape"))
+    log = read_run_log(path)
+    seen = []
+    with pytest.raises(InputError, match=message + ".*; the 2 steps before it can be used$"):
+        seen.extend(step.seq for step in log)
+    lenient = read_run_log(path, allow_cut=True)
+    assert [step.seq for step in lenient] == [1, 2]
+    assert lenient.damage is not None and lenient.end is None
+
+
+def test_nothing_may_follow_the_end(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", [joining(1)])
+    with path.open("a") as file:
+        file.write(END + "\n")
+    with pytest.raises(
+        InputError, match="line 4 is broken: it stands after the end of the run; the 1 step before"
+    ):
+        list(read_run_log(path))
+
+
+def test_a_compressed_log_that_ends_early(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl.gz", [steady(seq, 8 * seq) for seq in range(1, 300)])
+    path.write_bytes(path.read_bytes()[:-400])
+    log = read_run_log(path, allow_cut=True)
+    num_steps = len(list(log))
+    assert 0 < num_steps < 299
+    expected = f"line {num_steps + 2} cannot be read; the {num_steps} steps before it can be used"
+    assert log.damage is not None and str(log.damage).endswith(expected)
+
+
+def test_a_log_can_be_read_again_and_knows_whether_it_was_closed(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", [joining(1), steady(2)])
+    log = read_run_log(path)
+    assert [step.line for step in log] == [2, 3] == [step.line for step in log]
+    assert log.end is not None and log.end.inputs == [["idle", 2.0]]
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert len(list(log)) == 2 and log.end is None
+
+
+# -- samples for a fit -------------------------------------------------------------------------------------
+
+
+def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None:
+    untimed = steady(2)
+    ((work, seconds),) = step_samples(read_run_log(write_log(tmp_path / "run.jsonl", [joining(1), untimed])))
+    assert seconds == 0.25
+    assert {spec.name: getattr(work, spec.name) for spec in fields(StepWork)} == {
+        "decode_rows": 0,
+        "decode_context": 0,
+        "prefill_tokens": 6,
+        "prefill_context_products": 24,
+        "logit_rows": 2,
+        "swap_blocks": 0,
+    }
+
+
+@pytest.mark.parametrize("times", ["[1.0]", "[1.0,null]", "7", '["soon","later"]'])
+def test_samples_with_broken_times(times: str, tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", [joining(1)])
+    path.write_text(path.read_text().replace("[0.75,1.0]", times))
+    with pytest.raises(InputError, match="line 2 is broken"):
+        step_samples(read_run_log(path))
