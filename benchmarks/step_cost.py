@@ -149,13 +149,20 @@ def main() -> None:
     print(f"{'rows':>22} {'mean us':>9} {'p99 us':>9}")
     for size in SIZES:
         figures[str(size)] = measure(size, depth=depth)
-        print(f"{size:>22} {figures[str(size)]['mean_us']:>9.1f} {figures[str(size)]['p99_us']:>9.1f}", flush=True)
+        print(
+            f"{size:>22} {figures[str(size)]['mean_us']:>9.1f} {figures[str(size)]['p99_us']:>9.1f}",
+            flush=True,
+        )
     slope = (figures["1024"]["mean_us"] - figures["64"]["mean_us"]) / 960
     figures["churn"] = measure(1024, depth=depth, churn=32)
-    print(f"{'1024, 32 in 32 out':>22} {figures['churn']['mean_us']:>9.1f} {figures['churn']['p99_us']:>9.1f}")
+    print(
+        f"{'1024, 32 in 32 out':>22} {figures['churn']['mean_us']:>9.1f} {figures['churn']['p99_us']:>9.1f}"
+    )
     print(f"slope from 64 to 1,024 rows: {slope:.3f} us per row")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"depth": depth, "slope_us_per_row": slope, **figures}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"depth": depth, "slope_us_per_row": slope, **figures}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ class FaultyHooks(PrefixKeyHooks):
 
     def new_keys(self, request: Request) -> Sequence[BlockKey]:
         if not self.adding:
-            self._maybe_raise("new_keys", KeyError)
+            self._maybe_raise("new_keys", KeyError, likelier=3)
         return super().new_keys(request)
 
     def finish(self, request: Request) -> None:
         self._maybe_raise("finish", ZeroDivisionError)
 
-    def _maybe_raise(self, name: str, error: type[Exception]) -> None:
-        if self._rng.random() < self._rate:
+    def _maybe_raise(self, name: str, error: type[Exception], likelier: int = 1) -> None:
+        if self._rng.random() < likelier * self._rate:
             self.raised[name] += 1
             raise error(name)
 
@@ -67,7 +67,7 @@ class Traffic:
         self.rng = random.Random(seed)
         self.clock = ManualClock(3.5)
         self.config = config
-        self.hooks = FaultyHooks(config.kv.block_size, random.Random(seed + 1), faults / 2)
+        self.hooks = FaultyHooks(config.kv.block_size, random.Random(seed + 1), 2 * faults)
         device = Faults(rng=random.Random(seed + 2), step_failure=faults, nan_row=faults, late_copies=2)
         self.engine: Engine = build_engine(
             config,
@@ -86,7 +86,7 @@ class Traffic:
     def run(self, num_actions: int) -> None:
         actions: dict[Callable[[], None], int] = {
             self.step: 40, self.add: 12, self.fork: 3, self.prune: 2, self.abort: 2, self.preempt: 4,
-            self.pause: 2, self.resume: 3, self.priority: 2, self.deadline: 2, self.block: 2, self.unblock: 3,
+            self.pause: 3, self.resume: 4, self.priority: 2, self.deadline: 2, self.block: 2, self.unblock: 3,
             self.finish_at: 1, self.reset_cache: 1, self.foreign: 2, self.expire: 1, self.snapshot: 1,
             self.withhold: 2 if self.faults else 0,
         }  # fmt: skip
@@ -163,8 +163,9 @@ class Traffic:
         self._on(self._any(RequestState.RUNNING), lambda r: self.scheduler.preempt(r, swap=swap))
 
     def pause(self) -> None:
-        swap = self.rng.random() < 0.5
-        self._on(self._any(), lambda request: self.scheduler.pause(request, swap=swap))
+        swap = self.rng.random() < 0.7
+        state = self.rng.choice((None, RequestState.RUNNING))
+        self._on(self._any(state), lambda request: self.scheduler.pause(request, swap=swap))
 
     def resume(self) -> None:
         self._on(self._any(RequestState.PAUSED), self.scheduler.resume)

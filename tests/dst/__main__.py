@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:64", help="range of seeds, FIRST:END")
     parser.add_argument("--steps", type=int, default=700, help="steps with traffic per seed")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--min-steps", type=int, default=0, help="go on with further seeds until so many steps")
+    parser.add_argument(
+        "--min-steps", type=int, default=0, help="go on with further seeds until so many steps"
+    )
     parser.add_argument("--require", type=int, default=0, help="least count of every required event")
     arguments = parser.parse_args()
     if arguments.seed is not None:

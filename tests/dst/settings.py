@@ -50,7 +50,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
     longest = rng.choice((48, 96, 128))
     max_num_seqs = rng.choice((1, 4, 10, 12, 16, 16, 20, 24))
     blocks_of_longest = -(-longest // block_size)
-    pressure = rng.choice((0.2, 0.35, 0.5, 0.7, 1.5))
+    pressure = rng.choice((0.2, 0.4, 0.5, 0.7, 1.5))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     if rng.random() < 0.2:
@@ -67,7 +67,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice((4, 24, 32, 64)),
+            max_num_batched_tokens=rng.choice((8, 24, 32, 64)),
             max_model_len=longest,
             scheduling_policy=rng.choice(("fcfs", "fcfs", "priority")),
             ageing_s=rng.choice((0.05, 1.0)),
@@ -91,9 +91,9 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
-    busy = rng.random() < 0.75
+    busy = rng.random() < 0.85
     return Traffic(
-        add=rng.choice((0.1, 0.2)) if busy else 0.03,
+        add=rng.choice((0.15, 0.25)) if busy else 0.05,
         burst=rng.choice((2, 4, 10)) if busy else 2,
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -21,7 +22,19 @@ from numpy.typing import NDArray
 
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision
-from paceline.core.plan import RUNNING_ON, StepPlan, StepResult, StepTimes, StepWork
+from paceline.core.plan import (
+    RUNNING_ON,
+    BlockAppends,
+    BlockCopies,
+    RowCopies,
+    RowJoins,
+    RowSpans,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    StepWork,
+    Swaps,
+)
 from paceline.core.request import DEFAULT_TENANT, BlockKey, Request, RequestId
 from paceline.core.sampling import SamplingParams
 
@@ -47,6 +60,8 @@ ADD_FIELDS: tuple[tuple[str, object], ...] = (
     ("together", 1),
 )
 NEVER_LOGGED = frozenset({"tokens", "sampling"})
+_ALIGNED = (RowJoins, RowSpans, BlockAppends, BlockCopies, RowCopies, Swaps)  # no rows: every column is empty
+_FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
 _RUN = re.compile(r"(-?\d{1,10})(?:(\.\.|x)(-?\d{1,10}))?", flags=re.ASCII)
 
@@ -190,18 +205,19 @@ def decode_work(plan: Json) -> StepWork:
 def _encode_part(part: object) -> dict[str, Json]:
     encoded: dict[str, Json] = {}
     kind: Any = type(part)
-    for name in _names(kind):
+    names = _names(kind)
+    if kind in _ALIGNED and not len(getattr(part, names[0])):
+        return encoded
+    for name in names:
         value = getattr(part, name)
-        if isinstance(value, np.ndarray):
-            if len(value) and not (name in _ZERO_IF_ABSENT and not value.any()):
-                encoded[name] = value.tolist()
-        elif isinstance(value, int):  # a number or a flag
+        if isinstance(value, int):  # a number or a flag
             if value:
                 encoded[name] = value
-        else:
-            inner = _encode_part(value)
-            if inner:
-                encoded[name] = inner
+        elif isinstance(value, np.ndarray):
+            if len(value) and not (name in _ZERO_IF_ABSENT and not value.any()):
+                encoded[name] = value.tolist()
+        elif inner := _encode_part(value):
+            encoded[name] = inner
     return encoded
 
 
@@ -219,7 +235,7 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
     if not np.array_equal(generations.of(result.rows), result.generation):
         encoded["generation"] = pack(result.generation)
     encoded["count"] = pack(result.count)
-    if np.any(result.finished != RUNNING_ON):
+    if np.count_nonzero(result.finished != RUNNING_ON):
         encoded["finished"] = pack(result.finished)
     if not result.finite.all():
         encoded["finite"] = pack(result.finite)
@@ -259,25 +275,37 @@ def _zeros(count: int) -> str:
 
 def pack(column: NDArray[Any]) -> str:
     """Whole numbers as runs: `0..7` counts up, `1x64` repeats 1, anything shorter than three stands alone."""
-    if not len(column):
+    count = len(column)
+    if not count:
         return ""
-    values = column.astype(np.int64)
-    steps = np.diff(values)
-    turns = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # where a stretch of equal steps ends
-    numbers = values.tolist()
     parts: list[str] = []
     start = 0
-    for end in [*turns.tolist(), len(numbers) - 1]:
-        step = numbers[end] - numbers[end - 1] if end else None
-        if end - start >= 2 and step in (0, 1):
-            run = f"{numbers[start]}..{numbers[end]}" if step else f"{numbers[start]}x{end - start + 1}"
-            parts.append(run)
-            start = end + 1
-        else:
-            parts.extend(map(str, numbers[start:end]))
-            start = max(start, end)
-    parts.extend(map(str, numbers[start:]))
+    for end in [*_turns(column), count - 1]:
+        if end - start >= 2:
+            first, last = int(column[start]), int(column[end])
+            step = last - int(column[end - 1])
+            if step in (0, 1):
+                parts.append(f"{first}..{last}" if step else f"{first}x{end - start + 1}")
+                start = end + 1
+                continue
+        if end > start:
+            parts.extend(map(str, column[start:end].astype(np.int64).tolist()))
+            start = end
+    if start < count:
+        parts.append(str(int(column[start])))
     return ",".join(parts)
+
+
+def _turns(column: NDArray[Any]) -> list[int]:
+    """Where a stretch of equal steps between neighbours ends."""
+    if len(column) <= _FEW:
+        numbers = column.tolist()
+        steps = [later - earlier for earlier, later in pairwise(numbers)]
+        return [index for index, (one, two) in enumerate(pairwise(steps), 1) if one != two]
+    values = column.astype(np.int64)
+    differences = values[1:] - values[:-1]
+    turns: list[int] = (np.flatnonzero(differences[1:] != differences[:-1]) + 1).tolist()
+    return turns
 
 
 def unpack(text: str) -> I32:

@@ -28,7 +28,9 @@ class LayerGroup:
         self.cache = cache
         self.window: int | None = None
         self.table: Blocks = np.zeros(shape, np.int64)
-        self.held: NDArray[np.int64] = np.zeros(shape[0], np.int64)  # entries of the row's table, null ones included
+        self.held: NDArray[np.int64] = np.zeros(
+            shape[0], np.int64
+        )  # entries of the row's table, null ones included
         self.first: NDArray[np.int64] = np.zeros(shape[0], np.int64)  # first entry that is not null
         self.published: Blocks = np.zeros(shape[0], np.int64)  # entries offered to the cache so far
         self.computed_from: Blocks = np.zeros(shape[0], np.int64)  # entries before it came from the cache

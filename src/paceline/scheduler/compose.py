@@ -216,10 +216,10 @@ class Composer:
     def _cap(self, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""
         state = self._state
-        if num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished):
-            view = state.queue.view(state.now_s)
-            return state.policy.share(view, state.config.max_num_batched_tokens)
-        return state.config.max_num_batched_tokens
+        budget = state.config.max_num_batched_tokens
+        if self._left < 1 or not (num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished)):
+            return budget
+        return state.policy.share(state.queue.view(state.now_s), budget)
 
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
@@ -274,7 +274,7 @@ class Composer:
     def _let_in(self, cap: int) -> None:
         """Admit waiting requests in order, for as long as there is room."""
         state = self._state
-        if not len(state.queue):
+        if not len(state.queue) or self.admission.rows_left() < 1:
             return
         view = state.queue.view(state.now_s)
         limit = min(state.mode.admit_limit(view, state.rows.num_live), self.admission.rows_left())

@@ -36,6 +36,7 @@ class WaitingQueue:
             name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()
         }
         self._row = np.full(64, NO_ROW, np.int32)
+        self._views = {name: _read_only(column) for name, column in self._columns.items()}
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -83,12 +84,13 @@ class WaitingQueue:
 
     def view(self, now_s: float) -> RequestView:
         count = len(self._requests)
-        columns = {name: _read_only(column[:count]) for name, column in self._columns.items()}
+        columns = {name: column[:count] for name, column in self._views.items()}
         return RequestView(now_s=now_s, row=self._row[:count], **columns)
 
     def _grow(self) -> None:
         for name, column in self._columns.items():
             self._columns[name] = np.concatenate([column, np.zeros_like(column)])
+            self._views[name] = _read_only(self._columns[name])
         self._row = np.full(2 * len(self._row), NO_ROW, np.int32)
 
 

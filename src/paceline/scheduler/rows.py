@@ -47,7 +47,9 @@ class Rows:
         self.priority: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.tenant: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.preemptions: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.outputs: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)  # tokens delivered since the row joined
+        self.outputs: NDArray[np.int32] = np.zeros(
+            (num_rows, max_len), np.int32
+        )  # tokens delivered since the row joined
         self.requests: list[Request | None] = [None] * num_rows
         self.num_live = 0
         self.num_reserved = 0

@@ -115,12 +115,14 @@ class TimedRunner:
     def _take_over(self, plan: StepPlan) -> None:
         """Follow the plan's changes of rows."""
         joins, change, leaves = plan.joins, plan.decode_rows, plan.leaves
+        changed = bool(len(leaves) or len(change.added) or len(change.removed))
+        if changed:
+            self._settle()  # before a row is given to its next owner
         if len(joins.row):
             self._generation[joins.row] = joins.generation
             self._uncomputed[joins.row] = joins.num_tokens - joins.num_computed
             self._remaining[joins.row] = joins.limit - joins.num_tokens
-        if len(leaves) or len(change.added) or len(change.removed):
-            self._settle()
+        if changed:
             self._decoding[leaves] = False
             self._decoding[change.removed] = False
             self._decoding[change.added] = True
@@ -139,8 +141,10 @@ class TimedRunner:
         rows, generation = self._decode_rows, self._decode_generation
         count, finished = self._ones[: len(rows)], self._on[: len(rows)]
         if self._unsettled >= self._first_end:
-            # In a padded batch a row goes on past its last token; those that follow are not wanted.
-            finished = _at_length(self._remaining[rows] <= self._unsettled)
+            # A row of a padded batch goes on past its last token; it is masked and gives no more.
+            remaining = self._remaining[rows] - self._unsettled
+            count = (remaining >= 0).astype(np.int32)
+            finished = _at_length(remaining == 0)
         spans = plan.spans
         if len(spans.row):
             left = self._uncomputed[spans.row] - spans.num_scheduled
@@ -152,7 +156,7 @@ class TimedRunner:
             rows = np.concatenate([rows, spans.row])
             generation = np.concatenate([generation, self._generation[spans.row]])
             count = np.concatenate([count, ends.astype(np.int32)])
-            finished = np.concatenate([finished, _at_length(ends & (remaining <= 0))])
+            finished = np.concatenate([finished, _at_length(ends & (remaining == 0))])
         return StepResult(
             seq=plan.seq,
             rows=rows,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,26 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline import __version__
-from paceline.audit.codec import (
-    Generations,
-    config_of,
-    decode_add,
-    decode_result,
-    encode_input,
-    encode_result,
-    pack,
-    plain,
-    unpack,
-)
-from paceline.audit.runlog import RunLogWriter, read_run_log, run_header, step_samples
+from paceline.audit.codec import config_of, plain
+from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header, step_samples
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import (
-    STOPPED,
     BlockAppends,
     RowJoins,
     RowSet,
@@ -212,94 +198,6 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
     }
 
 
-def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
-    assert encode_input(("deadline", np.float64(0.5), np.int64(3), math.inf)) == ["deadline", 0.5, 3, "inf"]
-    assert plain({"a": {3, 1, 2}, "b": (np.bool_(True), -math.inf, np.arange(2))}) == {
-        "a": [1, 2, 3],
-        "b": [True, "-inf", [0, 1]],
-    }
-    with pytest.raises(TypeError, match="cannot hold a object"):
-        plain(object())
-
-
-def test_an_add_comes_back_as_a_request_without_tokens() -> None:
-    entry = encode_input(joining().inputs[1])
-    request, together = decode_add(entry[2])
-    assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
-    assert (request.tenant, request.priority, request.deadline_s, request.arrival_s) == ("a", -1, 9.5, 0.5)
-    assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
-    assert together == 2 and not request.tokens.any()
-    request, together = decode_add(encode_input(joining().inputs[0])[2])
-    assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"] and together == 1
-
-
-# -- packed columns and results ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "values, text",
-    [
-        ([], ""),
-        ([5], "5"),
-        ([5, 6], "5,6"),
-        ([5, 6, 7], "5..7"),
-        ([5, 5], "5,5"),
-        ([5, 5, 5], "5x3"),
-        ([0, 1, 2, 3, 3, 3, 3, 9], "0..3,3x3,9"),
-        ([0, 2, 4, 6], "0,2,4,6"),
-        ([7, 7, 8, 9, 1], "7,7..9,1"),
-        ([-1, 0, 1, -1, -1, -1], "-1..1,-1x3"),
-        ([2**31 - 1, -(2**31)], "2147483647,-2147483648"),
-    ],
-)
-def test_columns_are_packed_into_runs(values: list[int], text: str) -> None:
-    assert pack(i32(values)) == text
-    assert unpack(text).tolist() == values
-
-
-@given(st.lists(st.integers(-3, 6) | st.integers(-(2**31), 2**31 - 1), max_size=60))
-def test_packing_loses_nothing(values: list[int]) -> None:
-    assert unpack(pack(np.array(values, np.int32))).tolist() == values
-
-
-@pytest.mark.parametrize(
-    "text", ["a", "1,", "3..1", "1x0", "1x-2", "1..", "1x99999999", "0..4194304", "12345678901"]
-)
-def test_a_broken_column_is_refused(text: str) -> None:
-    with pytest.raises((ValueError, OverflowError)):
-        unpack(text)
-
-
-def test_results_come_back_as_they_were() -> None:
-    given = result(
-        3,
-        [0, 1, 2, 9],
-        generation=i32([1, 5, 1, 2]),
-        count=i32([1, 0, 1, 1]),
-        finished=np.array([0, 0, STOPPED, 0], np.uint8),
-        finite=np.array([True, False, True, True]),
-        copies_done=i32([4, 2]),
-        times=StepTimes(start_s=0.1, end_s=0.3),
-    )
-    for known in ([1, 5, 1, 2], [1, 5, 1, 1]):  # as the joins said, and not
-        generations = Generations()
-        generations.join(given.rows, i32(known))
-        encoded = encode_result(given, generations)
-        assert ("generation" in encoded) == (known[3] == 1)
-        back = decode_result(encoded, 3, generations)
-        for name in ("rows", "generation", "count", "finished", "finite", "copies_done"):
-            column = getattr(back, name)
-            assert column.tolist() == getattr(given, name).tolist()
-            assert column.dtype == getattr(given, name).dtype
-        assert (back.seq, back.times.start_s, back.times.end_s) == (3, 0.1, 0.3)
-        assert back.tokens.shape == (4, 1) and not back.tokens.any()
-
-
-def test_an_empty_result_comes_back() -> None:
-    back = decode_result(encode_result(result(1, []), Generations()), 1, Generations())
-    assert len(back.rows) == len(back.generation) == len(back.finished) == len(back.finite) == 0
-
-
 # -- files -------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +287,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_run_log(tmp_path)
 
 
+def read_into(seen: list[int], log: RunLog) -> None:
+    for step in log:
+        seen.append(step.seq)
+
+
 STEP = '{"v":1,"seq":3,"t_plan":1.0,"t_done":2.0,"inputs":[],"plan":{},"result":null,"decisions":[]}'
 END = '{"v":1,"kind":"end","inputs":[],"decisions":[]}'
 
@@ -420,9 +323,10 @@ def test_a_broken_line_is_named_and_the_steps_before_it_can_be_used(
     whole = path.read_bytes().splitlines(keepends=True)[:-1]
     path.write_bytes(b"".join(whole) + line.encode(errors="surrogateescape"))
     log = read_run_log(path)
-    seen = []
+    seen: list[int] = []
     with pytest.raises(InputError, match=message + ".*; the 2 steps before it can be used$"):
-        seen.extend(step.seq for step in log)
+        read_into(seen, log)
+    assert seen == [1, 2]
     lenient = read_run_log(path, allow_cut=True)
     assert [step.seq for step in lenient] == [1, 2]
     assert lenient.damage is not None and lenient.end is None

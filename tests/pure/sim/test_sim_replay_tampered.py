@@ -80,8 +80,8 @@ def unknown_request(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def other_result(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every row of a step has found a stop."""
-    line = first_with(lines, lambda line: line["plan"]["work"].get("decode_rows", 0) > 2)
+    """Every row of a step that went on has found a stop."""
+    line = first_with(lines, lambda line: line["result"] and set(line["result"]) == {"rows", "count"})
     line["result"]["finished"] = pack(np.ones_like(unpack(line["result"]["rows"])))
     return line
 
@@ -104,16 +104,17 @@ def other_end_time(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
+EVER = 10**9
 TAMPERED: dict[str, tuple[Tamper, str, int]] = {  # what is changed, the part named, steps later at most
     "other plan": (other_plan, r"plan\.new_blocks\.block\[0\]", 0),
     "fewer spans": (fewer_spans, r"plan\.spans", 0),
     "other decision": (other_decision, r"decisions\[\d+\]\[3\]", 0),
     "lost decision": (lost_decision, r"decisions\[\d+\]", 0),
-    "lost input": (lost_input, r"inputs.*|decisions.*|plan.*", 30),
+    "lost input": (lost_input, r"inputs.*|decisions.*|plan.*", EVER),
     "other time": (other_time, r"inputs\[0\]\[1\]", 0),
     "unknown input": (unknown_input, r"inputs\[0\]", 0),
     "unknown request": (unknown_request, r"inputs\[\d+\]", 0),
-    "other result": (other_result, r"inputs.*|decisions.*|plan.*", 9),
+    "other result": (other_result, r"inputs.*|decisions.*|plan.*", EVER),
     "broken result": (broken_result, r"result", 0),
     "lost result": (lost_result, r"inputs\[\d+\]", 3),
     "other end time": (other_end_time, r"t_done of step \d+", 3),

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from paceline.core.request import RequestState
 from paceline.kv.block_pool import NULL_BLOCK
-from paceline.scheduler.invariants.registry import PLANNED, Look, invariant
+from paceline.scheduler.invariants.registry import BLOCKS, CHANGES, PLANNED, Look, invariant
 
 
-@invariant("S1")
+@invariant("S1", moment=BLOCKS)
 def every_block_is_free_or_live(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         pool = group.pool
@@ -20,7 +20,7 @@ def every_block_is_free_or_live(look: Look) -> str | None:
     return None
 
 
-@invariant("S3")
+@invariant("S3", moment=BLOCKS)
 def the_free_list_has_each_free_block_once(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         free = group.pool.free_blocks()
@@ -32,7 +32,7 @@ def the_free_list_has_each_free_block_once(look: Look) -> str | None:
     return None
 
 
-@invariant("S4")
+@invariant("S4", moment=BLOCKS)
 def references_are_what_holds_blocks(look: Look) -> str | None:
     kv = look.scheduler.state.kv
     for group in kv.groups:
@@ -51,7 +51,7 @@ def references_are_what_holds_blocks(look: Look) -> str | None:
     return None
 
 
-@invariant("S5")
+@invariant("S5", moment=BLOCKS)
 def no_row_holds_a_block_twice(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         held = look.held[group.index]
@@ -84,7 +84,7 @@ def nothing_is_written_where_others_read(look: Look) -> str | None:
     return None
 
 
-@invariant("S8")
+@invariant("S8", moment=PLANNED)
 def tables_cover_what_is_computed(look: Look) -> str | None:
     state = look.scheduler.state
     live, size = look.live, state.kv.block_size
@@ -100,7 +100,7 @@ def tables_cover_what_is_computed(look: Look) -> str | None:
     return None
 
 
-@invariant("S10")
+@invariant("S10", moment=CHANGES)
 def who_does_not_run_owns_nothing(look: Look) -> str | None:
     state = look.scheduler.state
     rows = state.rows
@@ -111,7 +111,9 @@ def who_does_not_run_owns_nothing(look: Look) -> str | None:
         if group.reserved and int(group.reserved_for[look.live].sum()) != group.reserved:
             return f"group {group.index}: {group.reserved} blocks are promised, rows say otherwise"
         if group.reserved > group.pool.num_free:
-            return f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
+            return (
+                f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
+            )
     for request in state.requests.values():
         if request.host_places and request.state not in (RequestState.SWAPPED, RequestState.PAUSED):
             return f"request {request.id} is {request.state.value} and keeps host places"
@@ -120,7 +122,7 @@ def who_does_not_run_owns_nothing(look: Look) -> str | None:
     return None
 
 
-@invariant("S4h")
+@invariant("S4h", moment=CHANGES)
 def host_places_are_free_or_taken_once(look: Look) -> str | None:
     state = look.scheduler.state
     kv = state.kv
@@ -139,7 +141,7 @@ def host_places_are_free_or_taken_once(look: Look) -> str | None:
     return None
 
 
-@invariant("S15")
+@invariant("S15", moment=BLOCKS)
 def the_cache_and_its_blocks_agree(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         entries = group.cache.entries()
@@ -151,7 +153,7 @@ def the_cache_and_its_blocks_agree(look: Look) -> str | None:
     return None
 
 
-@invariant("S16")
+@invariant("S16", moment=BLOCKS)
 def only_computed_blocks_are_cached(look: Look) -> str | None:
     """A cached block a row holds lies wholly before what that row knows to be computed, or came from the cache."""
     state = look.scheduler.state
@@ -183,7 +185,7 @@ def no_block_changes_hands_under_a_step(look: Look) -> str | None:
     return None
 
 
-@invariant("S26t")
+@invariant("S26t", moment=BLOCKS)
 def tenants_never_share_blocks(look: Look) -> str | None:
     state = look.scheduler.state
     for group in state.kv.groups:

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.scheduler.invariants import blocks, progress, requests
-from paceline.scheduler.invariants.registry import ALWAYS, INVARIANTS, Held, InvariantViolation, Look
+from paceline.scheduler.invariants.registry import (
+    ALWAYS,
+    BLOCKS,
+    CHANGES,
+    INVARIANTS,
+    PLANNED,
+    Held,
+    InvariantViolation,
+    Look,
+)
 from paceline.scheduler.scheduler import Scheduler
 
 _PARTS = (blocks, progress, requests)  # importing them fills the registry
@@ -22,12 +31,17 @@ class InvariantChecker:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_checks = 0
+        self.overlapped = scheduler.state.rows.num_rows > scheduler.state.config.max_num_seqs
         self.excused: Callable[[], bool] = lambda: False  # True while a fault makes promises about room void
         self._scheduler = scheduler
         mode = scheduler.state.config.mode
         mine = [entry for entry in INVARIANTS if mode in entry.modes]
-        self._always = [entry for entry in mine if entry.moment == ALWAYS]
-        self._planned = [entry for entry in mine if entry.moment != ALWAYS]
+        self._at = {
+            moment: [entry for entry in mine if entry.moment == moment]
+            for moment in (ALWAYS, BLOCKS, CHANGES, PLANNED)
+        }
+        self._blocks_seen: object = None
+        self._places_seen: object = None
         self._touched: deque[tuple[int, NDArray[np.int64]]] = deque()
         self._silent = 0
         self._seen_decisions = 0
@@ -38,11 +52,11 @@ class InvariantChecker:
         look = self._look(plan)
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         excused = self.excused()
-        for entry in self._planned:
+        for entry in self._at[PLANNED]:
             if not (excused and entry.name[0] in "LF"):
                 self._report(entry.name, entry.check(look))
         self._always_true(look)
-        if plan is not None:
+        if plan is not None and self.overlapped:
             self._remember(plan, look.held[0])
         self._seen_decisions = 0  # the engine takes them with the plan
         self._progress(plan)
@@ -59,15 +73,20 @@ class InvariantChecker:
         self._seen_decisions = len(self._scheduler.state.decisions)
 
     def _look(self, plan: StepPlan | None) -> Look:
-        state = self._scheduler.state
-        live = state.rows.live[: state.rows.high].nonzero()[0]
-        held = [Held(group, live) for group in state.kv.groups]
-        return Look(self._scheduler, live, plan, [], [touched for _, touched in self._touched], held)
+        return Look(self._scheduler, plan, [touched for _, touched in self._touched])
 
     def _always_true(self, look: Look) -> None:
         self.num_checks += 1
-        for entry in self._always:
+        due = self._at[ALWAYS].copy()
+        blocks = _block_bytes(self._scheduler)
+        if blocks != self._blocks_seen:
+            due += self._at[BLOCKS]
+        places = _places(self._scheduler)
+        if places != self._places_seen:
+            due += self._at[CHANGES]
+        for entry in due:
             self._report(entry.name, entry.check(look))
+        self._blocks_seen, self._places_seen = blocks, places
 
     def _remember(self, plan: StepPlan, held: Held) -> None:
         """Which row of this step touches which block, for the steps planned while it runs."""
@@ -90,7 +109,9 @@ class InvariantChecker:
         state = self._scheduler.state
         self._silent = self._silent + 1 if plan is not None else 0
         config = state.config
-        allowed = -(-config.max_model_len // config.max_num_batched_tokens) + config.max_num_seqs + SILENT_STEPS
+        allowed = (
+            -(-config.max_model_len // config.max_num_batched_tokens) + config.max_num_seqs + SILENT_STEPS
+        )
         allowed *= 2 * (1 + len(state.flights))
         if state.mode.keeps_finished:
             allowed += -(-config.max_num_seqs * 2 * config.max_model_len // config.max_num_batched_tokens)
@@ -100,6 +121,35 @@ class InvariantChecker:
     def _report(self, name: str, message: str | None) -> None:
         if message is not None:
             raise InvariantViolation(name, message)
+
+
+def _block_bytes(scheduler: Scheduler) -> object:
+    """Everything the block invariants read, as comparable bytes."""
+    state = scheduler.state
+    seen: list[object] = [len(state.kv.fences), len(state.kv.tickets.open), state.kv.completed]
+    high = state.rows.high
+    for group in state.kv.groups:
+        pool = group.pool
+        seen += [
+            pool.refs.tobytes(),
+            pool.cached.tobytes(),
+            pool.num_free,
+            len(pool.evictable),
+            len(group.cache),
+        ]
+        seen += [group.held[:high].tobytes(), group.first[:high].tobytes(), group.table[:high].tobytes()]
+    return seen
+
+
+def _places(scheduler: Scheduler) -> object:
+    """Where every request is: changes whenever one comes, goes or moves."""
+    state = scheduler.state
+    counters = state.counters
+    where = [
+        (request.state, request.row, request.priority, len(request.host_places))
+        for request in state.requests.values()
+    ]
+    return [counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open), where]
 
 
 class SampledChecker:

@@ -71,9 +71,7 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
 def nobody_is_passed_over(look: Look) -> str | None:
     """Nobody is admitted past an earlier request, unless that one waits for a prefix under way."""
     state = look.scheduler.state
-    admitted = [
-        d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)
-    ]
+    admitted = [d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)]
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners or not len(state.queue):
         return None
@@ -82,7 +80,9 @@ def nobody_is_passed_over(look: Look) -> str | None:
     admitted_view = _view_of(look, runners)
     scores = state.policy.order(admitted_view)
     last = int(np.lexsort((admitted_view.order, scores))[-1])
-    earlier = (waiting < scores[last]) | ((waiting == scores[last]) & (view.order < admitted_view.order[last]))
+    earlier = (waiting < scores[last]) | (
+        (waiting == scores[last]) & (view.order < admitted_view.order[last])
+    )
     for index in np.flatnonzero(earlier).tolist():
         request = state.queue.get(index)
         if look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None):

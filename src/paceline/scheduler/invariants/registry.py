@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,9 @@ from paceline.core.plan import StepPlan
 from paceline.kv.group import LayerGroup
 from paceline.scheduler.scheduler import Scheduler
 
-ALWAYS, PLANNED = "always", "planned"  # after every half-step; after a schedule that gave a plan or None
+# When an invariant is looked at. BLOCKS and CHANGES are after every half-step too, but skipped when what they
+# speak of is byte for byte what it was at the last look, or when no request came, went or moved.
+ALWAYS, BLOCKS, CHANGES, PLANNED = "always", "blocks", "changes", "planned"
 CONTINUOUS_ONLY = ("continuous",)
 
 
@@ -40,16 +43,23 @@ class Held:
         self.block = group.table[self.row, self.index]
 
 
-@dataclass(slots=True, eq=False)
 class Look:
-    """The state at one moment, with what several checks need computed once."""
+    """The state at one moment, with what several checks need computed once, when the first asks."""
 
-    scheduler: Scheduler
-    live: NDArray[np.int64]  # rows in use
-    plan: StepPlan | None
-    decisions: list[Decision]  # made by the schedule just done
-    in_flight: list[NDArray[np.int64]]  # per earlier step: who touches which block of group 0, -1 nobody, -2 several
-    held: list[Held]  # per group
+    def __init__(
+        self, scheduler: Scheduler, plan: StepPlan | None, in_flight: list[NDArray[np.int64]]
+    ) -> None:
+        rows = scheduler.state.rows
+        self.scheduler = scheduler
+        self.live: NDArray[np.int64] = rows.live[: rows.high].nonzero()[0]
+        self.plan = plan
+        self.decisions: list[Decision] = []  # made by the schedule just done
+        # Per earlier step under way: the row that touches each block of group 0; -1 nobody, -2 several.
+        self.in_flight = in_flight
+
+    @cached_property
+    def held(self) -> list[Held]:
+        return [Held(group, self.live) for group in self.scheduler.state.kv.groups]
 
 
 Check = Callable[[Look], str | None]

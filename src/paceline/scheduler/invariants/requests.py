@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
-from paceline.scheduler.invariants.registry import PLANNED, Look, invariant
+from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Look, invariant
 
 
 @invariant("S9")
@@ -14,7 +14,9 @@ def counters_are_in_order(look: Look) -> str | None:
     computed, upper, tokens = rows.computed[live], rows.upper[live], rows.num_tokens[live]
     done = rows.done[live]
     limit = rows.limit[live]
-    wrong = (computed > upper) | ((computed > tokens) & ~done) | (tokens > limit) | (tokens < rows.known[live])
+    wrong = (
+        (computed > upper) | ((computed > tokens) & ~done) | (tokens > limit) | (tokens < rows.known[live])
+    )
     wrong |= (limit > look.scheduler.state.config.max_model_len) | (computed < 0)
     if np.count_nonzero(wrong):
         at = int(wrong.argmax())
@@ -22,7 +24,7 @@ def counters_are_in_order(look: Look) -> str | None:
     return None
 
 
-@invariant("S11")
+@invariant("S11", moment=CHANGES)
 def each_request_is_in_one_place(look: Look) -> str | None:
     state = look.scheduler.state
     queue = state.queue
@@ -54,7 +56,7 @@ def requests_are_conserved(look: Look) -> str | None:
     return None
 
 
-@invariant("S21")
+@invariant("S21", moment=CHANGES)
 def families_list_live_children(look: Look) -> str | None:
     state = look.scheduler.state
     for parent, children in state.children.items():
@@ -67,7 +69,7 @@ def families_list_live_children(look: Look) -> str | None:
     return None
 
 
-@invariant("S23", moment=PLANNED)
+@invariant("S23", moment=CHANGES)
 def rows_are_what_their_requests_say(look: Look) -> str | None:
     state = look.scheduler.state
     rows = state.rows
@@ -77,7 +79,17 @@ def rows_are_what_their_requests_say(look: Look) -> str | None:
         return "the count of reserved rows is wrong"
     owners = [rows.requests[row] for row in look.live.tolist()]
     says = [
-        (r.id, r.num_tokens, r.max_total, r.num_prompt, r.priority, state.orders[r.id], r.preemptions, r.reserved, r.row)
+        (
+            r.id,
+            r.num_tokens,
+            r.max_total,
+            r.num_prompt,
+            r.priority,
+            state.orders[r.id],
+            r.preemptions,
+            r.reserved,
+            r.row,
+        )
         for r in owners
         if r is not None
     ]
@@ -127,7 +139,7 @@ def the_plan_keeps_its_bounds(look: Look) -> str | None:
     return None
 
 
-@invariant("S28", moment=PLANNED)
+@invariant("S28", moment=CHANGES)
 def times_are_in_order(look: Look) -> str | None:
     now_s = look.scheduler.state.now_s
     for request in look.scheduler.state.requests.values():
@@ -141,20 +153,22 @@ def times_are_in_order(look: Look) -> str | None:
     return None
 
 
-@invariant("L5", moment=PLANNED)
+@invariant("L5", moment=CHANGES)
 def preemptions_are_bounded(look: Look) -> str | None:
     """Forced ones aside: a request that was preempted often enough holds its reservation instead."""
     state = look.scheduler.state
     if not state.config.max_preemptions:
         return None
     for request in state.requests.values():
-        running = request.state is RequestState.RUNNING and request.preemptions >= state.config.max_preemptions
+        running = (
+            request.state is RequestState.RUNNING and request.preemptions >= state.config.max_preemptions
+        )
         if running and not request.reserved:
             return f"request {request.id} runs unreserved after {request.preemptions} preemptions"
     return None
 
 
-@invariant("L7", moment=PLANNED)
+@invariant("L7", moment=CHANGES)
 def the_queue_is_bounded(look: Look) -> str | None:
     state = look.scheduler.state
     tokens = sum(request.num_tokens for request in state.queue)
@@ -166,6 +180,8 @@ def the_queue_is_bounded(look: Look) -> str | None:
 @invariant("L8", moment=PLANNED)
 def deadlines_have_been_kept(look: Look) -> str | None:
     state = look.scheduler.state
+    if not state.deadlines:
+        return None
     for request in state.requests.values():
         if request.deadline_s is not None and request.deadline_s < state.now_s and look.plan is not None:
             return f"request {request.id} lives past its deadline {request.deadline_s}"
