@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	if ! { $(BIN)/python -c '$(SUPPORTED)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
 		python=; \
-		for candidate in $(or $(PYTHON),python3.12 python3.11 python3); do \
+		for candidate in $(or $(PYTHON),python3.11 python3.12 python3); do \
 			if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$candidate; break; fi; \
 		done; \
 		if [ -z "$$python" ]; then \

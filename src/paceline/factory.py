@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,11 +17,15 @@ from paceline.engine.keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
+from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+
+
+_logger = logging.getLogger("paceline")
 
 
 def build_scheduler(
@@ -63,11 +68,20 @@ def build_engine(
     make_pool: Callable[..., BlockPool] = BlockPool,
     make_checker: Callable[[Scheduler], StepChecker] | None = None,
 ) -> Engine:
-    """An engine around `runner`. Without hooks of its own it makes prefix keys from token ids."""
+    """An engine around `runner`. Without hooks of its own it makes prefix keys from token ids; without a checker of
+    its own it looks at the invariants every `config.check_every` steps and logs what it finds."""
     clock = clock if clock is not None else MonotonicClock()
     hooks = hooks if hooks is not None else PrefixKeyHooks(KeyMaker(config.kv.block_size))
     scheduler = build_scheduler(config, clock, hooks, policy=policy, make_pool=make_pool)
-    checker = make_checker(scheduler) if make_checker is not None else None
+    checker: StepChecker | None = None
+    if make_checker is not None:
+        checker = make_checker(scheduler)
+    elif config.check_every:
+        checker = SampledChecker(scheduler, config.check_every, _log_violation)
     return Engine(
         scheduler, runner, clock=clock, hooks=hooks, depth=config.depth, recorder=recorder, checker=checker
     )
+
+
+def _log_violation(violation: InvariantViolation) -> None:
+    _logger.error("an invariant does not hold: %s", violation)

@@ -47,7 +47,7 @@ class Trouble:
 def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     block_size = rng.choice((1, 2, 4, 4, 8, 16))
-    longest = rng.choice((48, 96, 128))
+    longest = rng.choice((64, 128, 256))
     max_num_seqs = rng.choice((1, 4, 10, 12, 16, 16, 20, 24))
     blocks_of_longest = -(-longest // block_size)
     pressure = rng.choice((0.2, 0.4, 0.5, 0.7, 1.5))

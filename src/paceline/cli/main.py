@@ -68,6 +68,8 @@ def run(arguments: Sequence[str]) -> int:
         if message is None:
             raise
         return _fail(message(), USAGE)
+    if code == INTERRUPTED:  # the option parser has turned an interrupt into this
+        return _fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -115,17 +115,21 @@ class BlockPool:
                 self.evictable.remove(block)  # only a cached block can be found without a reference
 
     def release(self, blocks: Blocks) -> None:
-        """Drop a reference of each of `blocks` (all different); the first given is the first evicted."""
-        counts = self.refs[blocks] - 1
-        self.refs[blocks] = counts
-        zero = blocks if not counts.any() else blocks[counts == 0]
+        """Drop one reference for each entry of `blocks`; the first given is the first evicted.
+
+        A block may be given more than once when several holders let go together.
+        """
+        np.subtract.at(self.refs, blocks, 1)
+        counts = self.refs[blocks]
+        zero = blocks[counts == 0] if np.count_nonzero(counts) else blocks
         is_cached = self.cached[zero]
-        num_plain = len(zero) - int(np.count_nonzero(is_cached))
-        if num_plain:
-            self._stack[self._depth : self._depth + num_plain] = zero[~is_cached]
-            self._depth += num_plain
-        if num_plain < len(zero):
+        num_cached = int(np.count_nonzero(is_cached))
+        if num_cached:
             self.evictable.add(zero[is_cached].tolist())
+        if num_cached < len(zero):
+            plain = np.fromiter(dict.fromkeys(zero[~is_cached].tolist()), np.int64)
+            self._stack[self._depth : self._depth + len(plain)] = plain
+            self._depth += len(plain)
 
     def forget(self, block: int) -> None:
         """A block no longer holds a cached prefix; when free, it moves to the stack."""

@@ -15,7 +15,8 @@ from paceline.core.plan import BlockAppends, BlockCopies, Swaps
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
-Columns = tuple[Blocks | int, ...]  # an int stands for a column of that value
+# One change of several blocks: arrays of one length, or an int that stands for a column of that value.
+Columns = tuple[Blocks | int, ...]
 
 
 class KVDelta:
@@ -73,14 +74,18 @@ def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
             np.full(length, part, np.int32) if isinstance(part, int) else part.astype(np.int32)
             for part in entries[0]
         )
-    lengths = [next((len(part) for part in entry if not isinstance(part, int)), 1) for entry in entries]
-    total = sum(lengths)
+    lengths = [len(entry[-1]) if isinstance(entry[-1], np.ndarray) else 1 for entry in entries]
     columns = []
     for position in range(width):
-        column = np.empty(total, np.int32)
-        start = 0
-        for entry, length in zip(entries, lengths, strict=True):
-            column[start : start + length] = entry[position]
-            start += length
+        parts = [entry[position] for entry in entries]
+        if all(isinstance(part, int) for part in parts):
+            column = np.repeat(np.array(parts, np.int32), lengths)
+        elif any(isinstance(part, int) for part in parts):
+            values: list[int] = []
+            for part, length in zip(parts, lengths, strict=True):
+                values += [part] * length if isinstance(part, int) else part.tolist()
+            column = np.array(values, np.int32)
+        else:
+            column = np.concatenate(parts).astype(np.int32)
         columns.append(column)
     return tuple(columns)

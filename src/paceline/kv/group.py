@@ -137,13 +137,16 @@ class LayerGroup:
 
     def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
         """Offer the row's blocks before entry `until` to the cache."""
+        if until <= self.published[row]:
+            return
         start = max(int(self.published[row]), int(self.first[row]))
         until = min(until, len(keys), int(self.held[row]))
-        for position in range(start, until):
-            block = int(self.table[row, position])
-            if not self.pool.cached[block] and self.cache.add(block, keys[position]):
-                self.pool.cached[block] = True
-        self.published[row] = max(start, until)
+        if until <= start:
+            return
+        blocks = self.table[row, start:until].tolist()
+        entered = [b for b, key in zip(blocks, keys[start:until], strict=True) if self.cache.add(b, key)]
+        self.pool.cached[entered] = True
+        self.published[row] = until
 
     def quarantine(self, row: int) -> None:
         """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""

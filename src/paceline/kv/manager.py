@@ -93,6 +93,8 @@ class KVManager:
 
     def room(self, row: int | None = None) -> int:
         """Blocks every group can give a row now."""
+        if len(self.groups) == 1:
+            return self.groups[0].free_for(row)
         return min(group.free_for(row) for group in self.groups)
 
     def coming(self) -> int:
@@ -319,33 +321,35 @@ class KVManager:
     # -- letting go ----------------------------------------------------------------------------------------
 
     def release(self, row: int) -> None:
-        """Empty a row; its blocks are free once the steps under way have completed."""
+        """Empty a row; its blocks are free once the steps under way have completed, and `settle` was called."""
         for group in self.groups:
             self._give_back(group.index, group.clear(row), self.submitted)
 
     def complete(self, seq: int) -> None:
-        """Step `seq` and all before it have completed: what waited for them is free."""
+        """Step `seq` and all before it have completed."""
         self.completed = seq
-        while self.fences and self.fences[0].seq <= seq:
+
+    def settle(self) -> None:
+        """Set free, in one sweep, every block whose fence has been passed."""
+        due: list[list[Blocks]] = [[] for _ in self.groups]
+        while self.fences and self.fences[0].seq <= self.completed:
             fence = self.fences.popleft()
-            self.groups[fence.group].pool.release(fence.blocks)
+            due[fence.group].append(fence.blocks)
+        for group, blocks in zip(self.groups, due, strict=True):
+            if blocks:
+                group.pool.release(np.concatenate(blocks))
 
     def abandon(self) -> None:
         """No step is under way any more and no copy will complete: settle every fence and ticket."""
-        self.complete(self.submitted)
-        while self.fences:
-            fence = self.fences.popleft()
-            self.groups[fence.group].pool.release(fence.blocks)
+        self.completed = self.submitted + 1  # copies planned for the next step will not happen either
+        self.settle()
+        self.completed = self.submitted
         for number in list(self.tickets.open):
             self.complete_ticket(number)
 
     def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
-        if not len(blocks):
-            return
-        if seq > self.completed:
+        if len(blocks):
             self.fences.append(Fence(seq, group, blocks))
-        else:
-            self.groups[group].pool.release(blocks)
 
 
 def _make_group(

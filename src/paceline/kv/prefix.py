@@ -36,8 +36,8 @@ class PrefixCache:
         return block
 
     def add(self, block: int, key: BlockKey) -> bool:
-        """Enter a block; False when another block already stands under this key."""
-        if key.key in self._block_of:
+        """Enter a block; False when it is entered already or another block stands under this key."""
+        if key.key in self._block_of or block in self._key_of:
             return False
         self._block_of[key.key] = block
         self._key_of[block] = key

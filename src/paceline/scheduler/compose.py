@@ -332,6 +332,7 @@ class Composer:
         except Exception as error:
             state.kv.delta.rollback(mark)
             state.fail(request, error)
+            state.kv.settle()
             return None
         return reason
 

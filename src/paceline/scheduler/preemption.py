@@ -17,6 +17,7 @@ from paceline.scheduler.state import SchedulerState
 def preempt(state: SchedulerState, request: Request, *, swap: bool, reason: str) -> None:
     """A running request gives way; it comes back at its old place in the order."""
     put_aside(state, request, swap=swap, reason=reason)
+    state.kv.settle()
     if not request.is_terminal:
         request.preemptions += 1
         state.counters.preempted += 1

@@ -115,11 +115,14 @@ class Scheduler:
         self._tick()
         self._note("finish_at", request_id, num_output)
         total = request.num_prompt + num_output
-        request.tokens = request.tokens[:total]
         if request.row == NO_ROW:
+            if request.id in state.queue:  # it counts the request's tokens
+                state.queue.remove(request)
+            request.tokens = request.tokens[:total]
             state.end(request, FinishReason.STOP)
             return True
         rows, row = state.rows, request.row
+        request.tokens = request.tokens[:total]
         for column in (rows.num_tokens, rows.known, rows.computed):
             column[row] = min(int(column[row]), total)
         finish(state, request, FinishReason.STOP)
@@ -309,6 +312,7 @@ class Scheduler:
             request = state.requests.get(RequestId(owner))
             if request is not None and request.host_places:
                 self._forget_places(request)
+        state.kv.settle()
         state.kv.reset_cache()
         state.kv.delta = type(state.kv.delta)()
         state.leaves, state.joins = [], []
@@ -321,6 +325,7 @@ class Scheduler:
         self._note("fail_all")
         for request in list(self.state.requests.values()):
             self.state.end(request, FinishReason.ERROR, "engine_failed")
+        self.state.kv.settle()
 
     def _restart(self, row: int, took_part: bool) -> None:
         state = self.state
@@ -397,6 +402,7 @@ class Scheduler:
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:
             retire_batch(self.state)
+        self.state.kv.settle()
 
     def _is_done(self, request: Request) -> bool:
         """Has its last token and waits for its batch to leave."""

@@ -37,6 +37,7 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     rows.computed[: len(flight.mask)] += flight.mask
     _spans_done(state, flight)
     _deliver(state, result, at, current)
+    state.kv.settle()
 
 
 def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDArray[np.bool_]) -> None:

@@ -1,6 +1,8 @@
 """Small workloads, machines and configurations for the simulator's tests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +44,7 @@ def make_workload(
     prompt: int | list[int] = 20,
     output: int | list[int] = 5,
     tenant: list[int] | None = None,
-    prefix_ids: list[tuple[int, ...]] | None = None,
+    prefix_ids: Sequence[tuple[int, ...]] | None = None,
     prefix_block: int = 16,
 ) -> Workload:
     count = len(arrival_s)
@@ -99,12 +101,10 @@ def small_engine(
     )
 
 
-def sim_config(
-    engine: EngineConfig | None = None, cost: CostModel | None = None, **more: object
-) -> SimConfig:
-    values: dict[str, object] = {"host_step_s": 0.0, **more}
+def sim_config(engine: EngineConfig | None = None, cost: CostModel | None = None, **more: Any) -> SimConfig:
+    values: dict[str, Any] = {"host_step_s": 0.0, **more}
     return SimConfig(
         machine=machine(cost if cost is not None else PerToken()),
         engine=engine if engine is not None else small_engine(),
-        **values,  # type: ignore[arg-type]
+        **values,
     )

@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from paceline.config import Capacity, EngineConfig, KVConfig, SchedulerConfig
