@@ -26,7 +26,6 @@ from paceline.engine.keys import PrefixKeyHooks
 from paceline.errors import EngineFailed, PacelineError
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
-from paceline.sim.replay import WithholdingPool
 from tests.fakes import FakeRunner, Faults
 
 FULL = (GroupSpec(),)
@@ -75,7 +74,6 @@ class Traffic:
             clock=self.clock,
             hooks=self.hooks,
             recorder=RunLogWriter(path, run_header(config, seed=seed)),
-            make_pool=WithholdingPool,
         )
         self.scheduler = self.engine.scheduler
         self.prompts = [self._tokens(30) for _ in range(3)]
@@ -200,7 +198,6 @@ class Traffic:
 
     def withhold(self) -> None:
         for group in self.scheduler.state.kv.groups:
-            assert isinstance(group.pool, WithholdingPool)
             group.pool.withheld = self.rng.choice((0, 0, 2, 9))
 
     def _any(self, state: RequestState | None = None) -> RequestId | None:
@@ -220,7 +217,6 @@ class Traffic:
 
     def _release_all(self) -> None:
         for group in self.scheduler.state.kv.groups:
-            assert isinstance(group.pool, WithholdingPool)
             group.pool.withheld = 0
         for request in list(self.scheduler.state.requests.values()):
             if request.state is RequestState.PAUSED:

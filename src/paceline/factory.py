@@ -24,7 +24,6 @@ from paceline.scheduler.rows import Rows
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
-
 _logger = logging.getLogger("paceline")
 
 

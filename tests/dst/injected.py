@@ -21,25 +21,18 @@ class Shortage:
     def __init__(self, rng: random.Random, chance: float) -> None:
         self._rng = rng
         self._chance = chance
+        self._pools: list[BlockPool] = []
         self.now = False
 
     def draw(self) -> None:
         self.now = self._chance > 0 and self._rng.random() < self._chance
+        for pool in self._pools:
+            pool.withheld = pool.num_blocks if self.now else 0
 
     def make_pool(self, num_blocks: int, **options: Any) -> BlockPool:
-        return ScarcePool(self, num_blocks, **options)
-
-
-class ScarcePool(BlockPool):
-    """A pool that has nothing to give while there is a shortage."""
-
-    def __init__(self, shortage: Shortage, num_blocks: int, **options: Any) -> None:
-        super().__init__(num_blocks, **options)
-        self._shortage = shortage
-
-    @property
-    def available(self) -> int:
-        return 0 if self._shortage.now else self.num_free
+        pool = BlockPool(num_blocks, **options)
+        self._pools.append(pool)
+        return pool
 
 
 class HookFault(RuntimeError):

@@ -84,7 +84,7 @@ class World:
             hooks=self.hooks,
             recorder=self.coverage,
             make_pool=self.shortage.make_pool,
-            make_checker=self._make_checker,
+            make_checker=InvariantChecker,
         )
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
@@ -93,12 +93,6 @@ class World:
             [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
         ]
         self.overlapped = self.config.depth > 0
-
-    def _make_checker(self, scheduler: object) -> InvariantChecker:
-        self.checker = InvariantChecker(scheduler)  # type: ignore[arg-type]
-        # While a shortage is pretended, liveness and order promises that speak of room do not hold.
-        self.checker.excused = lambda: self.shortage.now
-        return self.checker
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -251,7 +245,13 @@ class World:
         tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
         self.shortage.now = False
         try:
-            ids = self.engine.add(prompt, sampling, tenant=tenant, priority=rng.choice((0, 0, 0, 1, 2)))
+            ids = self.engine.add(
+                prompt,
+                sampling,
+                tenant=tenant,
+                priority=rng.choice((0, 0, 0, 1, 2)),
+                needs_host=rng.random() < traffic.host_share,
+            )
         except (QueueFull, NeverFits):
             return
         for rid in ids:
@@ -263,8 +263,6 @@ class World:
         self.clients[rid] = self.live[rid] = client
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:
             self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "finish"))
-        if self.traffic.host_share and self.rng.random() < self.traffic.host_share:
-            request.needs_host = True
 
     def _pick(self, *states: RequestState) -> Request | None:
         requests = self.engine.scheduler.state.requests

@@ -31,23 +31,24 @@ EMPTY = i32()
 EMPTY.flags.writeable = False
 
 
-def _column() -> I32:
-    column: I32 = field(default_factory=lambda: EMPTY)
-    return column
+def _empty() -> I32:
+    return EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowJoins:
     """Rows that start. Every column of a joined row is written anew; nothing of its former owner survives."""
 
-    row: I32 = _column()
-    generation: I32 = _column()  # tells this owner of the row from the ones before it
-    num_tokens: I32 = _column()  # tokens known at the start
-    num_computed: I32 = _column()  # of these, already in the KV blocks
-    limit: I32 = _column()  # the row ends when it has this many tokens
-    pad: I32 = _column()  # tokens of left padding computed before the prompt (static and dynamic modes)
-    model: I32 = _column()
-    adapter: I32 = _column()
+    row: I32 = field(default_factory=_empty)
+    generation: I32 = field(default_factory=_empty)  # tells this owner of the row from the ones before it
+    num_tokens: I32 = field(default_factory=_empty)  # tokens known at the start
+    num_computed: I32 = field(default_factory=_empty)  # of these, already in the KV blocks
+    limit: I32 = field(default_factory=_empty)  # the row ends when it has this many tokens
+    pad: I32 = field(
+        default_factory=_empty
+    )  # tokens of left padding computed before the prompt (static and dynamic modes)
+    model: I32 = field(default_factory=_empty)
+    adapter: I32 = field(default_factory=_empty)
     sampling: tuple[SamplingParams, ...] = ()
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
 
@@ -56,56 +57,56 @@ class RowJoins:
 class RowSpans:
     """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed."""
 
-    row: I32 = _column()
-    num_scheduled: I32 = _column()
+    row: I32 = field(default_factory=_empty)
+    num_scheduled: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSet:
     """The rows in plain decode, as a change against the step before."""
 
-    added: I32 = _column()
-    removed: I32 = _column()
+    added: I32 = field(default_factory=_empty)
+    removed: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockAppends:
     """`block` becomes entry `index` of the block table of (`group`, `row`)."""
 
-    row: I32 = _column()
-    group: I32 = _column()
-    index: I32 = _column()
-    block: I32 = _column()
+    row: I32 = field(default_factory=_empty)
+    group: I32 = field(default_factory=_empty)
+    index: I32 = field(default_factory=_empty)
+    block: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCopies:
     """Copy-on-write: entry `index` of a row's table moves from `source` to its copy `target`."""
 
-    row: I32 = _column()
-    group: I32 = _column()
-    index: I32 = _column()
-    source: I32 = _column()
-    target: I32 = _column()
+    row: I32 = field(default_factory=_empty)
+    group: I32 = field(default_factory=_empty)
+    index: I32 = field(default_factory=_empty)
+    source: I32 = field(default_factory=_empty)
+    target: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowCopies:
     """Forks: the first `num_tokens` tokens of `source` become those of `target`, which joins in this plan."""
 
-    source: I32 = _column()
-    target: I32 = _column()
-    num_tokens: I32 = _column()
+    source: I32 = field(default_factory=_empty)
+    target: I32 = field(default_factory=_empty)
+    num_tokens: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Swaps:
     """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`."""
 
-    ticket: I32 = _column()
-    group: I32 = _column()
-    block: I32 = _column()
-    place: I32 = _column()
+    ticket: I32 = field(default_factory=_empty)
+    group: I32 = field(default_factory=_empty)
+    block: I32 = field(default_factory=_empty)
+    place: I32 = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +127,9 @@ class StepPlan:
 
     seq: int  # plans are numbered from 1; a gap is an error
     full: bool = False  # True: a snapshot, all rows are listed in joins
-    leaves: I32 = _column()  # rows set free; used again only when every earlier step has completed
+    leaves: I32 = field(
+        default_factory=_empty
+    )  # rows set free; used again only when every earlier step has completed
     joins: RowJoins = RowJoins()
     spans: RowSpans = RowSpans()
     decode_rows: RowSet = RowSet()
@@ -159,7 +162,7 @@ class StepResult:
     count: I32  # how many of them are valid; 0 for a chunk that does not end its prompt
     finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
     finite: Bool  # False: this row's numbers are not usable
-    copies_done: I32 = _column()  # swap tickets completed
+    copies_done: I32 = field(default_factory=_empty)  # swap tickets completed
     times: StepTimes = StepTimes()
 
 

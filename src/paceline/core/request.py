@@ -93,8 +93,10 @@ class Request:
         "arrival_s",
         "blocked",
         "branch",
+        "branches",
         "deadline_s",
         "fail_detail",
+        "failed_at",
         "finished_s",
         "first_token_s",
         "host_places",
@@ -143,7 +145,8 @@ class Request:
         self.model = 0
         self.adapter = 0
         self.parent: RequestId | None = None
-        self.branch = 0
+        self.branch = 0  # which branch of its parent it is; 0 for a request of its own
+        self.branches = 0  # how many branches were made of it
         self.needs_host = False  # the host must see each token before the next one may be computed
         self.state = RequestState.NEW
         self.blocked: Blocked | None = None
@@ -152,7 +155,8 @@ class Request:
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
-        self.step_failures = 0
+        self.step_failures = 0  # steps that failed under it since it last got on
+        self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.fail_detail = ""
         self.admitted_s: float | None = None

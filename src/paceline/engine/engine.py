@@ -75,6 +75,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
+        needs_host: bool = False,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is."""
         prompt = np.ascontiguousarray(tokens, np.int32)
@@ -82,11 +83,13 @@ class Engine:
         for branch in branches:
             branch.tenant, branch.priority, branch.deadline_s = tenant, priority, deadline_s
             branch.arrival_s = self._clock.now() if arrival_s is None else arrival_s
+            branch.needs_host = needs_host
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
             else:
                 branch.keys = list(self._hooks.new_keys(branch))
+        branches[0].branches = len(branches) - 1
         self.scheduler.add(branches)
         return [branch.id for branch in branches]
 
@@ -102,7 +105,9 @@ class Engine:
         assert parent is not None
         left = parent.max_total - len(tokens)
         sampling = replace(parent.sampling, max_tokens=max(1, left), n=1)
-        branches = [self._branch(tokens, sampling, parent.branch + 1 + index) for index in range(count)]
+        first = parent.branches + 1
+        branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
+        parent.branches += count
         for branch in branches:
             branch.tenant, branch.priority = parent.tenant, parent.priority
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s

@@ -68,6 +68,7 @@ class BlockPool:
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
         self.num_evicted = 0
+        self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.
         self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
@@ -84,8 +85,8 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` will give now. A fault injector may say less than `num_free`."""
-        return self.num_free
+        """Blocks that `allocate` will give now."""
+        return max(0, self.num_free - self.withheld)
 
     def free_blocks(self) -> Blocks:
         """All free blocks, cached ones last in the order they will be evicted. For checks."""

@@ -218,7 +218,7 @@ class KVManager:
         return True
 
     def share(self, parent: int, child: int, num_tokens: int) -> None:
-        """A child row starts with the blocks of the parent's first `num_tokens` tokens, the last perhaps part-filled."""
+        """A child row starts with the blocks of its parent's first `num_tokens` tokens, perhaps a part-filled one."""
         until = self.blocks_for(num_tokens)
         for group in self.groups:
             start = int(group.first[parent])

@@ -149,11 +149,15 @@ class Admission:
                 return None  # more of what it can share is being computed
             if shared > cached and state.kv.can_share(parent.row, shared):
                 return Beginning(shared, match, parent.row)
-        if state.config.defer_shared_prefix and match.num_blocks < len(request.keys):
-            if (match.num_blocks + 1) * state.kv.block_size < request.num_tokens:
-                if request.keys[match.num_blocks].key in state.computing:
-                    return None
+        if state.config.defer_shared_prefix and self._next_is_computed(request, match.num_blocks):
+            return None
         return Beginning(cached, match)
+
+    def _next_is_computed(self, request: Request, num_blocks: int) -> bool:
+        """Whether another request is computing the block after the first `num_blocks`, and it could be shared."""
+        kv = self._state.kv
+        shareable = num_blocks < len(request.keys) and (num_blocks + 1) * kv.block_size < request.num_tokens
+        return shareable and request.keys[num_blocks].key in self._state.computing
 
     def _cost(self, request: Request, beginning: Beginning) -> Needs:
         kv = self._state.kv

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.core.events import Decision, DecisionKind, StepEvents
-from paceline.core.plan import RowSet, StepPlan, StepResult
+from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
     Blocked,
@@ -24,12 +24,11 @@ from paceline.core.request import (
     RequestState,
 )
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
-from paceline.scheduler.compose import Composer, build_joins
+from paceline.scheduler.compose import Composer
 from paceline.scheduler.preemption import preempt, put_aside
-from paceline.scheduler.state import Join, Journal, SchedulerState
+from paceline.scheduler.recovery import full_plan, start_over
+from paceline.scheduler.state import Journal, SchedulerState
 from paceline.scheduler.update import apply_result, finish, retire_batch
-
-MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more
 
 
 class Scheduler:
@@ -261,63 +260,15 @@ class Scheduler:
 
     def snapshot(self) -> StepPlan:
         """A full plan: every live row, rebuilt from what is known. Only between steps, with none under way."""
-        state = self.state
-        assert not state.flights, "a snapshot needs every step completed"
-        rows = state.rows
-        joins = []
-        for row in np.flatnonzero(rows.live).tolist():
-            request = rows.requests[row]
-            assert request is not None
-            count = int(rows.num_tokens[row] - rows.known[row])
-            request.tokens = np.concatenate([request.tokens, rows.outputs[row, :count]])
-            rows.known[row] = rows.num_tokens[row]
-            joins.append(Join(row, request, int(rows.computed[row]), NO_ROW))
-        pending = state.kv.delta
-        state.kv.delta = type(pending)()
-        for row in np.flatnonzero(rows.live).tolist():
-            for group in state.kv.groups:
-                start, end = int(group.first[row]), int(group.held[row])
-                indices = np.arange(start, end, dtype=np.int64)
-                state.kv.delta.appends.append((row, group.index, indices, group.table[row, start:end]))
-        appends = state.kv.delta.take()[0]
-        state.kv.delta = pending
-        decoding = [row for row in self.composer.decode_rows().tolist() if rows.live[row]]
-        return StepPlan(
-            seq=state.kv.submitted,
-            full=True,
-            joins=build_joins(state, joins)[0],
-            new_blocks=appends,
-            decode_rows=RowSet(added=np.array(decoding, np.int32)),
-        )
+        return full_plan(self.state, self.composer.decode_rows())
 
     def recover(self) -> StepPlan:
-        """A step has failed: no result will come. Every row gives way, and the runner starts from a clean plan.
-
-        A request whose step fails twice in a row ends with an error; the others compute again.
-        """
-        state = self.state
+        """A step has failed: no result will come. Every row gives way, and the runner starts from a clean plan."""
         self._tick()
         self._note("step_failed")
-        state.counters.failed_steps += 1
-        moving = [t.owner for t in state.kv.tickets.open.values() if not t.incoming]
-        took_part = {row for flight in state.flights for row, _, _ in flight.spans}
-        for flight in state.flights:
-            took_part.update(np.flatnonzero(flight.mask).tolist())
-        state.flights.clear()
-        state.kv.abandon()
-        state.rows.complete(state.kv.submitted)
-        for row in np.flatnonzero(state.rows.live).tolist():
-            self._restart(row, row in took_part)
-        for owner in moving:  # its copy to the host may not have happened
-            request = state.requests.get(RequestId(owner))
-            if request is not None and request.host_places:
-                self._forget_places(request)
-        state.kv.settle()
-        state.kv.reset_cache()
-        state.kv.delta = type(state.kv.delta)()
-        state.leaves, state.joins = [], []
+        start_over(self.state)
         self.composer.forget()
-        return StepPlan(seq=state.kv.submitted, full=True)
+        return StepPlan(seq=self.state.kv.submitted, full=True)
 
     def fail_all(self) -> None:
         """The engine is lost: every live request ends with an error."""
@@ -326,38 +277,6 @@ class Scheduler:
         for request in list(self.state.requests.values()):
             self.state.end(request, FinishReason.ERROR, "engine_failed")
         self.state.kv.settle()
-
-    def _restart(self, row: int, took_part: bool) -> None:
-        state = self.state
-        request = state.rows.requests[row]
-        assert request is not None
-        if self._is_done(request):
-            state.end(request, FinishReason(request.fail_detail))
-            return
-        request.step_failures += took_part
-        if request.step_failures >= MAX_STEP_FAILURES:
-            state.kv.quarantine(row)
-            state.end(request, FinishReason.ERROR, "internal_error")
-            return
-        if request.state is RequestState.BLOCKED:  # was being swapped in
-            request.blocked = None
-            request.move(RequestState.RUNNING)
-        state.decide(DecisionKind.PREEMPT, request, "step_failed:recompute", int(state.rows.computed[row]))
-        state.kv.quarantine(row)
-        state.kv.release(row)
-        request.reserved = False
-        request.num_computed = 0
-        state.leave_row(request)
-        state.enqueue(request)
-
-    def _forget_places(self, request: Request) -> None:
-        state = self.state
-        state.kv.drop_places(request.host_places, request.id)
-        request.host_places = ()
-        request.num_computed = 0
-        if request.state is RequestState.SWAPPED:
-            state.queue.remove(request)
-            state.enqueue(request)
 
     # -- helpers -------------------------------------------------------------------------------------------
 
@@ -436,8 +355,8 @@ class Scheduler:
             self._note("idle")
 
     def _note_withheld(self) -> None:
-        """Blocks that a fault injector's pools keep back are an input too."""
-        withheld = tuple(int(getattr(group.pool, "withheld", 0)) for group in self.state.kv.groups)
+        """Blocks that are kept back from outside are an input too."""
+        withheld = tuple(group.pool.withheld for group in self.state.kv.groups)
         if withheld != self._withheld:
             self._withheld = withheld
             self._note("withheld", withheld)

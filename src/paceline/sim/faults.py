@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from paceline.core.request import RequestId
 from paceline.errors import InputError
-from paceline.kv.block_pool import BlockPool, EvictionOrder
 from paceline.scheduler.scheduler import Scheduler
 from paceline.workload.model import Workload
 
@@ -116,24 +115,6 @@ def draw_aborts(workload: Workload, share: float, seed: int) -> Aborts | None:
     )
 
 
-class ReluctantPool(BlockPool):
-    """A pool that at times says it has nothing, whatever it holds."""
-
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        on_evict: Callable[[list[int]], None] = lambda blocks: None,
-        order: EvictionOrder | None = None,
-    ) -> None:
-        super().__init__(num_blocks, on_evict=on_evict, order=order)
-        self.refuses = False
-
-    @property
-    def available(self) -> int:
-        return 0 if self.refuses else self.num_free
-
-
 class ReplicaFaults:
     """The faults of one replica, rolled step by step."""
 
@@ -142,12 +123,6 @@ class ReplicaFaults:
         self._stalls = random.Random(f"stalls:{seed}:{replica}")
         self._alloc = random.Random(f"alloc:{seed}:{replica}")
         self._preempt = random.Random(f"preempt:{seed}:{replica}")
-        self._pools: list[ReluctantPool] = []
-
-    def make_pool(self, num_blocks: int, *, on_evict: Callable[[list[int]], None]) -> BlockPool:
-        pool = ReluctantPool(num_blocks, on_evict=on_evict)
-        self._pools.append(pool)
-        return pool
 
     def stretch(self) -> float:
         """The factor by which the next step takes longer."""
@@ -160,8 +135,8 @@ class ReplicaFaults:
         """What goes wrong before a step is planned."""
         if self._spec.alloc:
             refuses = self._alloc.random() < self._spec.alloc
-            for pool in self._pools:
-                pool.refuses = refuses
+            for group in scheduler.state.kv.groups:
+                group.pool.withheld = group.pool.num_blocks if refuses else 0
         if self._spec.preempt and self._preempt.random() < self._spec.preempt:
             self._force_preemption(scheduler)
 

@@ -36,23 +36,12 @@ from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, BlockReason, Request
 from paceline.errors import InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
-from paceline.kv.block_pool import BlockPool
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 MAX_SHOWN = 120  # characters of a value in a message
 FINISH_HOOK = "finish hook: "  # how the decision about a failed finish hook begins
 NOTHING = "nothing"
-
-
-class WithholdingPool(BlockPool):
-    """A pool that keeps `withheld` of its free blocks back; the scheduler's journal notes the number."""
-
-    withheld = 0
-
-    @property
-    def available(self) -> int:
-        return max(0, self.num_free - self.withheld)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +137,7 @@ class _Replayer:
         self._clock = ManualClock(-math.inf)
         hooks = _RecordedHooks()
         self._scheduler = build_scheduler(
-            log.config, self._clock, hooks, policy=policy, make_pool=WithholdingPool
+            log.config, self._clock, hooks, policy=policy
         )
         self._state = hooks.state = self._scheduler.state
         self._hooks = hooks
@@ -239,7 +228,6 @@ class _Replayer:
         elif kind in ("idle", "keys", "withheld"):  # all three are noted while a plan is made
             if kind == "withheld":
                 for group, count in zip(self._state.kv.groups, values[0], strict=True):
-                    assert isinstance(group.pool, WithholdingPool)
                     group.pool.withheld = count
             return self._scheduler.schedule()
         else:

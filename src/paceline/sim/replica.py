@@ -14,7 +14,6 @@ from paceline.core.recorder import StepRecorder
 from paceline.core.request import Request, RequestId
 from paceline.errors import EngineFailed, NeverFits, QueueFull
 from paceline.factory import build_engine
-from paceline.kv.block_pool import BlockPool
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.sim.faults import Aborts, ReplicaFaults
 from paceline.sim.measure import Meter, StepMeter
@@ -64,7 +63,6 @@ class Replica:
             clock=self.clock,
             hooks=NoHooks(),
             recorder=recorder,
-            make_pool=faults.make_pool if config.faults.alloc else BlockPool,
             make_checker=InvariantChecker if config.check else None,
         )
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)

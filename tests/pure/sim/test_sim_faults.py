@@ -7,12 +7,10 @@ from paceline.core.clock import ManualClock
 from paceline.core.hooks import NoHooks
 from paceline.errors import InputError
 from paceline.factory import build_scheduler
-from paceline.kv.block_pool import BlockPool
 from paceline.sim.faults import (
     BURST_SIZE,
     NEVER,
     FaultSpec,
-    ReluctantPool,
     ReplicaFaults,
     draw_aborts,
     parse_faults,
@@ -95,16 +93,6 @@ def test_aborts_come_at_a_time_or_at_a_token_and_at_most_once() -> None:
     assert draw_aborts(workload, 0.0, seed=2) is None
 
 
-def test_a_reluctant_pool_says_it_has_nothing_and_loses_nothing() -> None:
-    pool = ReluctantPool(10)
-    taken = pool.allocate(4)
-    pool.refuses = True
-    assert (pool.available, pool.num_free) == (0, 5)
-    pool.release(taken)
-    pool.refuses = False
-    assert pool.available == 9
-
-
 def test_stalls_come_as_often_as_asked_and_repeat_by_seed() -> None:
     factors = [ReplicaFaults(FaultSpec(stalls=0.2), 7, 0).stretch() for _ in range(1)]
     faults = ReplicaFaults(FaultSpec(stalls=0.2), 7, 0)
@@ -121,19 +109,18 @@ def test_stalls_come_as_often_as_asked_and_repeat_by_seed() -> None:
 
 def test_forced_preemptions_and_refusals_reach_the_scheduler() -> None:
     faults = ReplicaFaults(FaultSpec(alloc=0.5, preempt=1.0), 3, 0)
-    scheduler = build_scheduler(small_engine(), ManualClock(), NoHooks(), make_pool=faults.make_pool)
+    scheduler = build_scheduler(small_engine(), ManualClock(), NoHooks())
     pool = scheduler.state.kv.groups[0].pool
-    assert isinstance(pool, ReluctantPool) and isinstance(pool, BlockPool)
     workload = make_workload([0.0] * 4)
     source = RequestSource(workload, 8, priorities=np.zeros(4, np.int32))
     scheduler.add([source.make(index) for index in range(4)])
     faults.before_step(scheduler)
     assert scheduler.state.counters.preempted == 0, "nobody runs yet"
-    pool.refuses = False
+    pool.withheld = 0
     assert scheduler.schedule() is not None
     refused = []
     for _ in range(40):
         faults.before_step(scheduler)
-        refused.append(pool.refuses)
+        refused.append(pool.available == 0)
     assert scheduler.state.counters.preempted > 0
     assert 5 < sum(refused) < 35

@@ -32,7 +32,6 @@ class InvariantChecker:
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_checks = 0
         self.overlapped = scheduler.state.rows.num_rows > scheduler.state.config.max_num_seqs
-        self.excused: Callable[[], bool] = lambda: False  # True while a fault makes promises about room void
         self._scheduler = scheduler
         mode = scheduler.state.config.mode
         mine = [entry for entry in INVARIANTS if mode in entry.modes]
@@ -51,7 +50,8 @@ class InvariantChecker:
         decisions = state.decisions
         look = self._look(plan)
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
-        excused = self.excused()
+        # While free blocks are withheld, promises that speak of room do not hold.
+        excused = any(group.pool.withheld for group in state.kv.groups)
         for entry in self._at[PLANNED]:
             if not (excused and entry.name[0] in "LF"):
                 self._report(entry.name, entry.check(look))

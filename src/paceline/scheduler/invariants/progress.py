@@ -22,9 +22,9 @@ def work_is_done_when_there_is_any(look: Look) -> str | None:
     for request in state.requests.values():
         if request.state is RequestState.PAUSED:
             continue
-        if request.state is RequestState.BLOCKED and request.blocked is not None:
-            if request.blocked.reason is not BlockReason.SWAP_IN:
-                continue
+        blocked = request.blocked
+        if blocked is not None and blocked.reason is not BlockReason.SWAP_IN:
+            continue
         gate_closed = not state.mode.admit_limit(state.queue.view(state.now_s), state.rows.num_live)
         if request.state is RequestState.WAITING and gate_closed:
             continue
@@ -85,9 +85,9 @@ def nobody_is_passed_over(look: Look) -> str | None:
     )
     for index in np.flatnonzero(earlier).tolist():
         request = state.queue.get(index)
-        if look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None):
-            if not _could_wait_for_prefix(look, request):
-                return f"request {runners[last].id} was admitted past {request.id}"
+        waits_for_room = look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
+        if waits_for_room and not _could_wait_for_prefix(look, request):
+            return f"request {runners[last].id} was admitted past {request.id}"
     return None
 
 

@@ -107,7 +107,7 @@ def rows_are_what_their_requests_say(look: Look) -> str | None:
         rows.reserved[live],
         live,
     )
-    if says and np.count_nonzero(np.array(says, np.int64).T != np.array(columns, np.int64)):
+    if says and np.count_nonzero(np.array(columns, np.int64) != np.array(says, np.int64).T):
         return "a column of a row is not what its request says"
     free = rows.free_rows() + rows.fenced_rows()
     if len(free) + rows.num_live != rows.num_rows or len(set(free)) != len(free):

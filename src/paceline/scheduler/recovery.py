@@ -1,0 +1,107 @@
+"""After a failed step, and for a runner that starts anew: plans that stand on nothing before them.
+
+What a failed step left on the device is not to be trusted: every row gives way and computes again, cached
+prefixes are forgotten, and copies to the host that may not have happened are forgotten with them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.events import DecisionKind
+from paceline.core.plan import RowSet, StepPlan
+from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
+from paceline.kv.delta import KVDelta
+from paceline.scheduler.compose import build_joins
+from paceline.scheduler.state import Join, SchedulerState
+
+MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more before it ends
+
+
+def full_plan(state: SchedulerState, decoding: NDArray[np.int64]) -> StepPlan:
+    """Every live row as a join with all its tokens and blocks; `decoding` are the rows in plain decode."""
+    assert not state.flights, "a snapshot needs every step completed"
+    rows = state.rows
+    live = np.flatnonzero(rows.live).tolist()
+    delta = KVDelta()
+    joins = []
+    for row in live:
+        request = rows.requests[row]
+        assert request is not None
+        count = int(rows.num_tokens[row] - rows.known[row])
+        request.tokens = np.concatenate([request.tokens, rows.outputs[row, :count]])
+        rows.known[row] = rows.num_tokens[row]
+        joins.append(Join(row, request, int(rows.computed[row]), NO_ROW))
+        for group in state.kv.groups:
+            start, end = int(group.first[row]), int(group.held[row])
+            indices = np.arange(start, end, dtype=np.int64)
+            delta.appends.append((row, group.index, indices, group.table[row, start:end]))
+    return StepPlan(
+        seq=state.kv.submitted,
+        full=True,
+        joins=build_joins(state, joins)[0],
+        new_blocks=delta.take()[0],
+        decode_rows=RowSet(added=decoding[rows.live[decoding]].astype(np.int32)),
+    )
+
+
+def start_over(state: SchedulerState) -> None:
+    """No result will come for the steps under way: bring every request back to where it can compute again."""
+    state.counters.failed_steps += 1
+    kv = state.kv
+    copying_out = [ticket.owner for ticket in kv.tickets.open.values() if not ticket.incoming]
+    took_part = {row for flight in state.flights for row, _, _ in flight.spans}
+    for flight in state.flights:
+        took_part.update(np.flatnonzero(flight.mask).tolist())
+    state.flights.clear()
+    kv.abandon()
+    state.rows.complete(kv.submitted)
+    for row in np.flatnonzero(state.rows.live).tolist():
+        _restart(state, row, row in took_part)
+    for owner in copying_out:
+        request = state.requests.get(RequestId(owner))
+        if request is not None and request.host_places:
+            _forget_places(state, request)
+    kv.settle()
+    kv.reset_cache()
+    kv.delta = KVDelta()
+    state.leaves, state.joins = [], []
+
+
+def _restart(state: SchedulerState, row: int, took_part: bool) -> None:
+    rows = state.rows
+    request = rows.requests[row]
+    assert request is not None
+    if rows.done[row]:  # it has its last token and only waited for its batch
+        state.end(request, FinishReason(request.fail_detail))
+        return
+    num_tokens = int(rows.num_tokens[row])
+    if num_tokens > request.failed_at:  # it has got on since its last failure
+        request.step_failures = 0
+    if took_part:
+        request.step_failures += 1
+        request.failed_at = num_tokens
+    state.kv.quarantine(row)
+    if request.step_failures >= MAX_STEP_FAILURES:
+        state.end(request, FinishReason.ERROR, "internal_error")
+        return
+    if request.state is RequestState.BLOCKED:  # was being swapped in
+        request.blocked = None
+        request.move(RequestState.RUNNING)
+    state.decide(DecisionKind.PREEMPT, request, "step_failed:recompute", int(rows.computed[row]))
+    state.kv.release(row)
+    request.reserved = False
+    request.num_computed = 0
+    state.leave_row(request)
+    state.enqueue(request)
+
+
+def _forget_places(state: SchedulerState, request: Request) -> None:
+    """A copy to the host may not have happened: what it held is computed again."""
+    state.kv.drop_places(request.host_places, request.id)
+    request.host_places = ()
+    request.num_computed = 0
+    if request.state is RequestState.SWAPPED:
+        state.queue.remove(request)
+        state.enqueue(request)
