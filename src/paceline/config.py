@@ -8,7 +8,7 @@ follow from it are values of their own (see `Capacity`).
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -131,14 +131,19 @@ def check_options(config: Any) -> None:
 
 
 def _check_option(spec: Field[Any], value: Any) -> None:
+    if value is None and spec.default is None:
+        return  # not given, and nothing has to be
     flag = flag_of(spec)
     low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    kind: type = type(spec.default)
+    if kind is bool or kind is str:
+        if not isinstance(value, kind):
+            raise ConfigError(f"{flag} must be {'true or false' if kind is bool else 'text'}, not {value!r}")
         return
-    if spec.default is not MISSING and isinstance(spec.default, int) and not isinstance(value, int):
-        raise ConfigError(f"{flag} must be a whole number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ConfigError(f"{flag} must be a {'whole ' if kind is int else ''}number, not {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{flag} must be a finite number, not {value!r}")
     if low is not None and value < low:

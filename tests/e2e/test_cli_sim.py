@@ -160,6 +160,17 @@ def test_a_fitted_cost_model_is_used(tmp_path: Path) -> None:
     assert summary["itl_s"]["p50"] == 0.5, "half a second a step, whatever is in it"
 
 
+def test_a_cost_model_fitted_to_a_run_log_predicts_that_run(tmp_path: Path) -> None:
+    sim("--log", "run.jsonl", "--json", "a.json", *QUICK, cwd=tmp_path)
+    sim("--cost-model", "run.jsonl", "--json", "b.json", *QUICK, cwd=tmp_path)
+    one, other = (
+        json.loads((tmp_path / name).read_text())["runs"][0]["summary"] for name in ("a.json", "b.json")
+    )
+    for measure in ("ttft_s", "itl_s", "e2e_s"):
+        assert other[measure]["mean"] == pytest.approx(one[measure]["mean"], rel=0.1), measure
+        assert other[measure] != one[measure]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "count"),
     [("azure.csv", AZURE, 39), ("mooncake.jsonl", MOONCAKE, 30), ("tenants.csv", TENANTS, 30)],

@@ -97,7 +97,7 @@ def _help(spec: Field[Any], flag: Flag) -> str:
     text: str = spec.metadata["help"]
     default = flag.default
     if default is None and spec.default is not None and spec.default is not False:
-        default = "yes" if spec.default is True else f"{spec.default}"
+        default = "yes" if spec.default is True else str(spec.default)
     return f"{text} [{default}]" if default else text
 
 

@@ -56,7 +56,9 @@ class SimOptions:
     )
     model: str = option("llama-3.1-8b", "shape of the model")
     device: str = option("h200", "device of each replica")
-    cost_model: str | None = option(None, "step times from a fitted cost model instead of the roofline")
+    cost_model: str = option(
+        "", "step times from a fitted cost model, or fitted to a run log, instead of the roofline"
+    )
     host_step_s: float = option(
         3e-4, "host time to plan a step; hidden behind the device unless --depth is 0", low=0.0, high=10.0
     )
@@ -73,9 +75,9 @@ class SimOptions:
     device_hour_price: float | None = option(
         None, "price of a device for an hour, for the cost of tokens", low=0.0
     )
-    json: str | None = option(None, "write all measures, settings and the seed to this file")
-    plot: str | None = option(None, "write the throughput-latency plot and a timeline (PNG)")
-    log: str | None = option(None, "write the run log of the engine (one mode, one rate, one replica)")
+    json: str = option("", "write all measures, settings and the seed to this file")
+    plot: str = option("", "write the throughput-latency plot and a timeline (PNG)")
+    log: str = option("", "write the run log of the engine (one mode, one rate, one replica)")
 
     def __post_init__(self) -> None:
         check_options(self)

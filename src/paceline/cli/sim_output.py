@@ -40,7 +40,7 @@ class Outputs:
 
     @classmethod
     def checked(cls, options: SimOptions) -> Outputs:
-        if options.plot is not None:
+        if options.plot:
             if not options.plot.lower().endswith(".png"):
                 raise InputError(
                     f"--plot {options.plot}: pictures are PNG files; give a name that ends in .png"
@@ -184,13 +184,13 @@ def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:
     return written
 
 
-def _writable(flag: str, name: str | None) -> Path | None:
-    if name is None:
+def _writable(flag: str, name: str) -> Path | None:
+    if not name:
         return None
     path = Path(name)
     folder = path.parent
-    if not name or path.is_dir():
-        raise InputError(f"{flag} '{name}' is not the name of a file")
+    if path.is_dir():
+        raise InputError(f"{flag} {name}: that is a folder; give the name of a file")
     if not folder.is_dir():
         raise InputError(f"{flag} {name}: the folder {folder} does not exist; make it first")
     if not os.access(path if path.exists() else folder, os.W_OK):

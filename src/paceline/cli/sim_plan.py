@@ -16,12 +16,12 @@ from typing import Any
 
 from paceline.cli.sim_options import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
 from paceline.core.recorder import StepRecorder
-from paceline.costs.fit import FittedCost
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.report.record import RunRecord
 from paceline.report.summary import Slo, Summary, summarize
 from paceline.sim import Machine, SimConfig, engine_config, parse_faults, simulate
+from paceline.sim.cost_files import load_cost_model
 from paceline.workload import Workload, load_workload
 from paceline.workload.generators import GENERATORS
 
@@ -94,7 +94,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 device_hour_price=options.device_hour_price,
             )
             runs.append(run)
-    if options.log is not None and (sum(run.asked for run in runs) > 1 or options.replicas > 1):
+    if options.log and (sum(run.asked for run in runs) > 1 or options.replicas > 1):
         raise InputError("--log records one engine in one run; give one mode, one rate and --replicas 1")
     return runs
 
@@ -164,8 +164,10 @@ def _number(text: str) -> float | None:
 
 
 def _machine(options: SimOptions) -> Machine:
-    cost = FittedCost.load(options.cost_model) if options.cost_model is not None else None
-    return Machine.of(model_shape(options.model), device_spec(options.device), cost)
+    machine = Machine.of(model_shape(options.model), device_spec(options.device))
+    if not options.cost_model:
+        return machine
+    return replace(machine, cost=load_cost_model(options.cost_model, machine.kv_bytes_per_token))
 
 
 def _loads(options: SimOptions) -> list[Load]:
@@ -174,7 +176,7 @@ def _loads(options: SimOptions) -> list[Load]:
     if not rates:
         return _recorded_loads(options)
     asked = set(rates)
-    if options.plot is not None and len(rates) == 1:
+    if options.plot and len(rates) == 1:
         rates = [rates[0] * factor for factor in SWEEP_FACTORS]
     return [Load(rate=rate, workload=_load(options, rate), asked=rate in asked) for rate in rates]
 
@@ -183,7 +185,7 @@ def _recorded_loads(options: SimOptions) -> list[Load]:
     """Arrivals as they are; around them, if a curve is to be drawn, the same with time compressed."""
     workload = _load(options, None)
     rate = workload.rate if 0 < workload.rate < math.inf else None
-    if options.plot is None:
+    if not options.plot:
         return [Load(rate=rate, workload=workload, asked=True)]
     if rate is None:
         raise InputError(

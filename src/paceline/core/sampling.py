@@ -104,13 +104,23 @@ def _check_ranges(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
     for name, low_f, high_f in _FLOAT_RANGES:
         value = getattr(params, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not _is_finite(value):
             raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
         if not low_f <= value <= high_f:
             raise InvalidRequest(f"{name} must be between {low_f:g} and {high_f:g}, not {value}", param=name)
     if params.min_tokens > params.max_tokens:
         message = f"min_tokens ({params.min_tokens}) is larger than max_tokens ({params.max_tokens})"
         raise InvalidRequest(message, param="min_tokens")
+
+
+def _is_finite(value: object) -> bool:
+    """A number a float can hold; True and False are no numbers here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _check_counts(params: SamplingParams) -> None:
@@ -127,7 +137,8 @@ def _check_counts(params: SamplingParams) -> None:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", param="stop")
     for token, bias in params.logit_bias.items():
-        if not isinstance(token, int) or not math.isfinite(bias) or not -100 <= bias <= 100:
+        is_id = isinstance(token, int) and not isinstance(token, bool)
+        if not is_id or not _is_finite(bias) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")

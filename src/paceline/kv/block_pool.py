@@ -123,14 +123,17 @@ class BlockPool:
         np.subtract.at(self.refs, blocks, 1)
         counts = self.refs[blocks]
         zero = blocks[counts == 0] if np.count_nonzero(counts) else blocks
+        each = dict.fromkeys(zero.tolist())
+        if len(each) < len(zero):
+            zero = np.fromiter(each, np.int64, len(each))
         is_cached = self.cached[zero]
-        num_cached = int(np.count_nonzero(is_cached))
-        if num_cached:
-            self.evictable.add(zero[is_cached].tolist())
-        if num_cached < len(zero):
-            plain = np.fromiter(dict.fromkeys(zero[~is_cached].tolist()), np.int64)
-            self._stack[self._depth : self._depth + len(plain)] = plain
-            self._depth += len(plain)
+        num_plain = len(zero) - int(np.count_nonzero(is_cached))
+        if num_plain:
+            self._stack[self._depth : self._depth + num_plain] = zero[~is_cached]
+            self._depth += num_plain
+            zero = zero[is_cached]
+        if len(zero):
+            self.evictable.add(zero.tolist())
 
     def forget(self, block: int) -> None:
         """A block no longer holds a cached prefix; when free, it moves to the stack."""

@@ -7,7 +7,6 @@ completed (fences). Integers only: it never sees a token, a clock or a request o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +61,7 @@ class KVManager:
         self.places = [HostPlaces(config.num_host_blocks) for _ in self.groups]
         self.tickets = Tickets()
         self.delta = KVDelta()
-        self.fences: deque[Fence] = deque()
+        self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)
         self._no_match = Match(0, (0,) * len(self.groups), none)
         self.submitted = 0  # seq of the last plan handed out
@@ -331,10 +330,16 @@ class KVManager:
 
     def settle(self) -> None:
         """Set free, in one sweep, every block whose fence has been passed."""
+        if not self.fences:
+            return
         due: list[list[Blocks]] = [[] for _ in self.groups]
-        while self.fences and self.fences[0].seq <= self.completed:
-            fence = self.fences.popleft()
-            due[fence.group].append(fence.blocks)
+        waiting = []
+        for fence in self.fences:
+            if fence.seq <= self.completed:
+                due[fence.group].append(fence.blocks)
+            else:
+                waiting.append(fence)
+        self.fences = waiting
         for group, blocks in zip(self.groups, due, strict=True):
             if blocks:
                 group.pool.release(np.concatenate(blocks))

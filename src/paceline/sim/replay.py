@@ -136,9 +136,7 @@ class _Replayer:
         self.write: Callable[[str], None] = lambda line: None
         self._clock = ManualClock(-math.inf)
         hooks = _RecordedHooks()
-        self._scheduler = build_scheduler(
-            log.config, self._clock, hooks, policy=policy
-        )
+        self._scheduler = build_scheduler(log.config, self._clock, hooks, policy=policy)
         self._state = hooks.state = self._scheduler.state
         self._hooks = hooks
         self._encoder = LineEncoder()

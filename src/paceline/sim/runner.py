@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.clock import ManualClock
-from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, StepPlan, StepResult, StepTimes
+from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, StepPlan, StepResult, StepTimes, StepWork
 from paceline.costs.model import CostModel, StepShape
 
 I32 = NDArray[np.int32]
@@ -89,7 +89,8 @@ class TimedRunner:
         self._clock.advance(self._host_step_s)
         self._take_over(plan)
         start_s = max(self._clock.now(), self._free_s)
-        end_s = self._free_s = start_s + self._seconds(plan) * self._stretch()
+        seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes))
+        end_s = self._free_s = start_s + seconds * self._stretch()
         self.observe(plan, start_s, end_s)
         return _Pending(self, self._compute(plan, StepTimes(start_s=start_s, end_s=end_s)))
 
@@ -98,19 +99,6 @@ class TimedRunner:
         self._clock.advance_to(result.times.end_s)
         self.num_completed += 1
         return result
-
-    def _seconds(self, plan: StepPlan) -> float:
-        work = plan.work
-        return self._cost.step_seconds(
-            StepShape(
-                decode_rows=work.decode_rows,
-                decode_context=work.decode_context,
-                prefill_tokens=work.prefill_tokens,
-                prefill_context_products=work.prefill_context_products,
-                logit_rows=work.logit_rows,
-                copy_bytes=work.swap_blocks * self._block_bytes,
-            )
-        )
 
     def _take_over(self, plan: StepPlan) -> None:
         """Follow the plan's changes of rows."""
@@ -168,6 +156,18 @@ class TimedRunner:
             copies_done=_tickets(plan),
             times=times,
         )
+
+
+def step_shape(work: StepWork, block_bytes: int) -> StepShape:
+    """The work of a plan as a cost model sees it."""
+    return StepShape(
+        decode_rows=work.decode_rows,
+        decode_context=work.decode_context,
+        prefill_tokens=work.prefill_tokens,
+        prefill_context_products=work.prefill_context_products,
+        logit_rows=work.logit_rows,
+        copy_bytes=work.swap_blocks * block_bytes,
+    )
 
 
 class _Pending:

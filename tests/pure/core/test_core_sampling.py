@@ -75,7 +75,6 @@ def test_real_numbers_are_finite_and_nothing_else(name: str, value: Any) -> None
     assert caught.value.param == name
 
 
-@pytest.mark.xfail(strict=True, reason="math.isfinite overflows on a whole number that no float can hold")
 @pytest.mark.parametrize("name", [*REAL, "logit_bias"])
 def test_a_number_too_large_for_a_float_is_refused(name: str) -> None:
     value: Any = {3: 10**400} if name == "logit_bias" else 10**400
@@ -84,7 +83,6 @@ def test_a_number_too_large_for_a_float_is_refused(name: str) -> None:
     assert caught.value.param == name
 
 
-@pytest.mark.xfail(strict=True, reason="math.isfinite is asked before the type is looked at")
 def test_a_bias_that_is_no_number_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         SamplingParams(logit_bias={3: "heavy"})  # type: ignore[dict-item]

@@ -48,7 +48,7 @@ def free(kv: KVManager) -> list[int]:
 
 
 def held(kv: KVManager, row: int, group: int = 0) -> list[int]:
-    return kv.groups[group].blocks_of(row).tolist()
+    return [int(block) for block in kv.groups[group].blocks_of(row)]
 
 
 def refs(kv: KVManager, blocks: Sequence[int], group: int = 0) -> list[int]:

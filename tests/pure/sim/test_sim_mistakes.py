@@ -92,6 +92,9 @@ BAD_COST_MODELS = (
     "[]",
     '{"format": "paceline-costs", "version": 99}',
     '{"format": "paceline-costs", "version": 1}',
+    '{"v": 1, "kind": "header"}\n',  # a run log without a config
+    '{"v": 99, "kind": "header"}\n',
+    "\x00\xff",
 )
 
 
