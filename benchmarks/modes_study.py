@@ -25,8 +25,8 @@ from paceline.report.table import to_json
 from paceline.sim import Machine, SimConfig, engine_config, simulate
 from paceline.workload import load_workload
 
-SIZES = (8, 16, 32, 64, 128, 256)
-TIMEOUTS = (0.05, 0.25, 1.0)
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+TIMEOUTS = (0.05, 0.5)
 MODEL, DEVICE = "llama-3.1-8b", "h200"
 
 

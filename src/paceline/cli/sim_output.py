@@ -113,8 +113,8 @@ def _knee_lines(results: Sequence[Result]) -> list[str]:
         rates = [point.rate for point in curve.points]
         if len(rates) > 1:
             knee = curve.knee
-            where = f"not reached up to {max(rates):.4g}/s" if knee is None else f"{knee:.4g}/s"
-            lines.append(f"Knee of {curve.label} (the rate after which p99 TTFT doubles): {where}")
+            seen = f"not between {min(rates):.4g} and {max(rates):.4g}/s" if knee is None else f"{knee:.4g}/s"
+            lines.append(f"Knee of {curve.label} (the rate after which p99 TTFT doubles): {seen}")
     return lines
 
 

@@ -314,7 +314,12 @@ class Composer:
         return self.admission.rows_left() > 0
 
     def _let_batch_in(self, candidates: list[Request]) -> None:
-        """Admit a padded batch: as many of the candidates as their rectangle has room for."""
+        """Admit a padded batch: as many of the candidates as their rectangle has room for.
+
+        Not before the last step of the batch before has completed: only then is all of its memory free.
+        """
+        if self._state.flights:
+            return
         shape = self._state.mode.shape(candidates, self._rectangle_fits)
         if shape is None:
             return
