@@ -53,8 +53,8 @@ class Composer:
         for row in prompts:
             self._span(row, min(self._left, cap))
         self._let_in(cap)
-        for row in prompts:  # what nobody else took goes to the prompts that were held back
-            if self._left > 0 and self._still_prompting(row):
+        if self._left > 0 and state.prefilling:
+            for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
         self.tokens_left = self._left
         if not (self._decode_count or self._spans or self._pad_tokens or self._copies_open()):

@@ -25,7 +25,6 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert bench.reasons(DecisionKind.CHUNK, request) == ["budget", "budget"]
 
 
-@pytest.mark.xfail(strict=True, reason="the request itself counts as waiting: alone it gets its share only")
 def test_a_prompt_that_nobody_waits_behind_may_have_the_whole_step() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     request = bench.add(prompt(32))
@@ -42,14 +41,12 @@ def test_a_prompt_under_way_may_have_the_whole_step_when_nobody_waits() -> None:
 def test_while_others_wait_one_prompt_takes_at_most_its_share() -> None:
     bench = Bench(engine_config(num_blocks=129, max_num_batched_tokens=32, long_prefill_share=0.25))
     ids = [bench.add(prompt(100, start)) for start in range(3)]
-    assert planned(bench).spans == dict.fromkeys(ids, 8)
-    for _ in range(3):
+    for _ in range(4):
         spans = planned(bench).spans
         assert spans[ids[0]] == 16, "the first in order gets what nobody else may take"
         assert spans[ids[1]] == spans[ids[2]] == 8
 
 
-@pytest.mark.xfail(strict=True, reason="what is left goes only to prompts that were there before this step")
 def test_what_nobody_takes_goes_to_a_prompt_that_has_just_come() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     long, short = bench.add(prompt(100)), bench.add(prompt(5, 1))
