@@ -93,7 +93,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
     busy = rng.random() < 0.85
     return Traffic(
-        add=rng.choice((0.15, 0.25)) if busy else 0.05,
+        add=rng.choice((0.06, 0.12)) if busy else 0.03,
         burst=rng.choice((2, 4, 10)) if busy else 2,
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),
@@ -106,7 +106,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
         stop_string=rng.choice((0.0, 0.01)),
         reset_cache=rng.choice((0.0, 0.0, 0.002)),
         longest_prompt=rng.choice((8, longest // 4, longest // 2)),
-        longest_output=rng.choice((longest // 4, longest // 2, longest)),
+        longest_output=rng.choice((longest // 2, longest)),
         stop_chance=rng.choice((0.0, 0.02, 0.05)),
         num_tenants=rng.choice((1, 3)),
         num_prefixes=rng.choice((1, 4)),

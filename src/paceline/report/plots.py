@@ -197,7 +197,7 @@ def _draw_curve(
         at = next(i for i, point in enumerate(points) if point.rate == knee)
         _ring(throughput, rates[at], served[at], index, None)
         _ring(frontier, served[at], ttft_p99[at], index, None)
-        _ring(ttft, rates[at], ttft_p99[at], index, f"knee {knee:g}/s")
+        _ring(ttft, rates[at], ttft_p99[at], index, f"knee {knee:.3g}/s")
 
 
 def _ring(axes: "Axes", x: float, y: float, index: int, text: str | None) -> None:
@@ -205,7 +205,10 @@ def _ring(axes: "Axes", x: float, y: float, index: int, text: str | None) -> Non
     colour = style.colour(index)
     axes.plot([x], [y], **_RING, color=colour, zorder=5)
     if text:
+        # To the left, where the curve is lower; a point next to the axis has its words below, to the right.
         place: Any = {"xytext": (-9, 9), "textcoords": "offset points", "ha": "right"}
+        if x <= axes.dataLim.x0:
+            place |= {"xytext": (12, -16 - 11 * index), "ha": "left"}
         axes.annotate(text, (x, y), **place, fontsize=9, fontweight="bold", color=colour)
 
 

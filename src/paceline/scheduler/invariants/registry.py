@@ -41,6 +41,7 @@ class Held:
         at, self.index = mask.nonzero()
         self.row = live[at]
         self.block = group.table[self.row, self.index]
+        self.holders = np.bincount(self.block, minlength=group.pool.num_blocks)  # rows per block
 
 
 class Look:
