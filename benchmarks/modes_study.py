@@ -87,9 +87,10 @@ def best(
 
 def row(case: Case, summary: Summary) -> str:
     e2e = summary.e2e_s
+    spread = f"{e2e.p99 / e2e.p50:.1f}" if e2e.p99 is not None and e2e.p50 else "-"
     return (
         f"| {case.name} | {summary.requests_per_s:.2f} | {summary.output_tokens_per_s:,.0f} | {e2e.p50:.2f} | "
-        f"{e2e.p99:.2f} | {e2e.p99 / e2e.p50:.1f} | {summary.ttft_s.p50:.2f} | "
+        f"{e2e.p99:.2f} | {spread} | {summary.ttft_s.p50:.2f} | "
         f"{100 * (summary.padded_share or 0):.1f} % | {100 * (summary.kv_waste or 0):.1f} % |"
     )
 

@@ -313,9 +313,9 @@ class World:
 
     def _pause(self) -> None:
         scheduler = self.engine.scheduler
-        for request in list(scheduler.state.requests.values()):
-            if request.state is RequestState.PAUSED and self.rng.random() < 0.5:
-                scheduler.resume(request.id)
+        for paused in list(scheduler.state.requests.values()):
+            if paused.state is RequestState.PAUSED and self.rng.random() < 0.5:
+                scheduler.resume(paused.id)
         request = self._pick(RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED)
         if request is not None:
             with contextlib.suppress(InvalidTransition):
@@ -323,9 +323,9 @@ class World:
 
     def _block(self) -> None:
         scheduler = self.engine.scheduler
-        for request in list(scheduler.state.requests.values()):
-            if request.state is RequestState.BLOCKED and self.rng.random() < 0.5:
-                scheduler.unblock(request.id)
+        for blocked in list(scheduler.state.requests.values()):
+            if blocked.state is RequestState.BLOCKED and self.rng.random() < 0.5:
+                scheduler.unblock(blocked.id)
         request = self._pick(RequestState.WAITING)
         if request is not None:
             deadline = self.clock.now() + 0.05 if self.rng.random() < 0.3 else None

@@ -126,7 +126,10 @@ class InvariantChecker:
 def _block_bytes(scheduler: Scheduler) -> object:
     """Everything the block invariants read, as comparable bytes."""
     state = scheduler.state
-    seen: list[object] = [len(state.kv.tickets.open), [(f.seq, f.group, len(f.blocks)) for f in state.kv.fences]]
+    seen: list[object] = [
+        len(state.kv.tickets.open),
+        [(f.seq, f.group, len(f.blocks)) for f in state.kv.fences],
+    ]
     high = state.rows.high
     for group in state.kv.groups:
         pool = group.pool
