@@ -6,12 +6,13 @@ import contextlib
 import gc
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.config import EngineConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
-from paceline.core.recorder import Inputs, StepRecord
+from paceline.core.recorder import Inputs, StepRecord, StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidTransition, NeverFits, QueueFull
@@ -36,10 +37,11 @@ class Expectation:
 
 
 class Coverage:
-    """Counts what happened; also the recorder of the run."""
+    """Counts what happened; also the recorder of the run, which may pass everything on to another."""
 
-    def __init__(self) -> None:
+    def __init__(self, further: StepRecorder | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self._further = further
 
     def step(self, record: StepRecord) -> None:
         counts, plan = self.counts, record.plan
@@ -50,21 +52,24 @@ class Coverage:
         for decision in record.decisions:
             if decision.kind is DecisionKind.RESUME:
                 counts["resume"] += 1
+        if self._further is not None:
+            self._further.step(record)
 
     def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        return None
+        if self._further is not None:
+            self._further.close(inputs, decisions)
 
 
 class World:
     """An engine, its clients and its bad luck, all from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.config = draw_config(rng)
         self.traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage()
+        self.coverage = Coverage(make_recorder(self.config) if make_recorder is not None else None)
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
@@ -102,6 +107,7 @@ class World:
             self._traffic()
             self._step()
         self._drain()
+        self.engine.close()
         self._check_idle()
         self._count()
         return self.coverage.counts

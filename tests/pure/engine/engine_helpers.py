@@ -200,6 +200,10 @@ class Bench:
             if self.step() is None and self.engine.is_idle and before is not None:
                 self.clock.advance_to(before)
         assert not self.engine.has_requests, f"still alive after {limit} steps: {self.states()}"
+        for _ in range(20):  # copies of requests that have ended
+            if not self.state.kv.tickets.open:
+                break
+            self.step()
         self.receive(self.engine.drain())
         self.check_empty()
 

@@ -177,9 +177,6 @@ def test_a_request_with_min_tokens_can_be_forked() -> None:
     bench.run()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the seed of a branch does not know how many branches there were before"
-)
 def test_two_forks_at_one_point_differ() -> None:
     """O5: a second call is no repetition of the first."""
     bench = Bench()
@@ -190,7 +187,6 @@ def test_two_forks_at_one_point_differ() -> None:
     assert bench.tokens[one] != bench.tokens[other]
 
 
-@pytest.mark.xfail(strict=True, reason="the first branch of a fork has the seed of the sibling with number 1")
 def test_a_fork_is_no_twin_of_a_sibling() -> None:
     bench = Bench()
     first, second = bench.add_all(prompt(4), 10, n=2, seed=5)

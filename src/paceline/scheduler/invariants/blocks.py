@@ -14,7 +14,7 @@ from paceline.scheduler.invariants.registry import BLOCKS, CHANGES, PLANNED, Loo
 def every_block_is_free_or_live(look: Look) -> str | None:
     for group in look.scheduler.state.kv.groups:
         pool = group.pool
-        live = int(np.count_nonzero(pool.refs))
+        live = int(np.count_nonzero(pool.refs > 0))
         if pool.num_free + live != pool.num_blocks:
             return f"group {group.index}: {pool.num_free} free + {live} live blocks are not {pool.num_blocks}"
     return None
@@ -62,6 +62,22 @@ def no_row_holds_a_block_twice(look: Look) -> str | None:
     return None
 
 
+@invariant("S8", moment=PLANNED)
+def tables_cover_what_is_computed(look: Look) -> str | None:
+    state = look.scheduler.state
+    live, size = look.live, state.kv.block_size
+    upper = state.rows.upper[live]
+    for group in state.kv.groups:
+        held = group.held[live]
+        if np.count_nonzero(held * size < upper):
+            return f"row {live[int((held * size < upper).argmax())]}: its table is too short"
+        if state.mode.keeps_finished:
+            continue
+        if np.count_nonzero((held - 1) * size > upper):
+            return "a row holds blocks beyond what it computes"
+    return None
+
+
 @invariant("S6", moment=PLANNED)
 def nothing_is_written_where_others_read(look: Look) -> str | None:
     """Others may hold the block a row writes only if they see none of the positions written."""
@@ -85,22 +101,6 @@ def nothing_is_written_where_others_read(look: Look) -> str | None:
     return None
 
 
-@invariant("S8", moment=PLANNED)
-def tables_cover_what_is_computed(look: Look) -> str | None:
-    state = look.scheduler.state
-    live, size = look.live, state.kv.block_size
-    upper = state.rows.upper[live]
-    for group in state.kv.groups:
-        held = group.held[live]
-        if np.count_nonzero(held * size < upper):
-            return f"row {live[int((held * size < upper).argmax())]}: its table is too short"
-        if state.mode.keeps_finished:
-            continue
-        if np.count_nonzero((held - 1) * size > upper):
-            return "a row holds blocks beyond what it computes"
-    return None
-
-
 @invariant("S10", moment=CHANGES)
 def who_does_not_run_owns_nothing(look: Look) -> str | None:
     state = look.scheduler.state
@@ -109,17 +109,21 @@ def who_does_not_run_owns_nothing(look: Look) -> str | None:
     for group in state.kv.groups:
         if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
             return f"group {group.index}: a row that is not in use holds blocks"
-        if group.reserved and int(group.reserved_for[look.live].sum()) != group.reserved:
-            return f"group {group.index}: {group.reserved} blocks are promised, rows say otherwise"
-        if group.reserved > group.pool.num_free:
-            return (
-                f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
-            )
     for request in state.requests.values():
         if request.host_places and request.state not in (RequestState.SWAPPED, RequestState.PAUSED):
             return f"request {request.id} is {request.state.value} and keeps host places"
         if request.row >= 0 and request.state not in (RequestState.RUNNING, RequestState.BLOCKED):
             return f"request {request.id} is {request.state.value} and has row {request.row}"
+    return None
+
+
+@invariant("S10", moment=BLOCKS)
+def promised_blocks_are_there(look: Look) -> str | None:
+    for group in look.scheduler.state.kv.groups:
+        if group.reserved > group.pool.num_free:
+            return (
+                f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
+            )
     return None
 
 
@@ -170,7 +174,7 @@ def only_computed_blocks_are_cached(look: Look) -> str | None:
 
 @invariant("S22", moment=PLANNED)
 def no_block_changes_hands_under_a_step(look: Look) -> str | None:
-    """What a plan writes is not touched by an earlier step of another row that may still be running."""
+    """What a plan writes is not touched by an earlier step of another row, nor by a copy, still under way."""
     if look.plan is None or not look.in_flight:
         return None
     state = look.scheduler.state
@@ -195,6 +199,20 @@ def tenants_never_share_blocks(look: Look) -> str | None:
         owner[held.block] = tenants
         if np.count_nonzero(owner[held.block] != tenants):
             return f"group {group.index}: two tenants hold one block"
+    return None
+
+
+@invariant("S22r", moment=PLANNED)
+def no_row_changes_hands_under_a_step(look: Look) -> str | None:
+    """A row that joins takes part in no earlier step whose result is still to come."""
+    flights = look.scheduler.state.flights
+    if look.plan is None or len(flights) < 2:
+        return None
+    joined = look.plan.joins.row
+    for flight in list(flights)[:-1] if len(joined) else ():
+        busy = {row for row, _, _ in flight.spans}.union(np.flatnonzero(flight.mask).tolist())
+        if not busy.isdisjoint(joined.tolist()):
+            return f"rows {sorted(busy.intersection(joined.tolist()))} join while step {flight.seq} uses them"
     return None
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult
+from paceline.core.request import RequestId
 from paceline.scheduler.invariants import blocks, progress, requests
 from paceline.scheduler.invariants.registry import (
     ALWAYS,
@@ -42,12 +43,16 @@ class InvariantChecker:
         self._blocks_seen: object = None
         self._places_seen: object = None
         self._touched: deque[tuple[int, NDArray[np.int64]]] = deque()
+        self._copying: dict[int, NDArray[np.int64]] = {}  # swap ticket -> its blocks of group 0
+        self._arrived: dict[RequestId, tuple[float, int]] = {}
+        self._num_added = 0
         self._silent = 0
         self._seen_decisions = 0
 
     def after_schedule(self, plan: StepPlan | None) -> None:
         state = self._scheduler.state
         decisions = state.decisions
+        self._note_arrivals()
         look = self._look(plan)
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
@@ -56,15 +61,20 @@ class InvariantChecker:
             if not (excused and entry.name[0] in "LF"):
                 self._report(entry.name, entry.check(look))
         self._always_true(look)
-        if plan is not None and self.overlapped:
-            self._remember(plan, look.held[0])
+        if plan is not None:
+            self._note_copies(plan)
+            if self.overlapped:
+                self._remember(plan, look.held[0])
         self._seen_decisions = 0  # the engine takes them with the plan
         self._progress(plan)
 
     def after_update(self, result: StepResult | None) -> None:
         if result is None:
             self._touched.clear()
+            self._copying.clear()
         else:
+            for ticket in result.copies_done.tolist():
+                self._copying.pop(ticket, None)
             while self._touched and self._touched[0][0] <= result.seq:
                 self._touched.popleft()
             if (result.count > 0).any():
@@ -73,7 +83,34 @@ class InvariantChecker:
         self._seen_decisions = len(self._scheduler.state.decisions)
 
     def _look(self, plan: StepPlan | None) -> Look:
-        return Look(self._scheduler, plan, [touched for _, touched in self._touched])
+        in_flight = [touched for _, touched in self._touched]
+        if self._copying:
+            touched = np.full(self._scheduler.state.kv.groups[0].pool.num_blocks, -1, np.int64)
+            # Not even its own row may write there until the copy is done.
+            touched[np.concatenate(list(self._copying.values()))] = -2
+            in_flight.append(touched)
+        look = Look(self._scheduler, plan, in_flight)
+        look.arrived = self._arrived
+        return look
+
+    def _note_arrivals(self) -> None:
+        """Each request's place in the order of arrival, as it was when it came."""
+        state = self._scheduler.state
+        if state.counters.added == self._num_added:
+            return
+        self._num_added = state.counters.added
+        if len(self._arrived) > 4 * len(state.requests) + 64:
+            self._arrived = {id: seen for id, seen in self._arrived.items() if id in state.requests}
+        for request_id, order in state.orders.items():
+            if request_id not in self._arrived:
+                self._arrived[request_id] = (state.requests[request_id].arrival_s, order)
+
+    def _note_copies(self, plan: StepPlan) -> None:
+        """Blocks that a swap reads or writes from now on until its ticket comes back."""
+        for swaps in (plan.swap_out, plan.swap_in):
+            for ticket in np.unique(swaps.ticket).tolist():
+                mine = (swaps.ticket == ticket) & (swaps.group == 0)
+                self._copying[ticket] = swaps.block[mine].astype(np.int64)
 
     def _always_true(self, look: Look) -> None:
         self.num_checks += 1

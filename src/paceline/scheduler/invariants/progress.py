@@ -69,13 +69,17 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
 
 @invariant("F2", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def nobody_is_passed_over(look: Look) -> str | None:
-    """Nobody is admitted past an earlier request, unless that one waits for a prefix under way."""
+    """Nobody is admitted past an earlier request, unless that one waits for a prefix under way.
+
+    Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
+    """
     state = look.scheduler.state
     admitted = [d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)]
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners or not len(state.queue):
         return None
-    view = state.queue.view(state.now_s)
+    waiting_requests = list(state.queue)
+    view = _view_of(look, waiting_requests)
     waiting = state.policy.order(view)
     admitted_view = _view_of(look, runners)
     scores = state.policy.order(admitted_view)
@@ -84,7 +88,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
         (waiting == scores[last]) & (view.order < admitted_view.order[last])
     )
     for index in np.flatnonzero(earlier).tolist():
-        request = state.queue.get(index)
+        request = waiting_requests[index]
         waits_for_room = look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
         if waits_for_room and not _could_wait_for_prefix(look, request):
             return f"request {runners[last].id} was admitted past {request.id}"
@@ -149,12 +153,14 @@ def _goes_first(look: Look, one: Request, other: Request) -> bool:
 
 
 def _view_of(look: Look, requests: list[Request]) -> RequestView:
+    """Requests as a policy sees them, with the place in the order of arrival they came with."""
     state = look.scheduler.state
+    arrived = [look.arrived[request.id] for request in requests]
     return RequestView(
         now_s=state.now_s,
         row=np.array([request.row for request in requests], np.int32),
-        order=np.array([state.orders[request.id] for request in requests], np.int64),
-        arrival_s=np.array([request.arrival_s for request in requests]),
+        order=np.array([order for _, order in arrived], np.int64),
+        arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
         priority=np.array([request.priority for request in requests], np.int32),
         tenant=np.zeros(len(requests), np.int32),
         num_tokens=np.array([request.num_tokens for request in requests]),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from paceline.config import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
+from paceline.core.request import RequestId
 from paceline.kv.group import LayerGroup
 from paceline.scheduler.scheduler import Scheduler
 
@@ -55,8 +56,10 @@ class Look:
         self.live: NDArray[np.int64] = rows.live[: rows.high].nonzero()[0]
         self.plan = plan
         self.decisions: list[Decision] = []  # made by the schedule just done
-        # Per earlier step under way: the row that touches each block of group 0; -1 nobody, -2 several.
+        # Per earlier step and copy under way: the row that touches each block of group 0; -1 nobody, -2 several.
         self.in_flight = in_flight
+        # Time and place in the order of arrival every live request had when it was first seen.
+        self.arrived: dict[RequestId, tuple[float, int]] = {}
 
     @cached_property
     def held(self) -> list[Held]:

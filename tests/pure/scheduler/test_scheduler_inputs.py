@@ -1,0 +1,316 @@
+"""What a scheduler is told between steps: stops, deadlines, pauses and blocks; and rows that need the host."""
+
+from itertools import pairwise
+
+import pytest
+
+from paceline.core.request import BlockReason, FinishReason, RequestId, RequestState
+from paceline.errors import InvalidTransition, UnknownRequest
+from tests.fakes import FakeRunner
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+# -- a stop found outside ----------------------------------------------------------------------------------
+
+
+def test_what_comes_after_a_stop_is_discarded() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 20)
+    bench.step(8)
+    assert bench.scheduler.finish_at(request, 5)
+    bench.flush()
+    ending = bench.finished[request]
+    assert (ending.reason, ending.num_output) == (FinishReason.STOP, 5)
+    assert not bench.scheduler.finish_at(request, 5), "once is enough"
+    bench.run()
+
+
+def test_what_comes_after_a_stop_is_not_cached() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 20)
+    bench.step(12)
+    told = prompt(6) + bench.tokens[request]
+    bench.scheduler.finish_at(request, 3)  # nine tokens: two full blocks
+    bench.flush()
+    again = bench.add(told, 2)
+    bench.run()
+    assert bench.finished[again].num_cached == 8
+
+
+def test_a_late_stop_is_no_more_than_what_was_delivered() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 20)
+    bench.step(3)
+    bench.scheduler.finish_at(request, 9)
+    bench.flush()
+    assert bench.finished[request].num_output == 3
+
+
+@pytest.mark.parametrize("where", ["waiting", "swapped", "paused"])
+def test_a_stop_reaches_a_request_that_does_not_run(where: str) -> None:
+    bench = Bench(engine_config(num_host_blocks=16))
+    request = bench.add(prompt(6), 20)
+    bench.step(6)
+    if where == "paused":
+        bench.scheduler.pause(request)
+    else:
+        bench.scheduler.preempt(request, swap=where == "swapped")
+    assert bench.states()[request].value == where
+    bench.scheduler.finish_at(request, 2)
+    bench.flush()
+    assert bench.finished[request].num_output == 2
+    bench.run()
+
+
+class SlowHost(FakeRunner):
+    """Copies from the host take three steps longer."""
+
+    def _finish_copies(self, seq: int) -> list[int]:
+        for copy in self._copies:
+            if copy.incoming and not hasattr(copy, "delayed"):
+                copy.due += 3
+                copy.delayed = True  # type: ignore[attr-defined]
+        return super()._finish_copies(seq)
+
+
+@pytest.mark.xfail(strict=True, reason="blocks are published while the copy into them is still under way")
+def test_a_stop_during_a_swap_in_publishes_nothing_that_is_not_there() -> None:
+    """S16: the row's blocks are filled when the copy completes, not when it is asked for."""
+    config = engine_config(num_host_blocks=32)
+    bench = Bench(config, runner=SlowHost(config))
+    request = bench.add(prompt(16), 20)
+    bench.step(4)
+    bench.scheduler.preempt(request, swap=True)
+    bench.scheduler.reset_prefix_cache()
+    bench.step(2)
+    assert bench.states()[request] is RequestState.BLOCKED
+    bench.scheduler.finish_at(request, 2)
+    bench.flush()
+    bench.add(prompt(16), 5)
+    bench.run()
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["waiting", "running", "swapped", "paused", "blocked"])
+def test_a_deadline_fires_without_a_step(where: str) -> None:
+    """L8: wherever the request is."""
+    bench = Bench(engine_config(num_host_blocks=16))
+    request = bench.add(prompt(6), 20, deadline_s=5.0)
+    if where == "blocked":
+        bench.scheduler.block(request, BlockReason.GRAMMAR, None)
+    elif where != "waiting":
+        bench.step(3)
+    if where == "swapped":
+        bench.scheduler.preempt(request, swap=True)
+    elif where == "paused":
+        bench.scheduler.pause(request)
+    assert bench.states()[request].value == where
+    assert bench.scheduler.next_wakeup_s() == 5.0
+    bench.clock.advance_to(4.999)
+    bench.scheduler.expire()
+    assert request in bench.state.requests
+    bench.clock.advance_to(5.0)
+    bench.scheduler.expire()
+    bench.flush()
+    ending = bench.finished[request]
+    assert (ending.reason, ending.detail, ending.time_s) == (FinishReason.ABORT, "deadline", 5.0)
+    bench.run()
+
+
+def test_a_deadline_can_be_moved_and_lifted() -> None:
+    bench = Bench()
+    ids = [bench.add(prompt(6, start), 90, deadline_s=1.0) for start in range(3)]
+    bench.scheduler.set_deadline(ids[0], 2.0)
+    bench.scheduler.set_deadline(ids[1], None)
+    bench.scheduler.set_deadline(ids[2], 0.5)
+    gone = []
+    for time_s in (0.5, 1.0, 2.0, 9.0):
+        bench.clock.advance_to(time_s)
+        bench.scheduler.expire()
+        bench.flush()
+        gone.append(sorted(bench.finished))
+    assert gone == [[ids[2]], [ids[2]], [ids[0], ids[2]], [ids[0], ids[2]]]
+    bench.run()
+
+
+def test_a_deadline_set_again_and_again_fires_once() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 20, deadline_s=3.0)
+    for time_s in (1.0, 3.0, 1.0, 2.0):
+        bench.scheduler.set_deadline(request, time_s)
+    bench.clock.advance_to(1.5)
+    bench.scheduler.expire()
+    assert request in bench.state.requests
+    bench.clock.advance_to(2.0)
+    bench.scheduler.expire()
+    bench.flush()
+    assert bench.finished[request].time_s == 2.0
+
+
+@pytest.mark.xfail(strict=True, reason="the deadline of an ended request stays on the list until its time")
+def test_the_deadline_of_an_ended_request_wakes_nobody() -> None:
+    """L4: no timers are left at idle."""
+    bench = Bench()
+    bench.add(prompt(4), 2, deadline_s=1000.0)
+    bench.run()
+    assert bench.scheduler.next_wakeup_s() is None
+
+
+def test_a_passed_deadline_is_met_before_planning() -> None:
+    bench = Bench()
+    request = bench.add(prompt(4), 2, deadline_s=0.0)
+    assert bench.step() is None
+    assert bench.finished[request].detail == "deadline"
+
+
+# -- pause, resume, block, unblock -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_paused_request_owns_no_row_and_no_blocks_and_goes_on_where_it_stopped(swap: bool) -> None:
+    bench = Bench(engine_config(num_host_blocks=16))
+    request = bench.add(prompt(6), 10)
+    bench.step(4)
+    bench.scheduler.pause(request, swap=swap)
+    bench.step(3)
+    group = bench.state.kv.groups[0]
+    assert group.pool.num_free == group.pool.usable and not bench.state.rows.num_live
+    assert bench.states()[request] is RequestState.PAUSED
+    assert bool(bench.request(request).host_places) == swap
+    assert bench.request(request).preemptions == 0, "it did not give way, it was put aside"
+    bench.scheduler.resume(request)
+    bench.run()
+    assert len(bench.tokens[request]) == 10
+
+
+def test_a_waiting_request_can_be_paused() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 3)
+    bench.scheduler.pause(request)
+    assert bench.step() is None
+    bench.scheduler.resume(request)
+    bench.run()
+
+
+def test_a_resumed_request_has_its_old_place_in_the_order() -> None:
+    bench = Bench(engine_config(max_num_seqs=1))
+    first, second = bench.add(prompt(6), 3), bench.add(prompt(6, 1), 3)
+    bench.scheduler.pause(first)
+    bench.scheduler.resume(first)
+    bench.run()
+    assert bench.finished[first].time_s < bench.finished[second].time_s
+
+
+def test_pausing_twice_and_resuming_who_runs_is_refused() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 3)
+    with pytest.raises(InvalidTransition, match="waiting, not paused"):
+        bench.scheduler.resume(request)
+    bench.scheduler.pause(request)
+    with pytest.raises(InvalidTransition, match="cannot be paused"):
+        bench.scheduler.pause(request)
+    bench.scheduler.resume(request)
+    bench.run()
+
+
+def test_a_blocked_request_lets_others_pass_and_comes_back() -> None:
+    bench = Bench(engine_config(max_num_seqs=1))
+    first, second = bench.add(prompt(6), 3), bench.add(prompt(6, 1), 3)
+    bench.scheduler.block(first, BlockReason.ADAPTER, None)
+    bench.step()
+    assert bench.states() == {first: RequestState.BLOCKED, second: RequestState.RUNNING}
+    assert bench.scheduler.unblock(first)
+    assert not bench.scheduler.unblock(first), "late word is ignored"
+    bench.run()
+
+
+def test_a_block_that_never_ends_is_given_up_at_its_own_deadline() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 3)
+    bench.scheduler.block(request, BlockReason.GRAMMAR, 1.0)
+    assert bench.step() is None
+    assert bench.scheduler.next_wakeup_s() == 1.0
+    bench.clock.advance_to(1.0)
+    bench.step()
+    ending = bench.finished[request]
+    assert (ending.reason, ending.detail) == (FinishReason.ERROR, "grammar_timeout")
+
+
+def test_a_block_that_ended_in_time_is_not_given_up_later() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 3)
+    bench.scheduler.block(request, BlockReason.GRAMMAR, 1.0)
+    bench.scheduler.unblock(request)
+    bench.clock.advance_to(2.0)
+    bench.run()
+    assert bench.finished[request].reason is FinishReason.LENGTH
+
+
+def test_only_a_waiting_request_can_be_blocked() -> None:
+    bench = Bench()
+    request = bench.add(prompt(6), 3)
+    bench.step()
+    with pytest.raises(InvalidTransition, match="running"):
+        bench.scheduler.block(request, BlockReason.ENCODER, None)
+    bench.run()
+
+
+UNKNOWN = RequestId(99)
+
+
+def test_who_is_unknown_is_named_or_ignored() -> None:
+    scheduler = Bench().scheduler
+    for call in (scheduler.pause, scheduler.resume, scheduler.preempt, scheduler.tokens_of):
+        with pytest.raises(UnknownRequest, match="99"):
+            call(UNKNOWN)
+    with pytest.raises(UnknownRequest, match="99"):
+        scheduler.set_priority(UNKNOWN, 1)
+    with pytest.raises(UnknownRequest, match="99"):
+        scheduler.set_deadline(UNKNOWN, 1.0)
+    with pytest.raises(UnknownRequest, match="99"):
+        scheduler.block(UNKNOWN, BlockReason.GRAMMAR, None)
+    assert not scheduler.abort(UNKNOWN) and not scheduler.prune(UNKNOWN)
+    assert not scheduler.finish_at(UNKNOWN, 1) and not scheduler.unblock(UNKNOWN)
+
+
+# -- rows that need the host -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_row_that_needs_the_host_skips_the_steps_until_its_token_is_seen(depth: int) -> None:
+    bench = Bench(engine_config(depth=depth), overlapped=True)
+    free, slow = bench.add(prompt(4), 60), bench.add(prompt(4, 1), 60)
+    bench.request(slow).needs_host = True
+    bench.step(2)
+    turns = []
+    for _ in range(4 * (depth + 1)):
+        seen = bench.step()
+        assert seen is not None and free in seen.decodes
+        turns.append(slow in seen.decodes)
+    assert turns.count(True) == 4, "one step in depth + 1"
+    assert not any(one and other for one, other in pairwise(turns))
+    bench.run()
+
+
+def test_without_overlap_a_row_that_needs_the_host_is_in_every_step() -> None:
+    bench = Bench()
+    request = bench.add(prompt(4), 10)
+    bench.request(request).needs_host = True
+    bench.step()
+    for _ in range(5):
+        seen = bench.step()
+        assert seen is not None and request in seen.decodes
+    bench.run()
+
+
+def test_tokens_of_a_request_are_its_prompt_and_what_was_delivered() -> None:
+    bench = Bench()
+    request = bench.add(prompt(5), 8)
+    assert bench.scheduler.tokens_of(request).tolist() == prompt(5)
+    bench.step(3)
+    told = prompt(5) + bench.tokens[request]
+    assert bench.scheduler.tokens_of(request).tolist() == told
+    bench.scheduler.preempt(request)
+    assert bench.scheduler.tokens_of(request).tolist() == told
+    bench.run()
