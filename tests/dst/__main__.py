@@ -6,10 +6,9 @@ import argparse
 import multiprocessing
 import sys
 import time
-import traceback
 from collections import Counter
 
-from tests.dst.world import run_seed
+from tests.dst.world import attempt
 
 REQUIRED = (
     "preempt",
@@ -22,15 +21,6 @@ REQUIRED = (
     "resume",
     "late finish",
 )
-
-
-def attempt(job: tuple[int, int]) -> tuple[int, Counter[str], str]:
-    """Run one seed; the last entry is "" or what went wrong."""
-    seed, steps = job
-    try:
-        return seed, run_seed(seed, steps), ""
-    except BaseException:
-        return seed, Counter(), traceback.format_exc()
 
 
 def main() -> int:

@@ -52,6 +52,8 @@ def draw_config(rng: random.Random) -> EngineConfig:
     blocks_of_longest = -(-longest // block_size)
     pressure = rng.choice((0.2, 0.4, 0.5, 0.7, 1.5))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
+    if rng.random() < 0.06:  # too small for the longest requests: they are refused
+        num_blocks = 2 + blocks_of_longest // 2
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     if rng.random() < 0.2:
         window = rng.choice((3, 8, 17))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
 from paceline.core.clock import ManualClock
@@ -21,19 +21,8 @@ from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.settings import draw_config, draw_traffic, draw_trouble
-from tests.fakes import VOCAB, FakeRunner, Faults, reference_output
-
-
-@dataclass
-class Expectation:
-    """What the client of one request sees and expects."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    tenant: str
-    tokens: list[int] = field(default_factory=list)
-    stop_at: int | None = None  # a stop string ended it after so many tokens
-    ended: Finished | None = None
+from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner
+from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
 
 class Coverage:
@@ -63,7 +52,9 @@ class Coverage:
 class World:
     """An engine, its clients and its bad luck, all from one seed."""
 
-    def __init__(self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None) -> None:
+    def __init__(
+        self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.config = draw_config(rng)
         self.traffic = draw_traffic(rng, self.config)
@@ -81,7 +72,7 @@ class World:
             nan_row=self.trouble.nan_row,
             late_copies=self.trouble.late_copies,
         )
-        self.runner = FakeRunner(self.config, faults)
+        self.runner = WatchedRunner(self.config, faults)
         self.engine = build_engine(
             self.config,
             self.runner,
@@ -91,6 +82,9 @@ class World:
             make_pool=self.shortage.make_pool,
             make_checker=InvariantChecker,
         )
+        self.runner.scheduler = self.engine.scheduler
+        self.admissions = AdmissionWatch(self.engine.scheduler)
+        self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
         vocabulary = 3 if rng.random() < 0.3 else 1000
@@ -114,11 +108,25 @@ class World:
 
     def _step(self) -> None:
         self.shortage.draw()
-        events = self.engine.step_overlapped() if self.overlapped else self.engine.step()
-        if self.runner.violation is not None:
-            raise self.runner.violation
+        self.batches.before_step()
+        try:
+            events = self.engine.step_overlapped() if self.overlapped else self.engine.step()
+        finally:
+            self._raise_first()
+        self.runner.check_distrusted()
+        self.batches.after_step(events.finished)
         self._receive(events)
         self.clock.advance(self.rng.choice((0.001, 0.002, 0.01)))
+
+    def _raise_first(self) -> None:
+        """What went wrong inside the engine's error boundaries comes before what follows from it."""
+        if self.admissions.violation is not None:
+            raise self.admissions.violation
+        if self.runner.violation is not None:
+            raise self.runner.violation
+        error = self.engine.last_error
+        if error is not None and not isinstance(error, DeviceFault):
+            raise error
 
     def _drain(self) -> None:
         """L3: without arrivals everything ends within a bound."""
@@ -197,6 +205,8 @@ class World:
         if client is None or client.ended is not None:
             raise InvariantViolation("S20", f"request {ending.request} ended twice")
         client.ended = ending
+        self._excuse(client, ending)
+        client.check_reason(ending)
         expected, reason = reference_output(client.prompt, client.sampling)
         got = client.tokens
         if client.stop_at is not None and ending.reason is FinishReason.STOP:
@@ -208,8 +218,16 @@ class World:
             expected = expected[: len(got)]
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
-        if client.stop_at is None and ending.num_output != len(got):
+        stopped = client.stop_at is not None and ending.reason is FinishReason.STOP
+        if ending.num_output != (client.stop_at if stopped else len(got)):
             raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
+
+    def _excuse(self, client: Expectation, ending: Finished) -> None:
+        """Faults that were injected and may have ended this request."""
+        if self.hooks.cursed.get(ending.request) or self.runner.steps_failed > 1:
+            client.told.add("internal_error")
+        if self.runner.nan_rows:
+            client.told.add("numerical_error")
 
     # -- traffic -------------------------------------------------------------------------------------------
 
@@ -250,6 +268,7 @@ class World:
         )
         tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
         self.shortage.now = False
+        before = self.admissions.state()
         try:
             ids = self.engine.add(
                 prompt,
@@ -259,13 +278,25 @@ class World:
                 needs_host=rng.random() < traffic.host_share,
             )
         except (QueueFull, NeverFits):
+            self._check_refusal(before)
             return
+        self._check_queue()
         for rid in ids:
             self._expect(rid, prompt, tenant)
 
+    def _check_refusal(self, before: object) -> None:
+        if self.admissions.state() != before:
+            raise InvariantViolation("S18", "a refused request left something behind")
+
+    def _check_queue(self) -> None:
+        """L7: what was just accepted fits into the queue."""
+        queue, config = self.engine.scheduler.state.queue, self.config.scheduler
+        if len(queue) > config.max_queue or queue.num_tokens > config.max_queue_tokens:
+            raise InvariantViolation("L7", f"{len(queue)} requests, {queue.num_tokens} tokens are waiting")
+
     def _expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
         request = self.engine.scheduler.state.requests[rid]
-        client = Expectation(prompt, request.sampling, tenant)
+        client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
         self.clients[rid] = self.live[rid] = client
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:
             self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "finish"))
@@ -287,6 +318,7 @@ class World:
             state = self.engine.scheduler.state
             in_flight = request.row >= 0 and bool(state.flights)
             self.coverage.counts["abort in flight"] += in_flight
+            self.live[request.id].told.add("abort")
             self.engine.abort(request.id)
             self.engine.abort(request.id)  # S19: twice is once
             self._receive(self.engine.scheduler.take_events())
@@ -298,10 +330,13 @@ class World:
         tokens = self.engine.scheduler.tokens_of(request.id).tolist()
         if len(tokens) >= self.config.scheduler.max_model_len:
             return
+        before = self.admissions.state()
         try:
             ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
         except (QueueFull, NeverFits):
+            self._check_refusal(before)
             return
+        self._check_queue()
         for rid in ids:
             self._expect(rid, tokens, self.clients[request.id].tenant)
 
@@ -309,7 +344,9 @@ class World:
         state = self.engine.scheduler.state
         branches = sorted(child for children in state.children.values() for child in children)
         if branches:
-            self.coverage.counts["prune"] += self.engine.prune(self.rng.choice(branches))
+            branch = self.rng.choice(branches)
+            self.live[branch].told.add("pruned")
+            self.coverage.counts["prune"] += self.engine.prune(branch)
             self._receive(self.engine.scheduler.take_events())
 
     def _preempt(self) -> None:
@@ -335,6 +372,8 @@ class World:
         request = self._pick(RequestState.WAITING)
         if request is not None:
             deadline = self.clock.now() + 0.05 if self.rng.random() < 0.3 else None
+            if deadline is not None:
+                self.live[request.id].told.add("grammar_timeout")
             scheduler.block(request.id, BlockReason.GRAMMAR, deadline)
 
     def _reprioritize(self) -> None:
@@ -347,13 +386,14 @@ class World:
         if request is not None:
             soon = self.clock.now() + self.rng.choice((0.0, 0.02, 0.5))
             self.engine.scheduler.set_deadline(request.id, self.rng.choice((soon, None)))
+            self.live[request.id].deadline_s = request.deadline_s
 
     def _stop_string(self) -> None:
         request = self._pick()
         client = self.live.get(request.id) if request is not None else None
         if request is not None and client is not None and client.tokens:
-            client.stop_at = len(client.tokens)
-            self.engine.scheduler.finish_at(request.id, self.rng.randint(1, len(client.tokens)))
+            client.stop_at = self.rng.randint(1, len(client.tokens))
+            self.engine.scheduler.finish_at(request.id, client.stop_at)
             self._receive(self.engine.scheduler.take_events())
 
 
@@ -365,3 +405,12 @@ def run_seed(seed: int, steps: int) -> Counter[str]:
     finally:
         gc.enable()
         gc.collect()
+
+
+def attempt(job: tuple[int, int]) -> tuple[int, Counter[str], str]:
+    """Run one seed; the last entry is "" or what went wrong. Here, because workers cannot import a `__main__`."""
+    seed, steps = job
+    try:
+        return seed, run_seed(seed, steps), ""
+    except BaseException:
+        return seed, Counter(), traceback.format_exc()

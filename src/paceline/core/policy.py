@@ -18,14 +18,14 @@ class RequestView:
     """Read-only columns, one entry per request. `row` is -1 for a request that waits."""
 
     now_s: float
-    row: NDArray[np.int32]
+    row: NDArray[np.int64]
     order: NDArray[np.int64]  # position in the order of arrival, unique
     arrival_s: NDArray[np.float64]
-    priority: NDArray[np.int32]
-    tenant: NDArray[np.int32]
+    priority: NDArray[np.int64]
+    tenant: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     max_total: NDArray[np.int64]
-    preemptions: NDArray[np.int32]
+    preemptions: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.order)

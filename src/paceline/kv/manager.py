@@ -112,7 +112,7 @@ class KVManager:
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> Match:
         """The longest cached beginning of a sequence. Its last token is always left to compute."""
         limit = min(len(keys), (num_tokens - 1) // self.block_size) if self.caching else 0
-        if not limit:
+        if not limit or (len(self.groups) == 1 and self.groups[0].cache.find(keys[0]) is None):
             return self._no_match
         found: list[list[int]] = [[] for _ in self.groups]
         starts = [0] * len(self.groups)

@@ -1,13 +1,12 @@
 """The waiting requests as columns, so that a policy can score them all at once.
 
-Owns nothing but places in the queue; a request that waits has no row and no blocks. Bounded by requests and by
-tokens. Order of arrival is kept in `order`: a preempted request comes back with the number it had.
+Owns nothing but places in the queue; a request that waits has no row and no blocks on the device. Order of
+arrival is kept in `order`: a preempted request comes back with the number it had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +14,7 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 
-_COLUMNS: dict[str, type] = {
-    "order": np.int64,
-    "arrival_s": np.float64,
-    "priority": np.int32,
-    "tenant": np.int32,
-    "num_tokens": np.int64,
-    "max_total": np.int64,
-    "preemptions": np.int32,
-}
+ORDER, PRIORITY, TENANT, NUM_TOKENS, MAX_TOTAL, PREEMPTIONS, ROW = range(7)
 
 
 class WaitingQueue:
@@ -32,11 +23,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._place: dict[RequestId, int] = {}
-        self._columns: dict[str, NDArray[Any]] = {
-            name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()
-        }
-        self._row = np.full(64, NO_ROW, np.int32)
-        self._views = {name: _read_only(column) for name, column in self._columns.items()}
+        self._counts: NDArray[np.int64] = np.zeros((7, 64), np.int64)
+        self._arrival_s = np.zeros(64, np.float64)
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -53,19 +41,16 @@ class WaitingQueue:
 
     def push(self, request: Request, order: int, tenant: int) -> None:
         place = len(self._requests)
-        if place == len(self._row):
-            self._grow()
+        if place == len(self._arrival_s):
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+            self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
         self._requests.append(request)
         self._place[request.id] = place
-        columns = self._columns
-        columns["order"][place] = order
-        columns["arrival_s"][place] = request.arrival_s
-        columns["priority"][place] = request.priority
-        columns["tenant"][place] = tenant
-        columns["num_tokens"][place] = request.num_tokens
-        columns["max_total"][place] = request.max_total
-        columns["preemptions"][place] = request.preemptions
-        self.num_tokens += request.num_tokens
+        num_tokens = request.num_tokens
+        numbers = (order, request.priority, tenant, num_tokens, request.max_total, request.preemptions, NO_ROW)
+        self._counts[:, place] = numbers
+        self._arrival_s[place] = request.arrival_s
+        self.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
@@ -75,23 +60,28 @@ class WaitingQueue:
             self._requests[place] = last
             self._place[last.id] = place
             end = len(self._requests)
-            for column in self._columns.values():
-                column[place] = column[end]
+            self._counts[:, place] = self._counts[:, end]
+            self._arrival_s[place] = self._arrival_s[end]
         self.num_tokens -= request.num_tokens
 
     def set_priority(self, request: Request) -> None:
-        self._columns["priority"][self._place[request.id]] = request.priority
+        self._counts[PRIORITY, self._place[request.id]] = request.priority
 
     def view(self, now_s: float) -> RequestView:
         count = len(self._requests)
-        columns = {name: column[:count] for name, column in self._views.items()}
-        return RequestView(now_s=now_s, row=self._row[:count], **columns)
-
-    def _grow(self) -> None:
-        for name, column in self._columns.items():
-            self._columns[name] = np.concatenate([column, np.zeros_like(column)])
-            self._views[name] = _read_only(self._columns[name])
-        self._row = np.full(2 * len(self._row), NO_ROW, np.int32)
+        counts, arrival_s = self._counts[:, :count], self._arrival_s[:count]
+        counts.flags.writeable = arrival_s.flags.writeable = False
+        return RequestView(
+            now_s=now_s,
+            row=counts[ROW],
+            order=counts[ORDER],
+            arrival_s=arrival_s,
+            priority=counts[PRIORITY],
+            tenant=counts[TENANT],
+            num_tokens=counts[NUM_TOKENS],
+            max_total=counts[MAX_TOTAL],
+            preemptions=counts[PREEMPTIONS],
+        )
 
 
 def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
@@ -101,9 +91,3 @@ def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray
         chosen = np.flatnonzero(scores <= highest)
         return chosen[np.lexsort((view.order[chosen], scores[chosen]))][:count]
     return np.lexsort((view.order, scores))[:count]
-
-
-def _read_only(column: NDArray[Any]) -> NDArray[Any]:
-    view = column.view()
-    view.flags.writeable = False
-    return view

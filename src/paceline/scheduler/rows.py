@@ -17,6 +17,7 @@ from paceline.core.request import NO_ROW, Request
 
 # Row counters are 64 bit: they are used as indices, and numpy is fastest with its own index type.
 Count = NDArray[np.int64]
+Flag = NDArray[np.bool_]
 
 
 class Rows:
@@ -25,28 +26,55 @@ class Rows:
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
         self.high = 0  # rows at and above this one were never used
-        self.live = np.zeros(num_rows, np.bool_)
         self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.request_id = np.zeros(num_rows, np.int64)
-        self.num_prompt: Count = np.zeros(num_rows, np.int64)
-        self.known: Count = np.zeros(num_rows, np.int64)  # tokens the row joined with
-        self.num_tokens: Count = np.zeros(num_rows, np.int64)  # known and delivered so far
-        self.computed: Count = np.zeros(num_rows, np.int64)
-        self.upper: Count = np.zeros(num_rows, np.int64)
-        self.limit: Count = np.zeros(num_rows, np.int64)
-        self.pad_left: Count = np.zeros(num_rows, np.int64)
-        self.pad: Count = np.zeros(num_rows, np.int64)
-        self.decoding = np.zeros(num_rows, np.bool_)  # takes part in plain decode
-        self.padding = np.zeros(num_rows, np.bool_)  # has its last token; decodes only to fill the batch
-        self.done = np.zeros(num_rows, np.bool_)  # has ended, waits for its batch to leave
-        self.needs_host = np.zeros(num_rows, np.bool_)
-        self.sharing = np.zeros(num_rows, np.bool_)  # may write into a block that others read
-        self.reserved = np.zeros(num_rows, np.bool_)  # never preempted
-        self.order = np.zeros(num_rows, np.int64)
         self.arrival_s = np.zeros(num_rows, np.float64)
-        self.priority: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.tenant: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.preemptions: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        # One array behind the columns of a kind, so that a join writes all of them at once.
+        self._counts: Count = np.zeros((13, num_rows), np.int64)
+        self.request_id: Count
+        self.num_prompt: Count
+        self.known: Count  # tokens the row joined with
+        self.num_tokens: Count  # known and delivered so far
+        self.computed: Count
+        self.upper: Count
+        self.limit: Count
+        self.pad: Count
+        self.pad_left: Count
+        self.order: Count
+        self.priority: Count
+        self.tenant: Count
+        self.preemptions: Count
+        (
+            self.request_id,
+            self.num_prompt,
+            self.known,
+            self.num_tokens,
+            self.computed,
+            self.upper,
+            self.limit,
+            self.pad,
+            self.pad_left,
+            self.order,
+            self.priority,
+            self.tenant,
+            self.preemptions,
+        ) = self._counts
+        self._flags: Flag = np.zeros((7, num_rows), np.bool_)
+        self.live: Flag
+        self.needs_host: Flag
+        self.decoding: Flag  # takes part in plain decode
+        self.padding: Flag  # has its last token; decodes only to fill the batch
+        self.done: Flag  # has ended, waits for its batch to leave
+        self.sharing: Flag  # may write into a block that others read
+        self.reserved: Flag  # never preempted
+        (
+            self.live,
+            self.needs_host,
+            self.decoding,
+            self.padding,
+            self.done,
+            self.sharing,
+            self.reserved,
+        ) = self._flags
         self.outputs: NDArray[np.int32] = np.zeros(
             (num_rows, max_len), np.int32
         )  # tokens delivered since the row joined
@@ -61,26 +89,29 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, order: int, tenant: int) -> int:
+    def take(self, request: Request, order: int, tenant: int, num_computed: int) -> int:
         """Give a request the lowest free row; every column is written anew."""
         row = heapq.heappop(self._free)
         self.high = max(self.high, row + 1)
-        self.live[row] = True
         self.generation[row] += 1
-        self.request_id[row] = request.id
-        self.num_prompt[row] = request.num_prompt
-        self.known[row] = self.num_tokens[row] = request.num_tokens
-        self.computed[row] = self.upper[row] = 0
-        self.limit[row] = request.max_total
-        self.pad[row] = self.pad_left[row] = 0
-        self.decoding[row] = self.padding[row] = self.done[row] = self.sharing[row] = False
-        self.needs_host[row] = request.needs_host
-        self.reserved[row] = False
-        self.order[row] = order
         self.arrival_s[row] = request.arrival_s
-        self.priority[row] = request.priority
-        self.tenant[row] = tenant
-        self.preemptions[row] = request.preemptions
+        known = request.num_tokens
+        self._counts[:, row] = (
+            request.id,
+            request.num_prompt,
+            known,
+            known,
+            num_computed,
+            num_computed,
+            request.max_total,
+            0,
+            0,
+            order,
+            request.priority,
+            tenant,
+            request.preemptions,
+        )
+        self._flags[:, row] = (True, request.needs_host, False, False, False, False, False)
         self.requests[row] = request
         self.num_live += 1
         self.num_needs_host += request.needs_host

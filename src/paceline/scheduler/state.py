@@ -122,7 +122,7 @@ class SchedulerState:
         table = self.rows
         return RequestView(
             now_s=self.now_s,
-            row=rows.astype(np.int32),
+            row=rows,
             order=table.order[rows],
             arrival_s=table.arrival_s[rows],
             priority=table.priority[rows],
@@ -161,8 +161,8 @@ class SchedulerState:
 
     def take_row(self, request: Request, num_computed: int, source: int = NO_ROW) -> int:
         """Give a request a row and note that it joins in the plan being made."""
-        row = self.rows.take(request, self.orders[request.id], self.tenant_index(request.tenant))
-        self.rows.computed[row] = self.rows.upper[row] = num_computed
+        tenant = self.tenant_index(request.tenant)
+        row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, num_computed, source))
         return row
 

@@ -7,7 +7,7 @@ against the reference when its request ends. Tests look at `bench.seen`: one ent
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
 from paceline.core.hooks import RequestHooks
-from paceline.core.plan import Runner, StepPlan, StepResult
+from paceline.core.plan import Pending, Runner, StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
-from paceline.core.request import FinishReason, Request, RequestId, RequestState
+from paceline.core.request import BlockKey, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.keys import PrefixKeyHooks
@@ -28,7 +28,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
-from tests.fakes import FakeRunner, reference_output
+from tests.fakes import DeviceFault, FakeRunner, reference_output
 
 _KV_OPTIONS = frozenset(spec.name for spec in fields(KVConfig))
 _SMALL: dict[str, Any] = {
@@ -107,6 +107,62 @@ class Watch:
         self.decisions += decisions
 
 
+class BreakingRunner:
+    """A fake device that fails at chosen places, counted from 1: submits, waits, a row of a result, resets."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        fail_submit: Sequence[int] = (),
+        fail_wait: Sequence[int] = (),
+        fail_reset: bool = False,
+        nan_row: tuple[int, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.device = FakeRunner(config)
+        self.resets: list[StepPlan] = []
+        self._fail_submit, self._fail_wait, self._fail_reset = fail_submit, fail_wait, fail_reset
+        self._nan_row = nan_row  # number of the result, place of the row in it
+        self._submits = self._waits = 0
+
+    @property
+    def violation(self) -> AssertionError | None:
+        return self.device.violation
+
+    def reset(self, full: StepPlan) -> None:
+        self.resets.append(full)
+        if self._fail_reset:
+            raise DeviceFault("reset")
+        self.device.reset(full)
+
+    def submit(self, plan: StepPlan) -> Pending:
+        self._submits += 1
+        if self._submits in self._fail_submit:
+            raise DeviceFault(f"submit {self._submits}")
+        return _BreakingPending(self, self.device.submit(plan))
+
+    def wait(self, pending: Pending) -> StepResult:
+        self._waits += 1
+        if self._waits in self._fail_wait:
+            raise DeviceFault(f"wait {self._waits}")
+        result = pending.wait()
+        if self._nan_row is None or self._waits < self._nan_row[0] or not len(result.rows):
+            return result
+        finite = result.finite.copy()
+        finite[min(self._nan_row[1], len(finite) - 1)] = False
+        self._nan_row = None
+        return replace(result, finite=finite)
+
+
+class _BreakingPending:
+    def __init__(self, runner: BreakingRunner, pending: Pending) -> None:
+        self._runner, self._pending = runner, pending
+
+    def wait(self) -> StepResult:
+        return self._runner.wait(self._pending)
+
+
 class Bench:
     """One engine, its fake device and clock, and what its clients have got so far."""
 
@@ -129,12 +185,12 @@ class Bench:
         self.finished: dict[int, Finished] = {}
         self.watch = Watch()
         self.seen = self.watch.seen
-        maker = KeyMaker(self.config.kv.block_size, bytes(32))
+        self.maker = KeyMaker(self.config.kv.block_size, bytes(32))
         self.engine: Engine = build_engine(
             self.config,
             self.runner,
             clock=self.clock,
-            hooks=hooks if hooks is not None else PrefixKeyHooks(maker),
+            hooks=hooks if hooks is not None else PrefixKeyHooks(self.maker),
             recorder=self.watch,
             policy=policy,
             make_pool=make_pool,
@@ -170,6 +226,10 @@ class Bench:
 
     def request(self, request_id: RequestId) -> Request:
         return self.state.requests[request_id]
+
+    def hooks_keys(self, tokens: Sequence[int], tenant: str = "default") -> list[BlockKey]:
+        """The keys the default hooks make for a prompt."""
+        return self.maker.extend([], np.array(tokens, np.int32), self.maker.root(tenant))
 
     def states(self) -> dict[int, RequestState]:
         return {request.id: request.state for request in self.state.requests.values()}

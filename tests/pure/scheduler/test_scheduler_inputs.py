@@ -1,12 +1,13 @@
 """What a scheduler is told between steps: stops, deadlines, pauses and blocks; and rows that need the host."""
 
+import random
 from itertools import pairwise
 
 import pytest
 
 from paceline.core.request import BlockReason, FinishReason, RequestId, RequestState
 from paceline.errors import InvalidTransition, UnknownRequest
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # -- a stop found outside ----------------------------------------------------------------------------------
@@ -61,27 +62,26 @@ def test_a_stop_reaches_a_request_that_does_not_run(where: str) -> None:
     bench.run()
 
 
-class SlowHost(FakeRunner):
-    """Copies from the host take three steps longer."""
+class Latest(random.Random):
+    """Every copy takes as long as it may."""
 
-    def _finish_copies(self, seq: int) -> list[int]:
-        for copy in self._copies:
-            if copy.incoming and not hasattr(copy, "delayed"):
-                copy.due += 3
-                copy.delayed = True  # type: ignore[attr-defined]
-        return super()._finish_copies(seq)
+    def randint(self, a: int, b: int) -> int:
+        return b
 
 
 @pytest.mark.xfail(strict=True, reason="blocks are published while the copy into them is still under way")
 def test_a_stop_during_a_swap_in_publishes_nothing_that_is_not_there() -> None:
     """S16: the row's blocks are filled when the copy completes, not when it is asked for."""
     config = engine_config(num_host_blocks=32)
-    bench = Bench(config, runner=SlowHost(config))
+    bench = Bench(config, runner=FakeRunner(config, Faults(rng=Latest(), late_copies=3)))
     request = bench.add(prompt(16), 20)
     bench.step(4)
     bench.scheduler.preempt(request, swap=True)
     bench.scheduler.reset_prefix_cache()
-    bench.step(2)
+    for _ in range(9):
+        if bench.states()[request] is RequestState.BLOCKED:
+            break
+        bench.step()
     assert bench.states()[request] is RequestState.BLOCKED
     bench.scheduler.finish_at(request, 2)
     bench.flush()

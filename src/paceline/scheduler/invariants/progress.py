@@ -158,12 +158,12 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
     arrived = [look.arrived[request.id] for request in requests]
     return RequestView(
         now_s=state.now_s,
-        row=np.array([request.row for request in requests], np.int32),
+        row=np.array([request.row for request in requests], np.int64),
         order=np.array([order for _, order in arrived], np.int64),
         arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
-        priority=np.array([request.priority for request in requests], np.int32),
-        tenant=np.zeros(len(requests), np.int32),
+        priority=np.array([request.priority for request in requests], np.int64),
+        tenant=np.zeros(len(requests), np.int64),
         num_tokens=np.array([request.num_tokens for request in requests]),
         max_total=np.array([request.max_total for request in requests]),
-        preemptions=np.array([request.preemptions for request in requests], np.int32),
+        preemptions=np.array([request.preemptions for request in requests], np.int64),
     )

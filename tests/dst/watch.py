@@ -1,0 +1,146 @@
+"""Looks at what the engine's own invariants cannot see: refusals, endings nobody asked for, distrusted blocks.
+
+A watch that stands inside the engine's error boundary keeps the first violation it sees, because the boundary
+would take it for a failing request; the world raises it before anything that follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.config import EngineConfig
+from paceline.core.events import Finished
+from paceline.core.plan import StepResult
+from paceline.core.request import BlockKey, FinishReason, Request, RequestState
+from paceline.core.sampling import SamplingParams
+from paceline.scheduler.invariants import InvariantViolation
+from paceline.scheduler.scheduler import Scheduler
+from tests.fakes import FakeRunner, Faults
+
+
+@dataclass
+class Expectation:
+    """What the client of one request sees and expects."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    tenant: str
+    tokens: list[int] = field(default_factory=list)
+    stop_at: int | None = None  # a stop string ends it after so many tokens
+    deadline_s: float | None = None
+    told: set[str] = field(default_factory=set)  # details its ending may carry, by what was done to it
+    ended: Finished | None = None
+
+    def check_reason(self, ending: Finished) -> None:
+        """S20e: who ends early was told to, or something went wrong for it. L8: a deadline is not early."""
+        if ending.detail == "deadline" and (self.deadline_s is None or ending.time_s < self.deadline_s):
+            raise InvariantViolation("L8", f"request {ending.request} was ended before {self.deadline_s}")
+        early = ending.reason in (FinishReason.ABORT, FinishReason.ERROR)
+        if early and ending.detail not in self.told and ending.detail != "deadline":
+            raise InvariantViolation(
+                "S20e", f"request {ending.request} ended by {ending.detail} for no reason"
+            )
+
+
+class AdmissionWatch:
+    """S18: an admission that is refused, or fails, leaves everything as it was."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.violation: InvariantViolation | None = None
+        self._scheduler = scheduler
+        admission = scheduler.composer.admission
+        self._admit = admission.admit
+        admission.admit = self._watched  # type: ignore[method-assign]
+
+    def state(self) -> object:
+        """Everything an admission may change, as something comparable."""
+        state = self._scheduler.state
+        kv, rows, queue = state.kv, state.rows, state.queue
+        seen: list[object] = [
+            (rows.num_live, rows.num_free, len(queue), queue.num_tokens, len(state.requests)),
+            (len(state.joins), len(state.leaves), len(state.prefilling), len(state.computing)),
+            (len(state.children), len(kv.fences), len(kv.tickets.open), kv.delta.mark()),
+            [host.num_free for host in kv.places],
+        ]
+        for group in kv.groups:
+            seen += [group.pool.refs.tobytes(), group.pool.num_free, len(group.pool.evictable)]
+            seen += [len(group.cache), group.reserved, group.held[: rows.high].tobytes()]
+        return seen
+
+    def _watched(self, request: Request) -> str | None:
+        before = (self.state(), request.state, request.row)
+        try:
+            reason = self._admit(request)
+        except Exception:
+            self._compare(before, request)
+            raise
+        if reason is not None:
+            self._compare(before, request)
+        return reason
+
+    def _compare(self, before: object, request: Request) -> None:
+        if self.violation is None and (self.state(), request.state, request.row) != before:
+            self.violation = InvariantViolation("S18", f"refusing request {request.id} left something behind")
+
+
+class WatchedRunner(FakeRunner):
+    """A runner that remembers which cached blocks were computed by rows whose numbers turned out not finite."""
+
+    def __init__(self, config: EngineConfig, faults: Faults) -> None:
+        super().__init__(config, faults)
+        self.scheduler: Scheduler | None = None
+        self._distrusted: list[tuple[int, int, BlockKey]] = []  # group, block, key
+
+    def finish_until(self, seq: int) -> StepResult:
+        result = super().finish_until(seq)
+        for row, generation in zip(
+            result.rows[~result.finite].tolist(), result.generation[~result.finite].tolist(), strict=True
+        ):
+            self._distrust(row, generation)
+        return result
+
+    def check_distrusted(self) -> None:
+        """S16: what such a row computed is not in the cache any more, unless others hold it and vouch for it."""
+        if not self._distrusted or self.scheduler is None:
+            return
+        for group, block, key in self._distrusted:
+            if self.scheduler.state.kv.groups[group].cache.entries().get(block) is key:
+                raise InvariantViolation("S16", f"block {block} of a row with unusable numbers is cached")
+        self._distrusted.clear()
+
+    def _distrust(self, row: int, generation: int) -> None:
+        assert self.scheduler is not None
+        state = self.scheduler.state
+        if state.rows.generation[row] != generation:
+            return
+        for group in state.kv.groups:
+            start = max(int(group.computed_from[row]), int(group.first[row]))
+            for block in group.table[row, start : int(group.held[row])].tolist():
+                if block in group.cache.entries() and group.pool.refs[block] == 1:
+                    self._distrusted.append((group.index, block, group.cache.entries()[block]))
+
+
+class BatchWatch:
+    """M1: the rows of a padded batch that end by themselves leave together."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._padded = scheduler.state.mode.keeps_finished
+        self._running: set[int] = set()
+
+    def before_step(self) -> None:
+        if self._padded:
+            rows = self._scheduler.state.rows
+            self._running = set(rows.request_id[np.flatnonzero(rows.live)].tolist())
+
+    def after_step(self, finished: tuple[Finished, ...]) -> None:
+        if not self._padded or not any(
+            f.reason in (FinishReason.STOP, FinishReason.LENGTH) for f in finished
+        ):
+            return
+        requests = self._scheduler.state.requests
+        for name in self._running & requests.keys():
+            if requests[name].state is RequestState.RUNNING:  # type: ignore[index]
+                raise InvariantViolation("M1", f"request {name} runs on although others of its batch left")
