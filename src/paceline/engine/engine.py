@@ -104,7 +104,9 @@ class Engine:
         tokens = self.scheduler.tokens_of(request_id)
         assert parent is not None
         left = parent.max_total - len(tokens)
-        sampling = replace(parent.sampling, max_tokens=max(1, left), n=1)
+        produced = len(tokens) - parent.num_prompt
+        min_tokens = max(0, parent.sampling.min_tokens - produced)
+        sampling = replace(parent.sampling, max_tokens=max(1, left), min_tokens=min_tokens, n=1)
         first = parent.branches + 1
         branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
         parent.branches += count
@@ -153,7 +155,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way; a further step would do nothing until something new comes in."""
-        return not self._underway
+        return not self._underway and not self.scheduler.has_open_copies
 
     def close(self) -> None:
         """Complete what is under way and close the log."""

@@ -197,6 +197,17 @@ class KVManager:
         for group in self.windowed:
             self._give_back(group.index, group.slide(row, num_computed, self.block_size), self.submitted)
 
+    def slide_each(self, rows: Blocks, computed: Blocks) -> None:
+        """The same for those of `rows` that have passed a block; `computed` is a column of all rows."""
+        passed = np.zeros(len(rows), np.bool_)
+        for group in self.windowed:
+            assert group.window is not None
+            keep = np.maximum(computed[rows] - group.window + 1, 0) // self.block_size
+            passed |= np.minimum(keep, group.held[rows]) > group.first[rows]
+        for row in rows[passed].tolist():
+            self.slide(row, int(computed[row]))
+        self.settle()
+
     def reserve(self, row: int, needs: Needs) -> None:
         """Promise a row the rest of `needs` blocks; free blocks are set aside for it."""
         for group, need in zip(self.groups, needs, strict=True):

@@ -172,7 +172,7 @@ class Admission:
         kv = state.kv
         full = kv.full_need(request.max_total)
         reserved = self._reserved_full()
-        promised = sum(kv.missing(r.row, int(state.rows.known[r.row])) for r in state.prefilling.values())
+        promised = sum(self._prompt_rest(request.row) for request in state.prefilling.values())
         protect = self._protects(request)
         for index, group in enumerate(kv.groups):
             usable = group.pool.usable
@@ -190,6 +190,12 @@ class Admission:
                 if cost[index] + promised + margin > free:
                     return False
         return True
+
+    def _prompt_rest(self, row: int) -> int:
+        """Blocks a prompt under way still needs, those aside that are reserved for it."""
+        kv = self._state.kv
+        missing = kv.missing(row, int(self._state.rows.known[row]))
+        return max(0, missing - int(kv.groups[0].reserved_for[row]))
 
     def _protects(self, request: Request) -> bool:
         return request.preemptions >= self._state.config.max_preemptions > 0

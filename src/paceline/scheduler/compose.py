@@ -47,6 +47,9 @@ class Composer:
         self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
         self._promote()
+        if state.kv.windowed:
+            high = state.rows.high
+            state.kv.slide_each(np.flatnonzero(state.rows.live[:high]), state.rows.computed)
         mask = self._decode()
         prompts = self._prompts()
         cap = self._cap(len(prompts))
@@ -57,11 +60,12 @@ class Composer:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
         self.tokens_left = self._left
-        if not (self._decode_count or self._spans or self._pad_tokens or self._copies_open()):
+        if not (self._decode_count or self._spans or self._pad_tokens or self.has_open_copies):
             return None
         return self._plan(mask)
 
-    def _copies_open(self) -> bool:
+    @property
+    def has_open_copies(self) -> bool:
         """A swap is to be sent or under way: word of its completion comes back with a step."""
         kv = self._state.kv
         return kv.delta.has_copies or bool(kv.tickets.open)
@@ -95,9 +99,6 @@ class Composer:
         for row in shared:
             kv.copy_on_write(row, int(rows.upper[row]))
             rows.sharing[row] = False
-        if kv.windowed:
-            for row in crossing.tolist():
-                kv.slide(row, int(rows.computed[row]))
         if len(crossing):
             kv.extend_each(crossing)
         high = len(mask)
@@ -242,8 +243,6 @@ class Composer:
                 kv.copy_on_write(row, upper)
                 room -= 1
             rows.sharing[row] = False
-        if kv.windowed:
-            kv.slide(row, int(rows.computed[row]))
         count = min(count, (int(kv.groups[0].held[row]) + max(0, room)) * kv.block_size - upper)
         if count > 0:
             kv.extend(row, upper + count)
@@ -376,9 +375,7 @@ class Composer:
             swap_out=swap_out,
             swap_in=swap_in,
             pad_tokens=self._pad_tokens,
-            padding_rows=int(np.count_nonzero(mask & rows.done[: len(mask)]))
-            if state.mode.keeps_finished
-            else 0,
+            padding_rows=self._decode_count - int(np.count_nonzero(self._advancing)),
             work=StepWork(
                 decode_rows=self._decode_count,
                 decode_context=context,

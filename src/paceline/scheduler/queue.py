@@ -47,7 +47,15 @@ class WaitingQueue:
         self._requests.append(request)
         self._place[request.id] = place
         num_tokens = request.num_tokens
-        numbers = (order, request.priority, tenant, num_tokens, request.max_total, request.preemptions, NO_ROW)
+        numbers = (
+            order,
+            request.priority,
+            tenant,
+            num_tokens,
+            request.max_total,
+            request.preemptions,
+            NO_ROW,
+        )
         self._counts[:, place] = numbers
         self._arrival_s[place] = request.arrival_s
         self.num_tokens += num_tokens

@@ -82,11 +82,16 @@ class Scheduler:
         for request in requests:
             self._refuse_if_impossible(request)
         num_tokens = sum(request.num_tokens for request in requests)
-        config = state.config
-        full = len(state.queue) + len(requests) > config.max_queue
-        if full or state.queue.num_tokens + num_tokens > config.max_queue_tokens:
+        config, queue = state.config, state.queue
+        if len(queue) + len(requests) > config.max_queue:
             self._reject(requests, "queue_full")
-            raise QueueFull(f"{len(state.queue)} requests are waiting; the queue takes {config.max_queue}")
+            raise QueueFull(f"{len(queue)} requests are waiting; the queue takes {config.max_queue}")
+        if queue.num_tokens + num_tokens > config.max_queue_tokens:
+            self._reject(requests, "queue_full")
+            raise QueueFull(
+                f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
+                f"the queue takes {config.max_queue_tokens}"
+            )
         for request in requests:
             self._accept(request, len(requests))
 
@@ -250,11 +255,18 @@ class Scheduler:
     def next_wakeup_s(self) -> float | None:
         """When something may change by the clock alone: a deadline, or the opening of the admission gate."""
         state = self.state
+        while state.deadlines and not self._is_due(*state.deadlines[0]):
+            heapq.heappop(state.deadlines)
         times = [state.deadlines[0][0]] if state.deadlines else []
         opening = state.mode.next_opening_s(state.queue.view(state.now_s), state.rows.num_live)
         if opening is not None:
             times.append(opening)
         return min(times, default=None)
+
+    @property
+    def has_open_copies(self) -> bool:
+        """A swap is to be sent or under way."""
+        return self.composer.has_open_copies
 
     # -- snapshots and recovery ----------------------------------------------------------------------------
 
@@ -294,8 +306,9 @@ class Scheduler:
             )
         if not state.kv.can_ever_hold(request.max_total):
             self._reject([request], "kv_capacity")
+            slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
             raise NeverFits(
-                f"{request.max_total} tokens do not fit into the KV cache even when it is empty; "
+                f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
                 "ask for fewer tokens or give the cache more blocks",
                 param="max_tokens",
             )
@@ -317,6 +330,14 @@ class Scheduler:
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:
             state.children.setdefault(request.parent, set()).add(request.id)
+
+    def _is_due(self, due_s: float, request_id: RequestId) -> bool:
+        """Whether an entry of the deadlines still stands."""
+        request = self.state.requests.get(request_id)
+        if request is None:
+            return False
+        blocked = request.blocked
+        return request.deadline_s == due_s or (blocked is not None and blocked.deadline_s == due_s)
 
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:

@@ -189,7 +189,7 @@ class SchedulerState:
         """Offer what a request has computed to the prefix cache, the output's blocks included."""
         row = request.row
         kv = self.kv
-        if not kv.caching:
+        if not kv.caching or request.state is RequestState.BLOCKED:  # its blocks are still being copied in
             return
         computed = int(self.rows.computed[row])
         count = int(self.rows.num_tokens[row] - self.rows.known[row])

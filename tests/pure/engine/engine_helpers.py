@@ -183,6 +183,7 @@ class Bench:
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
+        self.cut: set[int] = set()  # ended by a stop found outside
         self.watch = Watch()
         self.seen = self.watch.seen
         self.maker = KeyMaker(self.config.kv.block_size, bytes(32))
@@ -219,6 +220,12 @@ class Bench:
         for branch in ids:
             self.expect(branch, tokens)
         return ids
+
+    def finish_at(self, request_id: RequestId, num_output: int) -> bool:
+        self.cut.add(request_id)
+        ended = self.scheduler.finish_at(request_id, num_output)
+        self.flush()
+        return ended
 
     def expect(self, request_id: RequestId, tokens: Sequence[int]) -> None:
         self.asked[request_id] = (list(tokens), self.request(request_id).sampling)
@@ -308,5 +315,6 @@ class Bench:
         got = self.tokens[ending.request]
         expected, reason = reference_output(tokens, sampling)
         assert got == expected[: len(got)], f"request {ending.request} got {got}, alone it gets {expected}"
-        if ending.reason is FinishReason.LENGTH or (ending.reason is FinishReason.STOP and reason == "stop"):
+        if ending.request not in self.cut and ending.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert got == expected and ending.reason.value == reason
+            assert ending.num_output == len(got)

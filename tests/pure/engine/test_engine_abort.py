@@ -43,7 +43,7 @@ def bring_to(bench: Bench, point: str) -> RequestId:
     if point == "blocked":
         bench.scheduler.block(request, BlockReason.GRAMMAR, None)
         return request
-    bench.step({"mid-chunk": 2, "final step": 10}.get(point, 6))
+    bench.step({"mid-chunk": 2, "final step": 9 + bench.config.depth}.get(point, 6))
     if point == "preempted":
         bench.scheduler.preempt(request)
     elif point in ("swapped", "swapping in"):

@@ -56,7 +56,7 @@ def run_traffic(seed: int, depth: int) -> Outcome:
     return {name: (bench.tokens[name], end.reason, end.num_output) for name, end in bench.finished.items()}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_overlapped_loop_gives_the_tokens_of_the_plain_one(seed: int) -> None:
     plain = run_traffic(seed, 0)
     assert len(plain) >= 12
@@ -156,7 +156,6 @@ def test_draining_waits_for_what_is_under_way_and_closing_writes_the_end() -> No
     assert bench.engine.is_idle
 
 
-@pytest.mark.xfail(strict=True, reason="a copy still to be sent or under way is not looked at")
 @pytest.mark.parametrize("late", [0, 3])
 def test_an_idle_engine_is_one_for_which_a_further_step_would_do_nothing(late: int) -> None:
     """L4: a swapped request is aborted; its blocks come back when the copy is done, which takes a step."""

@@ -1,6 +1,7 @@
 """Too little of everything: pools, places, refusing allocators, forced preemptions at every step (K1 to K5)."""
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -82,16 +83,14 @@ def test_a_sliding_window_with_exactly_its_blocks_is_served(
     windowed(0, block_size, window, budget).run()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="room is counted before the window slides: nothing is planned any more (L1)"
-)
-@pytest.mark.parametrize(
-    ("depth", "block_size", "window", "budget"), [(1, 2, 8, 8), (1, 4, 2, 8), (3, 2, 8, 2), (4, 1, 3, 1)]
-)
-def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device(
-    depth: int, block_size: int, window: int, budget: int
-) -> None:
-    windowed(depth, block_size, window, budget).run()
+def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device() -> None:
+    stuck = []
+    for case in product((1, 3), (1, 2, 4), (1, 2, 8), (1, 3, 8)):
+        try:
+            windowed(*case).run(300)
+        except AssertionError as violation:
+            stuck.append((case, str(violation)))
+    assert stuck == []
 
 
 # -- K3: an allocator that refuses -------------------------------------------------------------------------
@@ -106,7 +105,6 @@ def test_allocations_that_fail_at_random_only_take_time(seed: int, depth: int) -
         depth=depth, num_blocks=16, num_host_blocks=8, preemption=rng.choice(("swap", "recompute"))
     )
     bench = Bench(config, make_pool=shortage.make_pool, overlapped=depth > 0)
-    bench.watch.checker.excused = lambda: shortage.now
     for start in range(14):
         bench.add(prompt(1 + 5 * start % 13, start % 5), 1 + 7 * start % 19)
     for _ in range(3000):

@@ -49,7 +49,7 @@ def test_a_snapshot_at_every_step() -> None:
 
 def test_a_snapshot_lists_every_row_with_all_it_knows() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=16))
-    ids = [bench.add(prompt(6, 1), 9), bench.add(prompt(40, 2), 9)]
+    ids = [bench.add(prompt(6, 1), 9), bench.add(prompt(60, 2), 9)]
     bench.step(4)
     full = bench.scheduler.snapshot()
     assert full.full and full.seq == bench.seen[-1].plan.seq

@@ -61,7 +61,6 @@ def test_a_request_longer_than_the_model_is_refused_with_its_numbers() -> None:
     bench.run()
 
 
-@pytest.mark.xfail(strict=True, reason="the message does not say how much the cache holds")
 def test_a_request_larger_than_the_pool_is_refused_with_both_numbers() -> None:
     bench = Bench(engine_config(num_blocks=9, max_model_len=128))
     with pytest.raises(NeverFits) as caught:
@@ -154,9 +153,6 @@ def test_the_queue_is_bounded_by_tokens() -> None:
     bench.run()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the message speaks of requests when it is the tokens that are too many"
-)
 def test_a_queue_full_of_tokens_says_so() -> None:
     bench = Bench(engine_config(max_queue_tokens=13))
     bench.add(prompt(9))

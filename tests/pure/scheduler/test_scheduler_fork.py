@@ -164,9 +164,6 @@ def test_who_is_unknown_cannot_be_forked() -> None:
         Bench().engine.fork(17, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="max_tokens of the branch is what is left, min_tokens is the parent's whole"
-)
 def test_a_request_with_min_tokens_can_be_forked() -> None:
     bench = Bench()
     parent = bench.add(prompt(4), 10, min_tokens=8)
