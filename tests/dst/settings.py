@@ -48,9 +48,9 @@ def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     block_size = rng.choice((1, 2, 4, 4, 8, 16))
     longest = rng.choice((64, 128, 256))
-    max_num_seqs = rng.choice((1, 4, 10, 12, 16, 16, 20, 24))
+    max_num_seqs = rng.choice((2, 8, 12, 16, 16, 20, 24, 28))
     blocks_of_longest = -(-longest // block_size)
-    pressure = rng.choice((0.2, 0.4, 0.5, 0.7, 1.5))
+    pressure = rng.choice((0.25, 0.45, 0.6, 0.8, 1.5))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
     if rng.random() < 0.06:  # too small for the longest requests: they are refused
         num_blocks = 2 + blocks_of_longest // 2
@@ -69,7 +69,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice((8, 24, 32, 64)),
+            max_num_batched_tokens=rng.choice((12, 24, 32, 64)),
             max_model_len=longest,
             scheduling_policy=rng.choice(("fcfs", "fcfs", "priority")),
             ageing_s=rng.choice((0.05, 1.0)),
@@ -95,7 +95,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
     busy = rng.random() < 0.85
     return Traffic(
-        add=rng.choice((0.06, 0.12)) if busy else 0.03,
+        add=rng.choice((0.15, 0.3)) if busy else 0.04,
         burst=rng.choice((2, 4, 10)) if busy else 2,
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),

@@ -259,6 +259,8 @@ class World:
         length = rng.randint(1, traffic.longest_prompt)
         shared = rng.randint(0, length)
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(1000) for _ in range(length - shared)]
+        if rng.random() < 0.1:  # the same blocks after another beginning are other blocks
+            prompt[0] = rng.randrange(1000)
         room = longest - length if rng.random() < 0.99 else longest
         sampling = SamplingParams(
             max_tokens=rng.randint(1, max(1, min(room, traffic.longest_output))),

@@ -44,7 +44,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": LONGEST,
         "scheduling_policy": draw(st.sampled_from(("fcfs", "priority"))),
         "ageing_s": 0.05,
-        "mode": draw(st.sampled_from(("continuous",) * 5 + ("dynamic", "static"))),
+        "mode": draw(st.sampled_from(("continuous",) * 4 + ("dynamic", "static"))),
         "batch_size": draw(st.sampled_from((2, 4))),
         "batch_timeout_s": 0.01,
         "static_flush_s": 0.02,
@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "watermark": draw(st.sampled_from((0.0, 0.1))),
         "preemption": draw(st.sampled_from(("recompute", "swap"))),
         "max_preemptions": draw(st.sampled_from((1, 4))),
-        "max_queue": draw(st.sampled_from((6, 40))),
+        "max_queue": draw(st.sampled_from((10, 60))),
         "defer_shared_prefix": draw(st.booleans()),
     }
 
@@ -135,8 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         request = self.pick(number)
         assert request is not None
         told = len(self.bench.tokens[request.id])
-        # While its KV comes back from the host a stop is not looked for: there is no new token.
-        if told and request.state is not RequestState.BLOCKED:
+        if told:
             assert self.bench.finish_at(request.id, 1 + number % told)
 
     # -- requests are put aside ----------------------------------------------------------------------------
@@ -234,5 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.bench.run()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)
+EngineMachine.TestCase.settings = settings(
+    max_examples=settings().max_examples * 3 // 2, stateful_step_count=40
+)
 TestEngine = EngineMachine.TestCase

@@ -55,12 +55,12 @@ class InvariantChecker:
         self._note_arrivals()
         look = self._look(plan)
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
+        self._always_true(look)  # first: a plan made from a broken state says little about the plan
         # While free blocks are withheld, promises that speak of room do not hold.
         excused = any(group.pool.withheld for group in state.kv.groups)
         for entry in self._at[PLANNED]:
             if not (excused and entry.name[0] in "LF"):
                 self._report(entry.name, entry.check(look))
-        self._always_true(look)
         if plan is not None:
             self._note_copies(plan)
             if self.overlapped:
@@ -166,6 +166,7 @@ def _block_bytes(scheduler: Scheduler) -> object:
     seen: list[object] = [
         len(state.kv.tickets.open),
         [(f.seq, f.group, len(f.blocks)) for f in state.kv.fences],
+        state.rows.live.tobytes(),
     ]
     high = state.rows.high
     for group in state.kv.groups:
@@ -176,6 +177,7 @@ def _block_bytes(scheduler: Scheduler) -> object:
             pool.num_free,
             len(pool.evictable),
             len(group.cache),
+            group.reserved,
         ]
         seen += [group.held[:high].tobytes(), group.first[:high].tobytes(), group.table[:high].tobytes()]
     return seen

@@ -1,0 +1,462 @@
+"""No invariant is dead: each is silent on a sound state and speaks up, under its own name, on one broken by hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.core.events import Decision, DecisionKind
+from paceline.core.plan import StepPlan, i32
+from paceline.core.request import NO_ROW, RequestId, RequestState
+from paceline.scheduler.invariants import INVARIANTS, InvariantChecker, InvariantViolation
+from paceline.scheduler.invariants.registry import Look
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+
+@dataclass
+class Scene:
+    """A bench right after a schedule: the plan is made, its result is still to come."""
+
+    bench: Bench
+    plan: StepPlan | None
+
+    def __post_init__(self) -> None:
+        self.state = self.bench.state
+        self.rows = self.state.rows
+        self.kv = self.state.kv
+        self.group = self.kv.groups[0]
+        self.pool = self.group.pool
+        self.decisions = list(self.state.decisions)
+        self.in_flight: list[Any] = []
+
+    def row(self, number: int) -> int:
+        return self.state.requests[RequestId(number)].row
+
+    def objections(self, only: str = "") -> dict[str, str]:
+        """What the checks (or one of them) find wrong, by the name of the check."""
+        look = Look(self.bench.scheduler, self.plan, self.in_flight)
+        look.decisions = self.decisions
+        orders = self.state.orders
+        look.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
+        mine = [entry for entry in INVARIANTS if self.state.config.mode in entry.modes]
+        found = {e.check.__name__: e.check(look) for e in mine if only in ("", e.check.__name__)}
+        return {name: message for name, message in found.items() if message is not None}
+
+
+def scene(count: int = 3, steps: int = 3, **options: Any) -> Scene:
+    """Requests of 9 tokens, all decoding; numbers are 1, 2, ..."""
+    bench = Bench(engine_config(num_host_blocks=8, **options))
+    for start in range(count):
+        bench.add(prompt(9, start), 20)
+    bench.step(steps)
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def forked() -> Scene:
+    """Request 2 shares the full blocks of request 1."""
+    bench = Bench(engine_config())
+    parent = bench.add(prompt(9), 20)
+    bench.step(2)
+    bench.fork(parent)
+    bench.step(2)
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def crowded() -> Scene:
+    """One request runs, two wait for its row."""
+    return scene(max_num_seqs=1)
+
+
+def vacated() -> Scene:
+    """Row 0 was used and is free again."""
+    bench = Bench(engine_config())
+    bench.add(prompt(5), 1)
+    bench.run()
+    return Scene(bench, None)
+
+
+def before_any_plan() -> Scene:
+    """A request waits and nothing has been planned."""
+    bench = Bench(engine_config())
+    bench.add(prompt(9), 20)
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def unplanned() -> Scene:
+    bench = Bench(engine_config())
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def long_prompt() -> Scene:
+    """A prompt that takes the whole step, with nobody waiting."""
+    bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
+    bench.add(prompt(120), 5)
+    bench.step()
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def ahead() -> Scene:
+    """Two plans under way; the second lets request 2 in."""
+    bench = Bench(engine_config(depth=1))
+    bench.add(prompt(9), 20)
+    bench.scheduler.schedule()
+    bench.add(prompt(9, 1), 20)
+    return Scene(bench, bench.scheduler.schedule())
+
+
+# -- how to break it: by the name of the check, one or more ways ---------------------------------------------
+
+Break = Callable[[Scene], None]
+CASES: list[tuple[str, Callable[[], Scene], Break]] = []
+
+
+def breaks(check: str, build: Callable[[], Scene] = scene) -> Callable[[Break], Break]:
+    def register(function: Break) -> Break:
+        CASES.append((check, build, function))
+        return function
+
+    return register
+
+
+@breaks("every_block_is_free_or_live")
+@breaks("references_are_what_holds_blocks")
+@breaks("the_free_list_has_each_free_block_once")
+def a_free_block_gets_a_reference(scene: Scene) -> None:
+    scene.pool.refs[scene.pool.free_blocks()[0]] = 1
+
+
+@breaks("every_block_is_free_or_live")
+def a_block_is_released_while_a_row_holds_it(scene: Scene) -> None:
+    scene.pool.refs[scene.group.blocks_of(0)[0]] = 0
+
+
+@breaks("the_free_list_has_each_free_block_once")
+def a_live_block_is_on_the_free_list(scene: Scene) -> None:
+    scene.pool.evictable.add([int(scene.group.blocks_of(0)[0])])
+
+
+@breaks("references_are_what_holds_blocks")
+def a_reference_too_many(scene: Scene) -> None:
+    scene.pool.refs[scene.group.blocks_of(0)[0]] += 1
+
+
+@breaks("references_are_what_holds_blocks", vacated)
+def a_reference_of_nobody(scene: Scene) -> None:
+    scene.pool.share(scene.pool.allocate(1))
+
+
+@breaks("no_row_holds_a_block_twice")
+def a_row_holds_a_block_twice(scene: Scene) -> None:
+    scene.group.table[0, 1] = scene.group.table[0, 0]
+
+
+@breaks("tables_cover_what_is_computed")
+def more_is_scheduled_than_the_table_holds(scene: Scene) -> None:
+    scene.rows.upper[0] = 40
+
+
+@breaks("tables_cover_what_is_computed")
+def blocks_lie_beyond_what_is_computed(scene: Scene) -> None:
+    scene.group.held[0] += 3
+
+
+@breaks("nothing_is_written_where_others_read")
+def two_rows_write_into_one_block(scene: Scene) -> None:
+    at = int(scene.rows.upper[0] - 1) // 4
+    scene.group.table[1, at] = scene.group.table[0, at]
+
+
+@breaks("nothing_is_written_where_others_read", forked)
+def a_branch_writes_without_a_copy(scene: Scene) -> None:
+    at = int(scene.rows.upper[0] - 1) // 4
+    scene.group.table[scene.row(2), at] = scene.group.table[scene.row(1), at]
+
+
+@breaks("who_does_not_run_owns_nothing", vacated)
+def an_empty_row_holds_a_block(scene: Scene) -> None:
+    scene.group.held[0] = 1
+
+
+@breaks("who_does_not_run_owns_nothing")
+def a_running_request_keeps_host_places(scene: Scene) -> None:
+    scene.bench.request(RequestId(1)).host_places = (np.array([0]),)
+
+
+@breaks("who_does_not_run_owns_nothing")
+@breaks("each_request_is_in_one_place")
+def a_waiting_request_has_a_row(scene: Scene) -> None:
+    scene.bench.request(RequestId(1)).state = RequestState.WAITING
+
+
+@breaks("promised_blocks_are_there")
+def more_is_promised_than_is_free(scene: Scene) -> None:
+    scene.group.reserved = scene.pool.num_free + 1
+
+
+@breaks("host_places_are_free_or_taken_once")
+def a_host_place_is_lost(scene: Scene) -> None:
+    scene.kv.places[0].take(1)
+
+
+@breaks("host_places_are_free_or_taken_once")
+def a_host_place_is_given_back_twice(scene: Scene) -> None:
+    scene.kv.places[0].give_back(np.array([3]))
+
+
+@breaks("the_cache_and_its_blocks_agree")
+def an_entry_is_lost(scene: Scene) -> None:
+    scene.group.cache.drop(next(iter(scene.group.cache.entries())))
+
+
+@breaks("the_cache_and_its_blocks_agree")
+def a_block_waits_for_eviction_without_a_key(scene: Scene) -> None:
+    scene.pool.evictable.add(scene.pool.allocate(1).tolist())
+
+
+@breaks("only_computed_blocks_are_cached")
+def a_block_is_offered_before_it_is_computed(scene: Scene) -> None:
+    assert scene.pool.cached[scene.group.blocks_of(0)[0]]
+    scene.rows.computed[0] = 3
+
+
+@breaks("no_block_changes_hands_under_a_step")
+def a_block_in_flight_is_written_by_another_row(scene: Scene) -> None:
+    touched = np.full(scene.pool.num_blocks, -1, np.int64)
+    touched[scene.group.table[0, int(scene.rows.upper[0] - 1) // 4]] = 1
+    scene.in_flight.append(touched)
+
+
+@breaks("tenants_never_share_blocks", forked)
+def one_of_two_sharers_changes_its_tenant(scene: Scene) -> None:
+    scene.rows.tenant[scene.row(2)] = 7
+
+
+@breaks("no_row_changes_hands_under_a_step", ahead)
+def a_row_joins_that_an_earlier_step_uses(scene: Scene) -> None:
+    earlier = scene.state.flights[0]
+    scene.state.flights[0] = replace(earlier, spans=((scene.row(2), 1, 1),))
+
+
+@breaks("work_is_done_when_there_is_any", unplanned)
+def nothing_is_planned_for_who_waits(scene: Scene) -> None:
+    scene.bench.add(prompt(4), 3)
+
+
+@breaks("who_fits_is_in_the_plan")
+def who_fits_is_left_out(scene: Scene) -> None:
+    scene.bench.add(prompt(4, 9), 3)
+
+
+@breaks("the_last_in_order_gives_way")
+def an_older_request_gives_way(scene: Scene) -> None:
+    scene.decisions.append(Decision(DecisionKind.PREEMPT, RequestId(1), "blocks:recompute"))
+
+
+@breaks("nobody_is_passed_over", crowded)
+def a_younger_request_is_admitted_first(scene: Scene) -> None:
+    scene.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), "fits"))
+
+
+@breaks("the_first_always_progresses")
+def the_oldest_is_not_in_the_plan(scene: Scene) -> None:
+    scene.state.flights[-1].mask[0] = False
+
+
+@breaks("a_long_prompt_leaves_room_for_others", long_prompt)
+def somebody_waits_behind_a_prompt_with_all_tokens(scene: Scene) -> None:
+    scene.bench.add(prompt(4, 9), 3)
+
+
+@breaks("counters_are_in_order")
+def more_is_computed_than_was_scheduled(scene: Scene) -> None:
+    scene.rows.computed[0] = scene.rows.upper[0] + 1
+
+
+@breaks("counters_are_in_order")
+def more_tokens_than_the_limit(scene: Scene) -> None:
+    scene.rows.num_tokens[0] = scene.rows.limit[0] + 1
+
+
+@breaks("each_request_is_in_one_place", crowded)
+def a_waiting_request_is_not_in_the_queue(scene: Scene) -> None:
+    scene.state.queue.remove(scene.bench.request(RequestId(2)))
+
+
+@breaks("each_request_is_in_one_place")
+def an_ended_request_is_still_listed(scene: Scene) -> None:
+    scene.state.orders[RequestId(77)] = 77
+
+
+@breaks("requests_are_conserved")
+def a_request_vanishes(scene: Scene) -> None:
+    scene.state.counters.added += 1
+
+
+@breaks("families_list_live_children")
+def a_family_lists_a_stranger(scene: Scene) -> None:
+    scene.state.children[RequestId(1)] = {RequestId(2)}
+
+
+@breaks("families_list_live_children")
+def a_family_without_branches_stays_listed(scene: Scene) -> None:
+    scene.state.children[RequestId(1)] = set()
+
+
+@breaks("rows_are_what_their_requests_say")
+def a_column_is_not_reset(scene: Scene) -> None:
+    scene.rows.priority[0] = 5
+
+
+@breaks("rows_are_what_their_requests_say")
+def a_live_row_has_no_owner(scene: Scene) -> None:
+    scene.rows.requests[0] = None
+
+
+@breaks("rows_are_what_their_requests_say", vacated)
+def a_row_is_lost(scene: Scene) -> None:
+    scene.rows.num_rows += 1
+
+
+@breaks("gauges_are_what_they_count")
+def a_gauge_of_rows_is_stuck(scene: Scene) -> None:
+    scene.rows.num_live += 1
+
+
+@breaks("gauges_are_what_they_count", crowded)
+def a_gauge_of_tokens_is_stuck(scene: Scene) -> None:
+    scene.state.queue.num_tokens -= 1
+
+
+@breaks("the_plan_keeps_its_bounds")
+def a_plan_goes_over_its_budget(scene: Scene) -> None:
+    assert scene.plan is not None
+    scene.plan = replace(scene.plan, pad_tokens=32)
+
+
+@breaks("the_plan_keeps_its_bounds", before_any_plan)
+def a_plan_has_an_empty_span(scene: Scene) -> None:
+    assert scene.plan is not None
+    scene.plan = replace(scene.plan, spans=replace(scene.plan.spans, num_scheduled=i32([0])))
+
+
+@breaks("the_plan_keeps_its_bounds")
+def a_row_is_planned_twice(scene: Scene) -> None:
+    assert scene.plan is not None
+    scene.plan = replace(scene.plan, spans=replace(scene.plan.spans, row=i32([0]), num_scheduled=i32([1])))
+
+
+@breaks("times_are_in_order")
+def a_first_token_comes_before_admission(scene: Scene) -> None:
+    scene.bench.request(RequestId(1)).admitted_s = scene.state.now_s + 1
+
+
+@breaks("times_are_in_order", crowded)
+def a_token_comes_without_admission(scene: Scene) -> None:
+    scene.bench.request(RequestId(2)).first_token_s = 0.0
+
+
+@breaks("preemptions_are_bounded")
+def a_request_gives_way_too_often(scene: Scene) -> None:
+    scene.bench.request(RequestId(1)).preemptions = 5
+
+
+@breaks("preemptions_are_bounded")
+def a_request_runs_unreserved_after_its_last_preemption(scene: Scene) -> None:
+    scene.bench.request(RequestId(1)).preemptions = 4
+
+
+@breaks("deadlines_have_been_kept")
+def a_deadline_has_passed_unnoticed(scene: Scene) -> None:
+    request = scene.bench.request(RequestId(1))
+    request.deadline_s = scene.state.now_s - 1
+    scene.state.watch_deadline(request)
+
+
+@pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])
+def test_an_invariant_speaks_up(check: str, build: Callable[[], Scene], damage: Break) -> None:
+    scene = build()
+    assert scene.objections() == {}, "a sound state is silent"
+    damage(scene)
+    assert scene.objections(check).keys() == {check}
+
+
+def test_every_invariant_has_a_state_that_it_objects_to() -> None:
+    assert {entry.check.__name__ for entry in INVARIANTS} == {check for check, _, _ in CASES}
+
+
+# -- the checker that runs them ------------------------------------------------------------------------------
+
+
+def name_of(build: Callable[[], Scene], damage: Break, *, updated: bool) -> str:
+    """The name under which a new checker reports a broken state."""
+    scene = build()
+    damage(scene)
+    checker = InvariantChecker(scene.bench.scheduler)
+    look = partial(checker.after_update, None) if updated else partial(checker.after_schedule, scene.plan)
+    with pytest.raises(InvariantViolation) as caught:
+        look()
+    assert str(caught.value).startswith(caught.value.name + ": ")
+    return caught.value.name
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_checker_looks_at_blocks_requests_and_counters_after_both_halves(updated: bool) -> None:
+    assert name_of(scene, a_reference_too_many, updated=updated) == "S4"
+    assert name_of(scene, a_family_lists_a_stranger, updated=updated) == "S21"
+    assert name_of(scene, a_request_vanishes, updated=updated) == "S12"
+
+
+def test_the_checker_looks_at_plans_after_a_schedule() -> None:
+    assert name_of(scene, a_plan_goes_over_its_budget, updated=False) == "S14"
+    assert name_of(scene, who_fits_is_left_out, updated=False) == "L1w"
+
+
+def test_what_is_skipped_because_nothing_changed_is_looked_at_when_something_does() -> None:
+    scene_ = scene()
+    checker = InvariantChecker(scene_.bench.scheduler)
+    checker.after_schedule(scene_.plan)
+    checker.after_update(None)
+    a_reference_too_many(scene_)
+    with pytest.raises(InvariantViolation, match="S4"):
+        checker.after_update(None)
+
+
+def test_a_block_used_by_a_step_under_way_is_remembered() -> None:
+    """S22 through the checker: a block is handed on before the step that writes it has completed."""
+    bench = Bench(engine_config(depth=1))
+    checker = InvariantChecker(bench.scheduler)
+    gone = bench.add(prompt(9), 20)
+    checker.after_schedule(bench.scheduler.schedule())
+    bench.engine.abort(gone)
+    fence = bench.state.kv.fences.pop()
+    bench.state.kv.groups[0].pool.release(fence.blocks)
+    bench.add(prompt(9, 1), 20)
+    plan = bench.scheduler.schedule()
+    with pytest.raises(InvariantViolation, match="S22: "):
+        checker.after_schedule(plan)
+
+
+def test_a_run_without_tokens_is_reported() -> None:
+    """L2: plans go out and nothing ever comes back."""
+    scene_ = scene()
+    checker = InvariantChecker(scene_.bench.scheduler)
+
+    def plan_again_and_again() -> None:
+        for _ in range(500):
+            checker.after_schedule(scene_.plan)
+
+    with pytest.raises(InvariantViolation, match="L2: .* steps without a token"):
+        plan_again_and_again()
+
+
+def test_a_request_that_vanished_from_everywhere_is_missed() -> None:
+    """S11 and S12 together: not even the counters may agree with a loss."""
+    scene_ = crowded()
+    lost = scene_.bench.request(RequestId(2))
+    scene_.state.queue.remove(lost)
+    del scene_.state.requests[lost.id], scene_.state.orders[lost.id]
+    assert lost.row == NO_ROW
+    assert "requests_are_conserved" in scene_.objections("requests_are_conserved")

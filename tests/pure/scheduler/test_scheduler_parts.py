@@ -1,0 +1,221 @@
+"""The small parts: policies as pure functions, the queue's columns, the row table."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SchedulerConfig
+from paceline.core.policy import RequestView, Victim
+from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.scheduler.policy import make_policy
+from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.scheduler.policy.priority import PriorityWithAgeing
+from paceline.scheduler.queue import WaitingQueue, first
+from paceline.scheduler.rows import Rows
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+entries = st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), min_size=1, max_size=40)
+
+
+def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
+    """Requests with (arrival, priority), in the order they came."""
+    count = len(pairs)
+    return RequestView(
+        now_s=now_s,
+        row=np.full(count, NO_ROW, np.int64),
+        order=np.arange(count),
+        arrival_s=np.array([float(arrival) for arrival, _ in pairs]),
+        priority=np.array([priority for _, priority in pairs], np.int64),
+        tenant=np.zeros(count, np.int64),
+        num_tokens=np.ones(count, np.int64),
+        max_total=np.ones(count, np.int64),
+        preemptions=np.zeros(count, np.int64),
+    )
+
+
+def request(number: int, length: int = 3, **options: Any) -> Request:
+    return Request(
+        RequestId(number), np.arange(length, dtype=np.int32), SamplingParams(max_tokens=4), **options
+    )
+
+
+# -- policies ----------------------------------------------------------------------------------------------
+
+
+@given(entries)
+def test_the_victim_is_the_last_in_order(pairs: list[tuple[int, int]]) -> None:
+    view = view_of(pairs)
+    for policy, rank in (
+        (FirstComeFirstServed(0.5), lambda at: (pairs[at][0], at)),
+        (PriorityWithAgeing(0.5, 1e9), lambda at: (pairs[at][1], pairs[at][0], at)),
+    ):
+        expected = max(range(len(pairs)), key=rank)
+        assert policy.victim(view, 1) == Victim(expected)
+
+
+@given(entries, st.floats(10, 1e4), st.floats(10, 1e4))
+def test_the_order_of_two_requests_never_changes_while_they_wait(
+    pairs: list[tuple[int, int]], now_s: float, later_s: float
+) -> None:
+    policy = PriorityWithAgeing(0.5, 3.0)
+    one, other = (policy.order(view_of(pairs, time_s)) for time_s in (now_s, later_s))
+    differences = np.subtract.outer(one, one), np.subtract.outer(other, other)
+    assert np.allclose(*differences, atol=1e-6)
+
+
+@given(entries)
+def test_policies_are_pure(pairs: list[tuple[int, int]]) -> None:
+    for policy in (FirstComeFirstServed(0.5), PriorityWithAgeing(0.5, 3.0)):
+        view = view_of(pairs)
+        assert policy.order(view).tolist() == policy.order(view).tolist()
+        assert policy.victim(view, 3) == policy.victim(view, 3)
+
+
+@pytest.mark.parametrize(
+    ("share", "budget", "tokens"), [(0.5, 100, 50), (1.0, 7, 7), (0.1, 5, 1), (1e-6, 2048, 1)]
+)
+def test_the_share_of_a_prompt_is_at_least_one_token(share: float, budget: int, tokens: int) -> None:
+    assert FirstComeFirstServed(share).share(view_of([(0, 0)]), budget) == tokens
+
+
+def test_the_config_names_the_policy() -> None:
+    assert type(make_policy(SchedulerConfig(scheduling_policy="fcfs"))) is FirstComeFirstServed
+    assert type(make_policy(SchedulerConfig(scheduling_policy="priority"))) is PriorityWithAgeing
+
+
+class OldestGoes(FirstComeFirstServed):
+    """A policy of one's own, through the seam: the last to come goes first, and swaps."""
+
+    def order(self, view: RequestView) -> Any:
+        return -view.arrival_s
+
+    def victim(self, view: RequestView, need: int) -> Victim:
+        return Victim(int(np.argmin(view.arrival_s)), swap=True)
+
+
+def test_a_policy_of_ones_own_decides() -> None:
+    bench = Bench(engine_config(max_num_seqs=2, num_blocks=7, num_host_blocks=8), policy=OldestGoes(1.0))
+    ids = [bench.add(prompt(4, start), 18, arrival_s=float(start)) for start in range(3)]
+    seen = bench.step()
+    assert seen is not None and seen.spans.keys() == {ids[2], ids[1]}
+    bench.run()
+    assert bench.state.counters.swapped > 0, "it asked for swaps, whatever the config says"
+
+
+# -- the queue ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from((0.0, 1.0, 2.0, 3.5)), min_size=1, max_size=60), st.integers(1, 60))
+def test_the_first_of_many_are_what_sorting_gives(scores: list[float], count: int) -> None:
+    view = view_of([(0, 0)] * len(scores))
+    expected = sorted(range(len(scores)), key=lambda at: (scores[at], at))[:count]
+    assert first(view, np.array(scores), count).tolist() == expected
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=250))
+def test_the_queue_agrees_with_a_list(moves: list[tuple[bool, int]]) -> None:
+    queue = WaitingQueue()
+    here: dict[int, Request] = {}
+    for number, (push, which) in enumerate(moves):
+        if push or not here:
+            here[number] = request(number, 1 + which % 7, arrival_s=float(which), priority=which % 3)
+            queue.push(here[number], order=number, tenant=which % 2)
+        else:
+            queue.remove(here.pop(sorted(here)[which % len(here)]))
+    view = queue.view(0.0)
+    assert len(queue) == len(view) == len(here)
+    assert queue.num_tokens == sum(r.num_tokens for r in here.values())
+    assert sorted(r.id for r in queue) == sorted(here)
+    for at in range(len(queue)):
+        found = queue.get(at)
+        assert found.id in queue
+        says = (found.id, found.arrival_s, found.priority, found.num_tokens, found.max_total)
+        columns = (view.order, view.arrival_s, view.priority, view.num_tokens, view.max_total)
+        assert tuple(column[at] for column in columns) == says
+
+
+def test_a_view_cannot_be_written() -> None:
+    queue = WaitingQueue()
+    queue.push(request(1), order=0, tenant=0)
+    with pytest.raises(ValueError, match="read-only"):
+        queue.view(0.0).priority[0] = 3
+
+
+def test_the_priority_of_who_waits_is_in_the_column_at_once() -> None:
+    queue = WaitingQueue()
+    waiting = request(1)
+    queue.push(waiting, order=0, tenant=0)
+    waiting.priority = -4
+    queue.set_priority(waiting)
+    assert queue.view(0.0).priority.tolist() == [-4]
+
+
+# -- the row table -----------------------------------------------------------------------------------------
+
+
+def seat(rows: Rows, request: Request, order: int = 0, tenant: int = 0) -> int:
+    return rows.take(request, order, tenant, 0)
+
+
+def test_a_row_rests_until_the_steps_before_it_are_done() -> None:
+    rows = Rows(2, 16)
+    one = request(1)
+    row = seat(rows, one)
+    generation = int(rows.generation[row])
+    rows.leave(one, fence=3, completed=1)
+    assert rows.num_free == 1 and rows.fenced_rows() == [row]
+    assert int(rows.generation[row]) != generation, "a late result finds nobody"
+    rows.complete(2)
+    assert rows.num_free == 1
+    rows.complete(3)
+    assert sorted(rows.free_rows()) == [0, 1]
+
+
+def test_a_row_is_written_anew_for_its_next_owner() -> None:
+    """S23: nothing of the one before is left in any column."""
+    used, fresh = Rows(1, 16), Rows(1, 16)
+    before = request(1, 9, priority=3, arrival_s=4.0)
+    before.needs_host, before.preemptions = True, 2
+    row = seat(used, before, order=7, tenant=5)
+    for name in ("computed", "upper", "pad", "pad_left", "num_tokens"):
+        getattr(used, name)[row] = 6
+    for name in ("decoding", "padding", "done", "sharing"):
+        getattr(used, name)[row] = True
+    used.reserve(row)
+    used.num_tokens[row] = 9
+    used.leave(before, fence=0, completed=0)
+    for rows in (used, fresh):
+        after = request(2)
+        seat(rows, after, order=8, tenant=0)
+    compared = [name for name, value in vars(used).items() if isinstance(value, np.ndarray)]
+    assert len(compared) > 15
+    for name in set(compared) - {"generation", "outputs"}:
+        assert getattr(used, name).tolist() == getattr(fresh, name).tolist(), name
+    assert (used.num_live, used.num_reserved, used.num_needs_host) == (1, 0, 0)
+
+
+def test_a_request_takes_its_output_along_when_it_leaves() -> None:
+    rows = Rows(1, 16)
+    mine = request(1)
+    row = seat(rows, mine)
+    rows.outputs[row, :2] = (41, 42)
+    rows.num_tokens[row] += 2
+    rows.leave(mine, fence=0, completed=0)
+    assert mine.tokens.tolist() == [0, 1, 2, 41, 42]
+    assert mine.row == NO_ROW
+    seat(rows, mine)
+    assert (rows.known[0], rows.num_tokens[0], rows.num_prompt[0]) == (5, 5, 3)
+
+
+def test_the_lowest_free_row_is_taken() -> None:
+    rows = Rows(3, 16)
+    requests = [request(number) for number in range(3)]
+    assert [seat(rows, one) for one in requests] == [0, 1, 2]
+    for number in (2, 0):
+        rows.leave(requests[number], fence=0, completed=0)
+    assert seat(rows, request(9)) == 0
+    assert rows.high == 3
