@@ -218,8 +218,7 @@ class World:
             expected = expected[: len(got)]
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
-        stopped = client.stop_at is not None and ending.reason is FinishReason.STOP
-        if ending.num_output != (client.stop_at if stopped else len(got)):
+        if ending.num_output != (len(got) if client.stop_at is None else client.stop_at):
             raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
@@ -347,7 +346,8 @@ class World:
         branches = sorted(child for children in state.children.values() for child in children)
         if branches:
             branch = self.rng.choice(branches)
-            self.live[branch].told.add("pruned")
+            if branch in self.live:
+                self.live[branch].told.add("pruned")
             self.coverage.counts["prune"] += self.engine.prune(branch)
             self._receive(self.engine.scheduler.take_events())
 

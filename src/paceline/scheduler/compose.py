@@ -280,7 +280,10 @@ class Composer:
         if limit < 1:
             return
         if state.mode.keeps_finished:
-            self._let_batch_in(self._waiting(limit, ()))
+            waiting = len(state.queue) + 1
+            while len(state.queue) < waiting and not state.rows.num_live:  # a batch that all failed is none
+                waiting = len(state.queue)
+                self._let_batch_in(self._waiting(limit, ()))
             return
         seen: set[int] = set()
         while len(seen) < len(view):

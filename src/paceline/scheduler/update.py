@@ -33,6 +33,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     if np.count_nonzero(result.finite) < len(at):
         for row in at[current & ~result.finite].tolist():
             _numerical_error(state, _owner(state, row))
+        if state.mode.keeps_finished:
+            retire_batch(state)  # it may have been the last one that was not done
         current = rows.generation[at] == result.generation
     rows.computed[: len(flight.mask)] += flight.mask
     _spans_done(state, flight)

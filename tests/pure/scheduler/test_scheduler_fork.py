@@ -34,10 +34,11 @@ def test_a_fork_shares_its_parents_blocks() -> None:
     bench.run()
 
 
-def test_the_shared_block_is_copied_exactly_once() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_shared_block_is_copied_exactly_once(depth: int) -> None:
+    bench = Bench(engine_config(depth=depth), overlapped=depth > 0)
     parent = bench.add(prompt(13), 20, seed=3)
-    bench.step(2)
+    bench.step(2 + depth)
     bench.fork(parent)
     bench.run()
     assert copies(bench) == [1], "one of the two writes into the block it had, the other into a copy"
