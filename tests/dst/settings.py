@@ -48,13 +48,13 @@ def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     block_size = rng.choice((1, 2, 4, 4, 8, 16))
     longest = rng.choice((64, 128, 256))
-    max_num_seqs = rng.choice((2, 8, 12, 16, 16, 20, 24, 28))
+    max_num_seqs = rng.choice((2, 10, 12, 16, 20, 20, 24, 28))
     blocks_of_longest = -(-longest // block_size)
     # Most requests stay far below the longest: only the first two or three make blocks run out by themselves.
-    pressure = rng.choice((0.07, 0.13, 0.28, 0.6, 1.5))
+    pressure = rng.choice((0.08, 0.15, 0.3, 0.6, 1.5))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
     if rng.random() < 0.06:  # too small for the longest requests: they are refused
-        num_blocks = 2 + blocks_of_longest // 2
+        num_blocks = 2 + blocks_of_longest // rng.choice((2, 4))
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     if rng.random() < 0.2:
         window = rng.choice((3, 8, 17))
@@ -96,7 +96,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
     busy = rng.random() < 0.85
     return Traffic(
-        add=rng.choice((0.15, 0.3)) if busy else 0.04,
+        add=rng.choice((0.2, 0.35)) if busy else 0.04,
         burst=rng.choice((2, 4, 10)) if busy else 2,
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),

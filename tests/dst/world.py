@@ -189,12 +189,14 @@ class World:
     # -- what clients see ----------------------------------------------------------------------------------
 
     def _receive(self, events: StepEvents) -> None:
+        # An abort comes before the results of its step: a token beside it would come after the ending.
+        aborted = {ending.request for ending in events.finished if ending.reason is FinishReason.ABORT}
         for batch in events.tokens:
             for rid, token, index in zip(
                 batch.requests.tolist(), batch.tokens.tolist(), batch.index.tolist(), strict=True
             ):
                 client = self.clients[rid]
-                if client.ended is not None or len(client.tokens) != index:
+                if client.ended is not None or len(client.tokens) != index or rid in aborted:
                     raise InvariantViolation("S20", f"request {rid} got token {index} out of turn")
                 client.tokens.append(token)
         for ending in events.finished:

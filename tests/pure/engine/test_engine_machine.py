@@ -29,9 +29,15 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     enough = -(-LONGEST // block_size)
     blocks = 1 + enough + draw(st.sampled_from((0, 1, enough // 2, 3 * enough)))
     window = draw(st.sampled_from((None, None, None, 3, 9)))
-    groups = (
-        (GroupSpec(),) if window is None else (GroupSpec(), GroupSpec(window=window, num_blocks=blocks + 40))
-    )
+    mode = draw(st.sampled_from(("continuous",) * 4 + ("dynamic", "static")))
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    if window is not None:
+        # What a request needs at a budget of 16, and the null block; at a budget of 64 long ones are refused.
+        least = -(-(window + 16) // block_size) + 3
+        more = (
+            draw(st.sampled_from((0, 3, 60))) if mode == "continuous" else 60
+        )  # a padded batch needs it all
+        groups += (GroupSpec(window=window, num_blocks=least + more),)
     return {
         "depth": draw(st.sampled_from((0, 1, 1, 2, 4))),
         "block_size": block_size,
@@ -44,7 +50,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": LONGEST,
         "scheduling_policy": draw(st.sampled_from(("fcfs", "priority"))),
         "ageing_s": 0.05,
-        "mode": draw(st.sampled_from(("continuous",) * 4 + ("dynamic", "static"))),
+        "mode": mode,
         "batch_size": draw(st.sampled_from((2, 4))),
         "batch_timeout_s": 0.01,
         "static_flush_s": 0.02,

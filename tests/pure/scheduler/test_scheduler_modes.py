@@ -1,10 +1,13 @@
 """Static and dynamic batching: when a batch starts, how it is padded, and that all of it leaves together."""
 
+import contextlib
 from typing import Any
 
 import pytest
 
+from paceline.config import GroupSpec
 from paceline.core.request import RequestState
+from paceline.errors import NeverFits
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -231,6 +234,22 @@ def test_outputs_do_not_depend_on_the_mode(mode: str, depth: int) -> None:
         bench.add(prompt(1 + 5 * start % 17, start), 1 + 3 * start % 7)
     bench.run()
     assert all(ending.reason.value == "length" for ending in bench.finished.values())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="accepted by what the window keeps, never admitted: the rectangle wants all its blocks of every group",
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_window_too_small_for_the_rectangle_is_refused_or_served(mode: str) -> None:
+    """L6 and B5: whoever is accepted is served; a head that can never start blocks everybody."""
+    sliding = GroupSpec(window=3, num_blocks=22)
+    bench = batching(
+        mode, block_size=1, num_blocks=65, max_num_batched_tokens=4, groups=(GroupSpec(), sliding)
+    )
+    with contextlib.suppress(NeverFits):
+        bench.add(prompt(12), 18)
+    bench.run()
 
 
 def test_in_continuous_mode_there_is_no_padding() -> None:

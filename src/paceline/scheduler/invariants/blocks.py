@@ -186,6 +186,11 @@ def no_block_changes_hands_under_a_step(look: Look) -> str | None:
             wrong = (owner != -1) & (owner != rows)
             if np.count_nonzero(wrong):
                 return f"row {rows[wrong][0]} writes a block that a step under way still uses"
+    copies, swap_in = look.plan.block_copies, look.plan.swap_in
+    for fresh in (copies.target[copies.group == 0], swap_in.block[swap_in.group == 0]):
+        for touched in look.in_flight if len(fresh) else ():
+            if np.count_nonzero(touched[fresh] != -1):
+                return "a copy goes into a block that a step under way still uses"
     return None
 
 

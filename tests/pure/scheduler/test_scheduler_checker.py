@@ -1,0 +1,93 @@
+"""The checker that runs the invariants: after both halves of a step, with a memory of what is under way."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from paceline.core.request import NO_ROW, RequestId
+from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.pure.scheduler.test_scheduler_invariants import (
+    Break,
+    Scene,
+    a_family_lists_a_stranger,
+    a_plan_goes_over_its_budget,
+    a_reference_too_many,
+    a_request_vanishes,
+    crowded,
+    scene,
+    who_fits_is_left_out,
+)
+
+
+def name_of(build: Callable[[], Scene], damage: Break, *, updated: bool) -> str:
+    """The name under which a new checker reports a broken state."""
+    scene = build()
+    damage(scene)
+    checker = InvariantChecker(scene.bench.scheduler)
+    look = partial(checker.after_update, None) if updated else partial(checker.after_schedule, scene.plan)
+    with pytest.raises(InvariantViolation) as caught:
+        look()
+    assert str(caught.value).startswith(caught.value.name + ": ")
+    return caught.value.name
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_checker_looks_at_blocks_requests_and_counters_after_both_halves(updated: bool) -> None:
+    assert name_of(scene, a_reference_too_many, updated=updated) == "S4"
+    assert name_of(scene, a_family_lists_a_stranger, updated=updated) == "S21"
+    assert name_of(scene, a_request_vanishes, updated=updated) == "S12"
+
+
+def test_the_checker_looks_at_plans_after_a_schedule() -> None:
+    assert name_of(scene, a_plan_goes_over_its_budget, updated=False) == "S14"
+    assert name_of(scene, who_fits_is_left_out, updated=False) == "L1w"
+
+
+def test_what_is_skipped_because_nothing_changed_is_looked_at_when_something_does() -> None:
+    broken = scene()
+    checker = InvariantChecker(broken.bench.scheduler)
+    checker.after_schedule(broken.plan)
+    checker.after_update(None)
+    a_reference_too_many(broken)
+    with pytest.raises(InvariantViolation, match="S4"):
+        checker.after_update(None)
+
+
+def test_a_block_used_by_a_step_under_way_is_remembered() -> None:
+    """S22 through the checker: a block is handed on before the step that writes it has completed."""
+    bench = Bench(engine_config(depth=1))
+    checker = InvariantChecker(bench.scheduler)
+    gone = bench.add(prompt(9), 20)
+    checker.after_schedule(bench.scheduler.schedule())
+    bench.engine.abort(gone)
+    fence = bench.state.kv.fences.pop()
+    bench.state.kv.groups[0].pool.release(fence.blocks)
+    bench.add(prompt(9, 1), 20)
+    plan = bench.scheduler.schedule()
+    with pytest.raises(InvariantViolation, match="S22: "):
+        checker.after_schedule(plan)
+
+
+def test_a_run_without_tokens_is_reported() -> None:
+    """L2: plans go out and nothing ever comes back."""
+    broken = scene()
+    checker = InvariantChecker(broken.bench.scheduler)
+
+    def plan_again_and_again() -> None:
+        for _ in range(500):
+            checker.after_schedule(broken.plan)
+
+    with pytest.raises(InvariantViolation, match="L2: .* steps without a token"):
+        plan_again_and_again()
+
+
+def test_a_request_that_vanished_from_everywhere_is_missed() -> None:
+    """S11 and S12 together: not even the counters may agree with a loss."""
+    broken = crowded()
+    lost = broken.bench.request(RequestId(2))
+    broken.state.queue.remove(lost)
+    del broken.state.requests[lost.id], broken.state.orders[lost.id]
+    assert lost.row == NO_ROW
+    assert "requests_are_conserved" in broken.objections("requests_are_conserved")
