@@ -82,8 +82,9 @@ class KVManager:
             needs.append(blocks)
         return tuple(needs)
 
-    def can_ever_hold(self, max_total: int) -> bool:
-        needs = self.full_need(max_total)
+    def can_ever_hold(self, max_total: int, *, at_once: bool = False) -> bool:
+        """Whether a sequence fits an empty cache; `at_once`: with all its blocks taken from the start."""
+        needs = (self.blocks_for(max_total),) * len(self.groups) if at_once else self.full_need(max_total)
         return all(need <= group.pool.usable for need, group in zip(needs, self.groups, strict=True))
 
     def missing(self, row: int, num_slots: int) -> int:

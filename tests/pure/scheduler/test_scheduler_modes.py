@@ -236,10 +236,6 @@ def test_outputs_do_not_depend_on_the_mode(mode: str, depth: int) -> None:
     assert all(ending.reason.value == "length" for ending in bench.finished.values())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="accepted by what the window keeps, never admitted: the rectangle wants all its blocks of every group",
-)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_window_too_small_for_the_rectangle_is_refused_or_served(mode: str) -> None:
     """L6 and B5: whoever is accepted is served; a head that can never start blocks everybody."""

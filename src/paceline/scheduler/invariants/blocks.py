@@ -177,20 +177,24 @@ def no_block_changes_hands_under_a_step(look: Look) -> str | None:
     """What a plan writes is not touched by an earlier step of another row, nor by a copy, still under way."""
     if look.plan is None or not look.in_flight:
         return None
-    state = look.scheduler.state
-    size, group = state.kv.block_size, state.kv.groups[0]
+    size = look.scheduler.state.kv.block_size
     rows, start, end = _writes(look)
-    for blocks in (group.table[rows, start // size], group.table[rows, (end - 1) // size]):
-        for touched in look.in_flight:
-            owner = touched[blocks]
-            wrong = (owner != -1) & (owner != rows)
-            if np.count_nonzero(wrong):
-                return f"row {rows[wrong][0]} writes a block that a step under way still uses"
     copies, swap_in = look.plan.block_copies, look.plan.swap_in
-    for fresh in (copies.target[copies.group == 0], swap_in.block[swap_in.group == 0]):
-        for touched in look.in_flight if len(fresh) else ():
-            if np.count_nonzero(touched[fresh] != -1):
+    offset = 0
+    for group in look.scheduler.state.kv.groups:
+        written = (group.table[rows, start // size], group.table[rows, (end - 1) // size])
+        fresh = copies.target[copies.group == group.index]
+        if len(swap_in.block):
+            fresh = np.concatenate([fresh, swap_in.block[swap_in.group == group.index]])
+        for touched in look.in_flight:
+            for blocks in written:
+                owner = touched[offset + blocks]
+                wrong = (owner != -1) & (owner != rows)
+                if np.count_nonzero(wrong):
+                    return f"row {rows[wrong][0]} writes a block that a step under way still uses"
+            if len(fresh) and np.count_nonzero(touched[offset + fresh] != -1):
                 return "a copy goes into a block that a step under way still uses"
+        offset += group.pool.num_blocks
     return None
 
 

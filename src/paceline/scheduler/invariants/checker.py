@@ -17,7 +17,6 @@ from paceline.scheduler.invariants.registry import (
     CHANGES,
     INVARIANTS,
     PLANNED,
-    Held,
     InvariantViolation,
     Look,
 )
@@ -43,7 +42,10 @@ class InvariantChecker:
         self._blocks_seen: object = None
         self._places_seen: object = None
         self._touched: deque[tuple[int, NDArray[np.int64]]] = deque()
-        self._copying: dict[int, NDArray[np.int64]] = {}  # swap ticket -> its blocks of group 0
+        self._copying: dict[int, NDArray[np.int64]] = {}  # swap ticket -> its blocks
+        sizes = [group.pool.num_blocks for group in scheduler.state.kv.groups]
+        # Where each group's blocks are in `Look.in_flight`, and the end.
+        self._offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._num_added = 0
         self._silent = 0
@@ -64,7 +66,7 @@ class InvariantChecker:
         if plan is not None:
             self._note_copies(plan)
             if self.overlapped:
-                self._remember(plan, look.held[0])
+                self._remember(plan, look)
         self._seen_decisions = 0  # the engine takes them with the plan
         self._progress(plan)
 
@@ -85,7 +87,7 @@ class InvariantChecker:
     def _look(self, plan: StepPlan | None) -> Look:
         in_flight = [touched for _, touched in self._touched]
         if self._copying:
-            touched = np.full(self._scheduler.state.kv.groups[0].pool.num_blocks, -1, np.int64)
+            touched = np.full(self._offsets[-1], -1, np.int64)
             # Not even its own row may write there until the copy is done.
             touched[np.concatenate(list(self._copying.values()))] = -2
             in_flight.append(touched)
@@ -108,9 +110,9 @@ class InvariantChecker:
     def _note_copies(self, plan: StepPlan) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
         for swaps in (plan.swap_out, plan.swap_in):
-            for ticket in np.unique(swaps.ticket).tolist():
-                mine = (swaps.ticket == ticket) & (swaps.group == 0)
-                self._copying[ticket] = swaps.block[mine].astype(np.int64)
+            for ticket in set(swaps.ticket.tolist()):
+                mine = swaps.ticket == ticket
+                self._copying[ticket] = self._offsets[swaps.group[mine]] + swaps.block[mine]
 
     def _always_true(self, look: Look) -> None:
         self.num_checks += 1
@@ -125,20 +127,21 @@ class InvariantChecker:
             self._report(entry.name, entry.check(look))
         self._blocks_seen, self._places_seen = blocks, places
 
-    def _remember(self, plan: StepPlan, held: Held) -> None:
+    def _remember(self, plan: StepPlan, look: Look) -> None:
         """Which row of this step touches which block, for the steps planned while it runs."""
         state = self._scheduler.state
-        group = state.kv.groups[0]
-        touched = np.full(group.pool.num_blocks, -1, np.int64)
+        touched = np.full(self._offsets[-1], -1, np.int64)
         flight = state.flights[-1]
         part = np.zeros(state.rows.num_rows, np.bool_)
         part[: len(flight.mask)] = flight.mask
         part[[row for row, _, _ in flight.spans]] = True
-        mine = part[held.row]
-        blocks, rows = held.block[mine], held.row[mine]
-        touched[blocks] = rows
-        touched[blocks[touched[blocks] != rows]] = -2  # several rows
-        touched[plan.block_copies.source[plan.block_copies.group == 0]] = -2
+        for held, offset in zip(look.held, self._offsets.tolist(), strict=False):
+            mine = part[held.row]
+            blocks, rows = held.block[mine] + offset, held.row[mine]
+            touched[blocks] = rows
+            touched[blocks[touched[blocks] != rows]] = -2  # several rows
+        copies = plan.block_copies
+        touched[self._offsets[copies.group] + copies.source] = -2
         self._touched.append((plan.seq, touched))
 
     def _progress(self, plan: StepPlan | None) -> None:
@@ -216,5 +219,10 @@ class SampledChecker:
         try:
             self._checker.after_update(result)
         except InvariantViolation as violation:
-            self.violations[violation.name] += 1
-            self._on_violation(violation)
+            self._tell(violation)
+        except Exception as error:  # a state too broken to be looked at must not end a service either
+            self._tell(InvariantViolation("unreadable", repr(error)))
+
+    def _tell(self, violation: InvariantViolation) -> None:
+        self.violations[violation.name] += 1
+        self._on_violation(violation)

@@ -56,7 +56,8 @@ class Look:
         self.live: NDArray[np.int64] = rows.live[: rows.high].nonzero()[0]
         self.plan = plan
         self.decisions: list[Decision] = []  # made by the schedule just done
-        # Per earlier step and copy under way: the row that touches each block of group 0; -1 nobody, -2 several.
+        # Per earlier step and copy under way: the row that touches each block, those of the groups one after
+        # another; -1 nobody, -2 several.
         self.in_flight = in_flight
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
