@@ -41,7 +41,11 @@ def build_scheduler(
     # A padded rectangle has no use for a shared beginning: every row computes all of it.
     kv_config = replace(config.kv, enable_prefix_caching=False) if mode.keeps_finished else config.kv
     kv = KVManager(
-        kv_config, capacity, max_chunk=config.scheduler.max_num_batched_tokens, make_pool=make_pool
+        kv_config,
+        capacity,
+        max_chunk=config.scheduler.max_num_batched_tokens,
+        at_once=mode.keeps_finished,
+        make_pool=make_pool,
     )
     rows = Rows(capacity.num_rows, config.scheduler.max_model_len)
     state = SchedulerState(

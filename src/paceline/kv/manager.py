@@ -48,11 +48,18 @@ class KVManager:
     """All block tables of one engine."""
 
     def __init__(
-        self, config: KVConfig, capacity: Capacity, *, max_chunk: int, make_pool: PoolMaker = BlockPool
+        self,
+        config: KVConfig,
+        capacity: Capacity,
+        *,
+        max_chunk: int,
+        at_once: bool = False,
+        make_pool: PoolMaker = BlockPool,
     ) -> None:
         self.block_size = config.block_size
         self.caching = config.enable_prefix_caching
         self._max_chunk = max_chunk
+        self._at_once = at_once  # rows take all their blocks when they start, as padded batches do
         shape = (capacity.num_rows, capacity.max_blocks_per_row)
         self.groups = [
             _make_group(index, spec, config, shape, make_pool) for index, spec in enumerate(config.groups)
@@ -82,9 +89,10 @@ class KVManager:
             needs.append(blocks)
         return tuple(needs)
 
-    def can_ever_hold(self, max_total: int, *, at_once: bool = False) -> bool:
-        """Whether a sequence fits an empty cache; `at_once`: with all its blocks taken from the start."""
-        needs = (self.blocks_for(max_total),) * len(self.groups) if at_once else self.full_need(max_total)
+    def can_ever_hold(self, max_total: int) -> bool:
+        """Whether a sequence of `max_total` tokens fits into an empty cache."""
+        whole = (self.blocks_for(max_total),) * len(self.groups)
+        needs = whole if self._at_once else self.full_need(max_total)
         return all(need <= group.pool.usable for need, group in zip(needs, self.groups, strict=True))
 
     def missing(self, row: int, num_slots: int) -> int:

@@ -304,7 +304,7 @@ class Scheduler:
                 f"and {request.sampling.max_tokens} more are asked for",
                 param="max_tokens",
             )
-        if not state.kv.can_ever_hold(request.max_total, at_once=state.mode.keeps_finished):
+        if not state.kv.can_ever_hold(request.max_total):
             self._reject([request], "kv_capacity")
             slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
             raise NeverFits(

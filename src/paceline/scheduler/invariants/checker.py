@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import StepPlan, StepResult
+from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import blocks, progress, requests
 from paceline.scheduler.invariants.registry import (
@@ -55,6 +55,8 @@ class InvariantChecker:
         state = self._scheduler.state
         decisions = state.decisions
         self._note_arrivals()
+        if plan is not None:
+            self._note_copies(plan.swap_out)
         look = self._look(plan)
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         self._always_true(look)  # first: a plan made from a broken state says little about the plan
@@ -64,7 +66,7 @@ class InvariantChecker:
             if not (excused and entry.name[0] in "LF"):
                 self._report(entry.name, entry.check(look))
         if plan is not None:
-            self._note_copies(plan)
+            self._note_copies(plan.swap_in)
             if self.overlapped:
                 self._remember(plan, look)
         self._seen_decisions = 0  # the engine takes them with the plan
@@ -107,12 +109,11 @@ class InvariantChecker:
             if request_id not in self._arrived:
                 self._arrived[request_id] = (state.requests[request_id].arrival_s, order)
 
-    def _note_copies(self, plan: StepPlan) -> None:
+    def _note_copies(self, swaps: Swaps) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
-        for swaps in (plan.swap_out, plan.swap_in):
-            for ticket in set(swaps.ticket.tolist()):
-                mine = swaps.ticket == ticket
-                self._copying[ticket] = self._offsets[swaps.group[mine]] + swaps.block[mine]
+        for ticket in set(swaps.ticket.tolist()):
+            mine = swaps.ticket == ticket
+            self._copying[ticket] = self._offsets[swaps.group[mine]] + swaps.block[mine]
 
     def _always_true(self, look: Look) -> None:
         self.num_checks += 1
