@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from paceline.config import GroupSpec
 from paceline.core.request import NO_ROW, RequestId
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -91,3 +92,27 @@ def test_a_request_that_vanished_from_everywhere_is_missed() -> None:
     del broken.state.requests[lost.id], broken.state.orders[lost.id]
     assert lost.row == NO_ROW
     assert "requests_are_conserved" in broken.objections("requests_are_conserved")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="F4 asks after the schedule; evictions by the very plan have made the prefix look as if nobody computed it",
+)
+def test_who_waits_for_a_prefix_is_not_held_against_the_prompt_that_computes_it() -> None:
+    groups = (GroupSpec(), GroupSpec(window=9, num_blocks=28))
+    config = engine_config(
+        block_size=1,
+        num_blocks=41,
+        groups=groups,
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        max_model_len=40,
+        long_prefill_share=0.25,
+        max_preemptions=1,
+    )
+    bench = Bench(config)
+    bench.add(prompt(7) + prompt(6, 41), 1)
+    bench.add(prompt(3) + prompt(5, 50), 15)
+    for _ in range(2):
+        bench.add_all(prompt(12, 1) + prompt(1, 19), 12, n=2)
+    bench.run()
