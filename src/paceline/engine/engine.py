@@ -192,6 +192,26 @@ class Engine:
         self.scheduler.update(result)
         if self._checker is not None:
             self._checker.after_update(result)
+        self._record(step, result)
+
+    def _recover(self, error: Exception) -> None:
+        """No result will come for the steps under way: start over from a clean plan."""
+        self.last_error = error
+        self._failures += 1
+        lost, self._underway = list(self._underway), deque()
+        snapshot = self.scheduler.recover()
+        for step in lost:
+            self._record(step, None)
+        if self._failures >= MAX_FAILURES_IN_A_ROW:
+            self._give_up(error)
+        try:
+            self._runner.reset(snapshot)
+        except Exception as reset_error:
+            self._give_up(reset_error)
+        if self._checker is not None:
+            self._checker.after_update(None)
+
+    def _record(self, step: Underway, result: StepResult | None) -> None:
         self._recorder.step(
             StepRecord(
                 t_plan=step.t_plan,
@@ -202,32 +222,6 @@ class Engine:
                 decisions=step.decisions,
             )
         )
-
-    def _recover(self, error: Exception) -> None:
-        """No result will come for the steps under way: start over from a clean plan."""
-        self.last_error = error
-        self._failures += 1
-        lost, self._underway = list(self._underway), deque()
-        snapshot = self.scheduler.recover()
-        for step in lost:
-            self._recorder.step(
-                StepRecord(
-                    t_plan=step.t_plan,
-                    t_done=self.scheduler.state.now_s,
-                    inputs=step.inputs,
-                    plan=step.plan,
-                    result=None,
-                    decisions=step.decisions,
-                )
-            )
-        if self._failures >= MAX_FAILURES_IN_A_ROW:
-            self._give_up(error)
-        try:
-            self._runner.reset(snapshot)
-        except Exception as reset_error:
-            self._give_up(reset_error)
-        if self._checker is not None:
-            self._checker.after_update(None)
 
     def _give_up(self, error: Exception) -> None:
         """Answer everybody, then say that the engine is lost. The events are still to be taken."""

@@ -93,6 +93,34 @@ def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device(
     assert stuck == []
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=KeyError,
+    reason="a reservation in a sliding group is used up as blocks come, and not renewed as they slide away; "
+    "rows are believed to have a block set aside by what group 0 says, and the pool of the other is empty",
+)
+def test_a_reserved_row_finds_its_block_in_every_group() -> None:
+    """An allocation that was not counted raises in the middle of a plan: everybody would be lost."""
+    config = engine_config(
+        depth=4,
+        block_size=1,
+        num_blocks=41,
+        groups=(GroupSpec(), GroupSpec(window=3, num_blocks=22)),
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+        long_prefill_share=0.25,
+        max_preemptions=1,
+        defer_shared_prefix=False,
+    )
+    bench = Bench(config)
+    bench.add_all(prompt(13), 12, n=2, seed=0)
+    bench.step(2)
+    bench.scheduler.reset_prefix_cache()
+    bench.overlapped = True
+    bench.run()
+
+
 # -- K3: an allocator that refuses -------------------------------------------------------------------------
 
 

@@ -162,6 +162,20 @@ def the_plan_keeps_its_bounds(look: Look) -> str | None:
     return None
 
 
+@invariant("S14h", moment=PLANNED)
+def the_host_sees_each_token_it_must(look: Look) -> str | None:
+    """A row whose tokens the host must see before the next is computed decodes only when nothing of it is under way."""
+    rows = look.scheduler.state.rows
+    if look.plan is None or not rows.num_needs_host:
+        return None
+    mask = look.scheduler.state.flights[-1].mask
+    high = len(mask)
+    ahead = mask & rows.needs_host[:high] & (rows.upper[:high] - 1 > rows.computed[:high])
+    if np.count_nonzero(ahead):
+        return f"row {int(ahead.argmax())} is computed ahead although the host must see its last token first"
+    return None
+
+
 @invariant("S28", moment=CHANGES)
 def times_are_in_order(look: Look) -> str | None:
     now_s = look.scheduler.state.now_s
