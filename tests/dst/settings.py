@@ -119,7 +119,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
 
 def draw_trouble(rng: random.Random) -> Trouble:
     return Trouble(
-        step_failure=rng.choice((0.0, 0.0, 0.0, 0.002)),
+        step_failure=rng.choice((0.0, 0.0, 0.0, 0.004)),
         nan_row=rng.choice((0.0, 0.0, 0.003)),
         alloc_failure=rng.choice((0.0, 0.0, 0.0, 0.05)),
         cursed=rng.choice((0.0, 0.0, 0.03)),

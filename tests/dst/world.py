@@ -87,6 +87,7 @@ class World:
         self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
+        self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [
             [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
@@ -116,6 +117,7 @@ class World:
         self.runner.check_distrusted()
         self.batches.after_step(events.finished)
         self._receive(events)
+        self._check_deadlines()
         self.clock.advance(self.rng.choice((0.001, 0.002, 0.01)))
 
     def _raise_first(self) -> None:
@@ -185,6 +187,16 @@ class World:
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
         counts[f"mode {self.config.scheduler.mode}"] += 1
+
+    def _check_deadlines(self) -> None:
+        """L8: who has passed a deadline ended in the step that came after it."""
+        now_s = self.engine.scheduler.state.now_s
+        for rid in [rid for rid in self.due if rid not in self.live]:
+            self.due.discard(rid)
+        for rid in self.due:
+            deadline_s = self.live[rid].deadline_s
+            if deadline_s is not None and deadline_s <= now_s:
+                raise InvariantViolation("L8", f"request {rid} lives past its deadline {deadline_s}")
 
     # -- what clients see ----------------------------------------------------------------------------------
 
@@ -391,6 +403,7 @@ class World:
             soon = self.clock.now() + self.rng.choice((0.0, 0.02, 0.5))
             self.engine.scheduler.set_deadline(request.id, self.rng.choice((soon, None)))
             self.live[request.id].deadline_s = request.deadline_s
+            self.due.add(request.id)
 
     def _stop_string(self) -> None:
         request = self._pick()

@@ -151,12 +151,12 @@ class KVManager:
         total = self.blocks_for(num_tokens)
         costs = []
         for group, blocks in zip(self.groups, match.blocks, strict=True):
-            fresh = total - match.num_blocks
-            if group.window is not None:
-                fresh = min(fresh, self.blocks_for(group.window + self._max_chunk) + 2)
+            need = total - match.num_blocks
             if len(blocks):
-                fresh += len(blocks) - int(np.count_nonzero(group.pool.refs[blocks]))
-            costs.append(fresh)
+                need += len(blocks) - int(np.count_nonzero(group.pool.refs[blocks]))
+            if group.window is not None:  # it never holds more than this at once
+                need = min(need, self.blocks_for(group.window + self._max_chunk) + 2)
+            costs.append(need)
         return tuple(costs)
 
     def adopt(self, row: int, match: Match) -> None:

@@ -121,6 +121,21 @@ def test_a_reserved_row_finds_its_block_in_every_group() -> None:
     bench.run()
 
 
+def test_a_cached_beginning_does_not_keep_a_request_out() -> None:
+    groups = (
+        GroupSpec(),
+        GroupSpec(window=3, num_blocks=22),
+    )  # 3 + 16 tokens and two blocks, and the null block
+    config = engine_config(
+        block_size=1, num_blocks=41, groups=groups, max_num_batched_tokens=16, max_model_len=40
+    )
+    bench = Bench(config)
+    bench.add(prompt(10), 1)
+    bench.run()
+    bench.add(prompt(10) + prompt(24, 1), 4)
+    bench.run()
+
+
 # -- K3: an allocator that refuses -------------------------------------------------------------------------
 
 
