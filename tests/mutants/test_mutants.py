@@ -47,13 +47,17 @@ def test_table_and_patches_belong_together() -> None:
 # -- the judge itself --------------------------------------------------------------------------------------
 
 
-PATCH = """\
---- a/src/paceline/core/clock.py
-+++ b/src/paceline/core/clock.py
-@@ -1 +1 @@
--\"\"\"Time as a value that is passed in.
-+\"\"\"{text}
-"""
+PATCH = "\n".join(
+    (
+        "--- a/src/paceline/core/clock.py",
+        "+++ b/src/paceline/core/clock.py",
+        "@@ -1,2 +1,2 @@",
+        '-"""Time as a value that is passed in.',
+        '+"""{text}',
+        " ",
+        "",
+    )
+)
 
 
 def made_up(folder: Path, patch: str) -> Mutant:

@@ -224,6 +224,13 @@ class KVManager:
             group.reserved_for[row] = rest
             group.reserved += rest
 
+    def has_promise(self, rows: Blocks) -> NDArray[np.bool_]:
+        """Which of `rows` have a free block set aside in every group."""
+        promised = np.ones(len(rows), np.bool_)
+        for group in self.groups:
+            promised &= group.reserved_for[rows] > 0
+        return promised
+
     # -- sharing -------------------------------------------------------------------------------------------
 
     def can_share(self, parent: int, num_tokens: int) -> bool:

@@ -33,6 +33,7 @@ class Composer:
         self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
         self._spans: dict[int, int] = {}
         self.tokens_left = 0  # of the budget of the last plan, for checks
+        self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
         self._left = 0
         self._pad_tokens = 0
         self._products = 0
@@ -44,6 +45,7 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         self._spans = {}
+        self.passed = set()
         self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
         self._promote()
@@ -165,7 +167,7 @@ class Composer:
         kv, rows = state.kv, state.rows
         while True:
             mask, crossing, shared = self._decode_needs()
-            own = int((kv.groups[0].reserved_for[crossing] > 0).sum()) if kv.groups[0].reserved else 0
+            own = int(np.count_nonzero(kv.has_promise(crossing)))
             need = len(crossing) - own + len(shared) + self._prompt_need()
             short = need - kv.room()
             if short <= 0:
@@ -177,7 +179,7 @@ class Composer:
         needy = set(crossing.tolist()) | set(shared)
         room = kv.room() - self._prompt_need() if self._prompt_goes_first() else kv.room()
         for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
-            if rows.reserved[row] and row not in shared:
+            if row not in shared and kv.has_promise(np.array([row]))[0]:
                 continue  # its block is set aside
             if room > 0:
                 room -= 1
@@ -313,6 +315,7 @@ class Composer:
                 self._defer(request, reason)
                 if reason not in PASSABLE:
                     return False
+                self.passed.add(request.id)
         return self.admission.rows_left() > 0
 
     def _let_batch_in(self, candidates: list[Request]) -> None:

@@ -93,12 +93,6 @@ def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device(
     assert stuck == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=KeyError,
-    reason="a reservation in a sliding group is used up as blocks come, and not renewed as they slide away; "
-    "rows are believed to have a block set aside by what group 0 says, and the pool of the other is empty",
-)
 def test_a_reserved_row_finds_its_block_in_every_group() -> None:
     """An allocation that was not counted raises in the middle of a plan: everybody would be lost."""
     config = engine_config(

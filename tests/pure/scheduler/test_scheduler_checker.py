@@ -94,10 +94,6 @@ def test_a_request_that_vanished_from_everywhere_is_missed() -> None:
     assert "requests_are_conserved" in broken.objections("requests_are_conserved")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="F4 asks after the schedule; evictions by the very plan have made the prefix look as if nobody computed it",
-)
 def test_who_waits_for_a_prefix_is_not_held_against_the_prompt_that_computes_it() -> None:
     groups = (GroupSpec(), GroupSpec(window=9, num_blocks=28))
     config = engine_config(

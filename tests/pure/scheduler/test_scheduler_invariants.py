@@ -347,6 +347,13 @@ def a_row_is_planned_twice(scene: Scene) -> None:
     scene.plan = replace(scene.plan, spans=replace(scene.plan.spans, row=i32([0]), num_scheduled=i32([1])))
 
 
+@breaks("the_host_sees_each_token_it_must")
+def a_row_is_computed_ahead_of_the_host(scene: Scene) -> None:
+    scene.rows.needs_host[scene.row(1)] = True
+    scene.rows.num_needs_host += 1
+    scene.rows.computed[scene.row(1)] -= 1
+
+
 @breaks("times_are_in_order")
 def a_first_token_comes_before_admission(scene: Scene) -> None:
     scene.bench.request(RequestId(1)).admitted_s = scene.state.now_s + 1

@@ -40,7 +40,10 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
         return None
     view = state.queue.view(state.now_s)
     head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
-    if look.scheduler.composer.admission.refusal(head) is None:
+    if (
+        head.id not in look.scheduler.composer.passed
+        and look.scheduler.composer.admission.refusal(head) is None
+    ):
         return f"request {head.id} fits and is first, and was not admitted"
     return None
 
@@ -129,7 +132,10 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
     head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
-    if look.scheduler.composer.admission.refusal(head) is None:
+    if (
+        head.id not in look.scheduler.composer.passed
+        and look.scheduler.composer.admission.refusal(head) is None
+    ):
         return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
     return None
 
