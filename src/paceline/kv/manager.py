@@ -224,12 +224,12 @@ class KVManager:
             group.reserved_for[row] = rest
             group.reserved += rest
 
-    def has_promise(self, rows: Blocks) -> NDArray[np.bool_]:
-        """Which of `rows` have a free block set aside in every group."""
-        promised = np.ones(len(rows), np.bool_)
-        for group in self.groups:
-            promised &= group.reserved_for[rows] > 0
-        return promised
+    def short_of(self, rows: Blocks, more: int) -> int:
+        """Blocks missing, in the group that misses most, to give each of `rows` one and `more` to others."""
+        return max(
+            len(rows) - int(np.count_nonzero(group.reserved_for[rows])) + more - group.free_for(None)
+            for group in self.groups
+        )
 
     # -- sharing -------------------------------------------------------------------------------------------
 

@@ -201,15 +201,18 @@ class Admission:
         return request.preemptions >= self._state.config.max_preemptions > 0
 
     def _reserve(self, request: Request) -> None:
-        if self._protects(request):
-            kv = self._state.kv
-            full = kv.full_need(request.max_total)
-            request.reserved = True
-            self._state.rows.reserve(request.row)
-            kv.reserve(
-                request.row,
-                tuple(min(need + 1, g.pool.usable) for need, g in zip(full, kv.groups, strict=True)),
-            )
+        state, kv = self._state, self._state.kv
+        if not self._protects(request):
+            return
+        request.reserved = True
+        state.rows.reserve(request.row)
+        if state.mode.keeps_finished:
+            return  # a row of a padded batch has all its blocks already
+        full = kv.full_need(request.max_total)
+        kv.reserve(
+            request.row,
+            tuple(min(need + 1, group.pool.usable) for need, group in zip(full, kv.groups, strict=True)),
+        )
 
     def _reserved_full(self) -> list[int]:
         """Blocks the reserved rows may hold at most, per group."""

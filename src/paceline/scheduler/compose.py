@@ -167,9 +167,7 @@ class Composer:
         kv, rows = state.kv, state.rows
         while True:
             mask, crossing, shared = self._decode_needs()
-            own = int(np.count_nonzero(kv.has_promise(crossing)))
-            need = len(crossing) - own + len(shared) + self._prompt_need()
-            short = need - kv.room()
+            short = kv.short_of(crossing, len(shared) + self._prompt_need())
             if short <= 0:
                 return mask, crossing, shared
             chosen = pick_victim(state, short) if short > kv.coming() else None
@@ -177,12 +175,13 @@ class Composer:
                 break
             preempt(state, chosen[0], swap=chosen[1], reason="blocks")
         needy = set(crossing.tolist()) | set(shared)
-        room = kv.room() - self._prompt_need() if self._prompt_goes_first() else kv.room()
+        kept = self._prompt_need() if self._prompt_goes_first() else 0
+        room = [group.free_for(None) - kept for group in kv.groups]
         for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
-            if row not in shared and kv.has_promise(np.array([row]))[0]:
-                continue  # its block is set aside
-            if room > 0:
-                room -= 1
+            # In some groups a block may be set aside for it; what slid out of a window is not set aside again.
+            own = [row not in shared and int(group.reserved_for[row]) > 0 for group in kv.groups]
+            if all(mine or left > 0 for mine, left in zip(own, room, strict=True)):
+                room = [left - (not mine) for mine, left in zip(own, room, strict=True)]
                 continue
             mask[row] = False
             request = rows.requests[row]

@@ -248,6 +248,16 @@ def test_a_window_too_small_for_the_rectangle_is_refused_or_served(mode: str) ->
     bench.run()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_that_was_put_off_promises_no_blocks_it_does_not_have(mode: str) -> None:
+    bench = batching(mode, batch_size=2, block_size=1, num_blocks=13, max_preemptions=1)
+    ids = [bench.add(prompt(4, start), 2) for start in range(2)]
+    bench.step()
+    for request in ids:
+        assert bench.scheduler.preempt(request)
+    bench.run()
+
+
 def test_in_continuous_mode_there_is_no_padding() -> None:
     bench = Bench()
     for start in range(6):
