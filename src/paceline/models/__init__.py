@@ -1,0 +1,1 @@
+"""The decoder: one transformer with explicit options, and the layers it is made of."""

@@ -1,0 +1,1 @@
+"""Computing plans: rows, paged KV tensors, batches and sampling on a device."""

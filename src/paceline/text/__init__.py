@@ -1,0 +1,1 @@
+"""Text on both sides of tokens: tokenizers, incremental decoding, stop strings, chat templates. No torch."""
