@@ -66,7 +66,9 @@ def tensor_names(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         if spec.experts is not None and spec.has_experts(layer):
             yield prefix + "mlp.gate.weight", (spec.experts.num_experts, hidden)
             for expert in range(spec.experts.num_experts):
-                yield from _feed_forward(f"{prefix}mlp.experts.{expert}.", hidden, spec.experts.intermediate_size)
+                yield from _feed_forward(
+                    f"{prefix}mlp.experts.{expert}.", hidden, spec.experts.intermediate_size
+                )
         else:
             yield from _feed_forward(prefix + "mlp.", hidden, inner)
     yield "model.norm.weight", (hidden,)

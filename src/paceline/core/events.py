@@ -12,6 +12,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
 
 
@@ -41,10 +42,19 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobEvent:
+    """How likely a token of a request was. Prompt tokens may come more than once: a resumed prompt is read again."""
+
+    request: RequestId
+    logprobs: RowLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
     """Everything that became known since the last time events were taken."""
 
     tokens: tuple[TokenEvents, ...] = ()
+    logprobs: tuple[LogprobEvent, ...] = ()
     finished: tuple[Finished, ...] = ()
 
 

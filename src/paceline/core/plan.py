@@ -41,6 +41,7 @@ class RowJoins:
 
     row: I32 = field(default_factory=_empty)
     generation: I32 = field(default_factory=_empty)  # tells this owner of the row from the ones before it
+    num_prompt: I32 = field(default_factory=_empty)  # of its tokens, those of the prompt: the rest is output
     num_tokens: I32 = field(default_factory=_empty)  # tokens known at the start
     num_computed: I32 = field(default_factory=_empty)  # of these, already in the KV blocks
     limit: I32 = field(default_factory=_empty)  # the row ends when it has this many tokens
@@ -143,6 +144,19 @@ class StepPlan:
     work: StepWork = StepWork()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLogprobs:
+    """How likely one token was, and which were likelier; only for rows that asked."""
+
+    row: int
+    position: int  # of the token in its sequence, the prompt included
+    token: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTimes:
     """When the step ran, by the runner's clock, in seconds."""
@@ -163,6 +177,7 @@ class StepResult:
     finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
     finite: Bool  # False: this row's numbers are not usable
     copies_done: I32 = field(default_factory=_empty)  # swap tickets completed
+    logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = StepTimes()
 
 

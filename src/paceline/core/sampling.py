@@ -40,15 +40,21 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token id sequences that must not be produced
+    # Words that must not be produced: text, or token ids, which text is turned into before a request is added.
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        _normalize(self)
         _check_ranges(self)
         _check_counts(self)
 
@@ -58,7 +64,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", tuple(self.logit_bias)),
             ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("bad_words", tuple(token for word in self.bad_words for token in word)),
+            ("bad_words", tuple(t for word in self.bad_words if not isinstance(word, str) for t in word)),
         )
         for name, tokens in fields:
             for token in tokens:
@@ -72,6 +78,21 @@ def branch_seed(seed: int, branch: int) -> int:
         return seed
     text = b"%d:%d" % (seed, branch)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _normalize(params: SamplingParams) -> None:
+    """Accept the shapes people write: one string for `stop`, lists for tuples, 0 and -1 for no limit."""
+    if isinstance(params.stop, str):
+        object.__setattr__(params, "stop", (params.stop,))
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        value = getattr(params, name)
+        if value is None:
+            if name != "allowed_token_ids":
+                object.__setattr__(params, name, ())
+        elif isinstance(value, list | set | frozenset):
+            object.__setattr__(params, name, tuple(value))
+    if params.logit_bias is None:
+        object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
 
 _INT_RANGES: tuple[tuple[str, int, int], ...] = (

@@ -87,7 +87,9 @@ class Engine:
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
-            else:
+            elif (
+                sampling.prompt_logprobs is None
+            ):  # else every token of the prompt is computed, none is reused
                 branch.keys = list(self._hooks.new_keys(branch))
         branches[0].branches = len(branches) - 1
         self.scheduler.add(branches)
@@ -234,7 +236,8 @@ class Engine:
         own = sampling
         if sampling.n > 1 or index:
             seed = None if sampling.seed is None else branch_seed(sampling.seed, index)
-            own = replace(sampling, n=1, seed=seed)
+            prompt_logprobs = None if index else sampling.prompt_logprobs  # the same for all: one tells them
+            own = replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
         request = Request(RequestId(self._next_id), tokens, own)
         self._next_id += 1
         request.branch = index

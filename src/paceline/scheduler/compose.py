@@ -423,6 +423,7 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
     joined = RowJoins(
         row=at,
         generation=rows.generation[at],
+        num_prompt=i32(join.request.num_prompt for join in joins),
         num_tokens=i32(join.request.num_tokens for join in joins),
         num_computed=i32(join.num_computed for join in joins),
         limit=rows.limit[at].astype(np.int32),

@@ -60,8 +60,13 @@ class Scheduler:
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
         outbox = self.state.outbox
-        events = StepEvents(tokens=tuple(outbox.tokens), finished=tuple(outbox.finished))
+        events = StepEvents(
+            tokens=tuple(outbox.tokens),
+            logprobs=tuple(outbox.logprobs),
+            finished=tuple(outbox.finished),
+        )
         outbox.tokens.clear()
+        outbox.logprobs.clear()
         outbox.finished.clear()
         return events
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.config import SchedulerConfig
 from paceline.core.clock import Clock
-from paceline.core.events import Decision, DecisionKind, Finished, TokenEvents
+from paceline.core.events import Decision, DecisionKind, Finished, LogprobEvent, TokenEvents
 from paceline.core.hooks import RequestHooks
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
@@ -66,6 +66,7 @@ class Outbox:
     """What became known and has not been taken yet."""
 
     tokens: list[TokenEvents] = field(default_factory=list)
+    logprobs: list[LogprobEvent] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import TokenEvents
+from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler.state import Flight, SchedulerState
@@ -38,6 +38,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
         current = rows.generation[at] == result.generation
     rows.computed[: len(flight.mask)] += flight.mask
     _spans_done(state, flight)
+    if result.logprobs:
+        _deliver_logprobs(state, result, set(at[current].tolist()))
     _deliver(state, result, at, current)
     state.kv.settle()
 
@@ -71,6 +73,13 @@ def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDAr
     ended |= stopped
     if np.count_nonzero(ended):
         _end_rows(state, at[ended], stopped[ended])
+
+
+def _deliver_logprobs(state: SchedulerState, result: StepResult, current: set[int]) -> None:
+    for logprobs in result.logprobs:
+        if logprobs.row in current:
+            request = _owner(state, logprobs.row).id
+            state.outbox.logprobs.append(LogprobEvent(request=request, logprobs=logprobs))
 
 
 def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -> None:

@@ -190,11 +190,32 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
         *("swap_out", "swap_in", "pad_tokens", "padding_rows", "work"),
     }
     assert {spec.name for spec in fields(RowJoins)} == {
-        *("row", "generation", "num_tokens", "num_computed", "limit", "pad", "model", "adapter"),
+        *(
+            "row",
+            "generation",
+            "num_prompt",
+            "num_tokens",
+            "num_computed",
+            "limit",
+            "pad",
+            "model",
+            "adapter",
+        ),
         *("sampling", "tokens"),
     }
     assert {spec.name for spec in fields(StepResult)} == {
-        *("seq", "rows", "generation", "tokens", "count", "finished", "finite", "copies_done", "times"),
+        *(
+            "seq",
+            "rows",
+            "generation",
+            "tokens",
+            "count",
+            "finished",
+            "finite",
+            "copies_done",
+            "logprobs",
+            "times",
+        ),
     }
 
 
