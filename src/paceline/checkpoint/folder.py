@@ -1,0 +1,96 @@
+"""A Hugging Face folder: which files it has, that they lie inside it, and the model they hold.
+
+Reads descriptions and headers only. Pickled weights are never opened: they can run code. A link may leave the
+folder only the way the hub's cache lays its files out, from a snapshot to the blobs of the same repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.checkpoint.errors import CheckpointError, shown
+from paceline.checkpoint.fields import Fields, read_json
+from paceline.checkpoint.hf_config import spec_from_config
+from paceline.checkpoint.safetensors import SafetensorsFiles
+from paceline.checkpoint.spec import ModelSpec
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+class ModelFolder:
+    """One folder; `spec` is what its config.json says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._real = path.resolve()
+        config = self.json(CONFIG)
+        if config is None:
+            raise CheckpointError(
+                f"{path}: has no {CONFIG}; give the folder of a Hugging Face model or a .gguf file"
+            )
+        self.config: Mapping[str, object] = config
+        generation = self.json(GENERATION)
+        self.generation = Fields(generation or {}, str(path / GENERATION))
+        self.spec: ModelSpec = spec_from_config(config, str(path / CONFIG), self.generation)
+
+    def file(self, name: str) -> Path | None:
+        """The file of that name, or None where there is none; refuses links that lead out of the folder."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        real = path.resolve()
+        if real.parent != self._real and not self._is_own_blob(real):
+            raise CheckpointError(f"{path}: is a link that leads out of the folder; copy the file into it")
+        return path
+
+    def json(self, name: str) -> dict[str, object] | None:
+        path = self.file(name)
+        return None if path is None else read_json(path)
+
+    def weights(self) -> SafetensorsFiles:
+        single = self.file(WEIGHTS)
+        if single is not None:
+            return SafetensorsFiles.single(single)
+        index = self.json(INDEX)
+        if index is not None:
+            return SafetensorsFiles.sharded(self._weight_map(index), str(self.path / INDEX))
+        pickled = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLED)
+        if pickled:
+            raise CheckpointError(
+                f"{self.path}: holds only pickled weights ({pickled[0]}), which can run code and are never opened; "
+                "convert the model to safetensors (save_pretrained in transformers does)"
+            )
+        raise CheckpointError(f"{self.path}: has neither {WEIGHTS} nor {INDEX}; download the model again")
+
+    def _weight_map(self, index: Mapping[str, object]) -> dict[str, Path]:
+        where = self.path / INDEX
+        named = index.get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise CheckpointError(f"{where}: weight_map must say which file each tensor is in")
+        files = {name: self._shard(name, where) for name in dict.fromkeys(map(_text, named.values()))}
+        return {tensor: files[_text(name)] for tensor, name in named.items()}
+
+    def _shard(self, name: str, where: Path) -> Path:
+        if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name or "\0" in name:
+            raise CheckpointError(
+                f"{where}: weight_map names {shown(name)}, not a .safetensors file in the folder"
+            )
+        path = self.file(name)
+        if path is None:
+            raise CheckpointError(
+                f"{where}: weight_map names {name}, which is not there; download the model again"
+            )
+        return path
+
+    def _is_own_blob(self, real: Path) -> bool:
+        repository = self._real.parent.parent
+        return self._real.parent.name == "snapshots" and real.parent == repository / "blobs"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)

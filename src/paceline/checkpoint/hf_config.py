@@ -1,0 +1,255 @@
+"""A Hugging Face config.json turned into a `ModelSpec`.
+
+Each architecture is one entry of `FAMILIES`: which options it has and what holds where its file says nothing.
+Options we do not compute are refused rather than ignored: a model that answers wrongly is worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.checkpoint.errors import CheckpointError, shown
+from paceline.checkpoint.fields import Fields
+from paceline.checkpoint.hf_rope import FULL, SLIDING, longest, rope_for
+from paceline.checkpoint.spec import ExpertsSpec, ModelSpec, RopeSpec
+
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1024
+MAX_VOCABULARY = 2**24
+MAX_WIDTH = 2**20
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture: its name in a spec, its fixed options, and its defaults."""
+
+    architecture: str
+    windows: str = "none"  # where windows come from: none, all (every layer), or types (per layer)
+    qkv_bias: bool = False
+    bias_option: bool = False  # `attention_bias` gives q, k, v and the output a bias
+    qk_norm: bool = False
+    experts: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+_GEMMA3 = Family(
+    architecture="gemma3",
+    windows="types",
+    bias_option=True,
+    qk_norm=True,
+    # Gemma's own files say only what differs from these.
+    defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+)
+FAMILIES = {
+    "LlamaForCausalLM": Family(architecture="llama", bias_option=True),
+    "MistralForCausalLM": Family(architecture="mistral", windows="all", defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(
+        architecture="qwen2", windows="types", qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
+    "Qwen3ForCausalLM": Family(
+        architecture="qwen3",
+        windows="types",
+        bias_option=True,
+        qk_norm=True,
+        defaults={"head_dim": 128, "sliding_window": 4096},
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Phi3ForCausalLM": Family(architecture="phi3", windows="all", defaults={"rms_norm_eps": 1e-5}),
+    "MixtralForCausalLM": Family(
+        architecture="mixtral",
+        windows="all",
+        experts=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        architecture="qwen3_moe",
+        windows="types",
+        bias_option=True,
+        qk_norm=True,
+        experts=True,
+        defaults={"sliding_window": 4096},
+    ),
+}
+
+
+def spec_from_config(values: Mapping[str, object], where: str, generation: Fields | None = None) -> ModelSpec:
+    """The model that a config.json describes; end tokens come from `generation` (generation_config.json) first."""
+    family = _family(values, where)
+    outer = Fields(values, where, family.defaults)
+    config = _text_part(outer, family)
+    _refuse_unsupported(config)
+    heads = config.integer("num_attention_heads", maximum=MAX_WIDTH)
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    head_dim = config.integer("head_dim", hidden // heads or None, maximum=MAX_WIDTH)
+    kv_heads = config.integer("num_key_value_heads", heads, maximum=heads)
+    if heads % kv_heads:
+        config.refuse(
+            "num_key_value_heads", f"of {kv_heads} does not divide num_attention_heads, which is {heads}"
+        )
+    types = _layer_types(config, family, layers)
+    ropes, layer_ropes = _ropes(config, types, head_dim)
+    gemma = family.architecture == "gemma3"
+    biased = family.bias_option and config.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=family.architecture,
+        vocab_size=config.integer("vocab_size", maximum=MAX_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=_max_positions(config, ropes[layer_ropes[-1]], gemma=gemma),
+        windows=_windows(config, types),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        norm_eps=config.number("rms_norm_eps", 1e-6, above=0),
+        norm_offset=1.0 if gemma else 0.0,
+        activation=_activation(config),
+        qkv_bias=family.qkv_bias or biased,
+        output_bias=biased,
+        qk_norm=family.qk_norm,
+        sandwich_norms=gemma,
+        # The reference rounds this to the type it computes in; the decoder does that, we keep the number.
+        embed_scale=math.sqrt(hidden) if gemma else 1.0,
+        attention_scale=config.number("query_pre_attn_scalar", above=0) ** -0.5 if gemma else 0.0,
+        tied_embeddings=_tied(outer, config),
+        experts=_experts(config, family, layers) if family.experts else None,
+        bos_token_id=next(iter(_token_ids("bos_token_id", generation, outer, config)), None),
+        eos_token_ids=_token_ids("eos_token_id", generation, outer, config),
+    )
+
+
+def _family(values: Mapping[str, object], where: str) -> Family:
+    named = values.get("architectures")
+    names = named if isinstance(named, list) else []
+    for name in names:
+        if isinstance(name, str) and name in FAMILIES:
+            return FAMILIES[name]
+    what = ", ".join(shown(name) for name in names[:4]) or "no architecture is named"
+    raise CheckpointError(
+        f"{where}: architectures: {what} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def _text_part(outer: Fields, family: Family) -> Fields:
+    """The fields of the language model, which lie one level down where there is a vision model beside it."""
+    return outer.group("text_config", family.defaults) or outer
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.has(name):
+            config.refuse(name, "is set, and soft caps are not supported")
+    for name in ("mlp_bias", "use_bidirectional_attention"):
+        if config.flag(name, False):
+            config.refuse(name, "is true, which is not supported")
+    if config.has("quantization_config"):
+        config.refuse("quantization_config", "is set; use the unquantised model, or a GGUF file of it")
+
+
+def _layer_types(config: Fields, family: Family, layers: int) -> tuple[str, ...]:
+    """Per layer: whether it sees everything or a window."""
+    if family.windows == "none":
+        return (FULL,) * layers
+    if family.windows == "all":
+        return (FULL if config.get("sliding_window") is None else SLIDING,) * layers
+    named = config.sequence("layer_types")
+    if named:
+        if len(named) != layers or any(name not in (FULL, SLIDING) for name in named):
+            config.refuse("layer_types", f"must be {layers} times {FULL} or {SLIDING}, not {shown(named)}")
+        return tuple(str(name) for name in named)
+    if family.architecture == "gemma3":
+        pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+        return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(layers))
+    if not config.flag("use_sliding_window", False) or config.get("sliding_window") is None:
+        return (FULL,) * layers
+    # Qwen3's mixture has no such field: there the window holds for every layer.
+    first = 0 if family.experts else config.integer("max_window_layers", 28, minimum=0)
+    return tuple(SLIDING if layer >= first else FULL for layer in range(layers))
+
+
+def _windows(config: Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
+    if SLIDING not in types:
+        return (None,) * len(types)
+    window = config.integer("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _ropes(
+    config: Fields, types: tuple[str, ...], head_dim: int
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    by_type = {kind: rope_for(config, kind, head_dim) for kind in dict.fromkeys(types)}
+    ropes = tuple(dict.fromkeys(by_type.values()))
+    return ropes, tuple(ropes.index(by_type[kind]) for kind in types)
+
+
+def _max_positions(config: Fields, rope: RopeSpec, *, gemma: bool) -> int:
+    return longest(rope, config.integer("max_position_embeddings"), stretched=gemma)
+
+
+def _activation(config: Fields) -> str:
+    name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
+    given = config.text(name, "silu")
+    if given not in ACTIVATION_NAMES:
+        config.refuse(name, f"{shown(given)} is not supported; supported are {', '.join(ACTIVATION_NAMES)}")
+    return ACTIVATION_NAMES[given]
+
+
+def _tied(outer: Fields, config: Fields) -> bool:
+    source = outer if outer.has("tie_word_embeddings") else config
+    return source.flag("tie_word_embeddings", False)
+
+
+def _experts(config: Fields, family: Family, layers: int) -> ExpertsSpec:
+    name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    count = config.integer(name, 8 if family.architecture == "mixtral" else None, maximum=MAX_EXPERTS)
+    own_width = "moe_intermediate_size" if family.architecture == "qwen3_moe" else "intermediate_size"
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.sequence("mlp_only_layers")
+    return ExpertsSpec(
+        num_experts=count,
+        per_token=config.integer("num_experts_per_tok", maximum=count),
+        intermediate_size=config.integer(own_width, maximum=MAX_WIDTH),
+        normalize=family.architecture == "mixtral" or config.flag("norm_topk_prob", False),
+        layers=tuple(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense),
+    )
+
+
+def _token_ids(name: str, *sources: Fields | None) -> tuple[int, ...]:
+    """One id or several, from the first source that has any."""
+    for source in sources:
+        value = None if source is None else source.get(name)
+        if source is None or value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not ids or not all(type(item) is int and 0 <= item < MAX_VOCABULARY for item in ids):
+            source.refuse(name, f"must be a token id or a list of them, not {shown(value)}")
+        return tuple(dict.fromkeys(ids))
+    return ()
