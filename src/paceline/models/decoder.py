@@ -1,0 +1,99 @@
+"""One decoder-only transformer with explicit options: Llama, Mistral, Qwen, Gemma, Phi-3 and their mixtures.
+
+`forward` takes all tokens of a step, whatever rows they belong to, as one flat batch. What ties tokens of a row
+together is `attend`, given by the runner: it stores keys and values and reads what each token may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.models.layers import Experts, FeedForward, Linear, RMSNorm
+from paceline.models.rope import Rotary, rotate
+
+# layer, queries [tokens, heads, head_dim], keys and values [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Attention:
+    """Projections of one layer's attention."""
+
+    qkv: Linear  # queries, keys and values as one product
+    output: Linear
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer. The two norms behind the parts exist only where the model has them."""
+
+    attention: Attention
+    feed_forward: FeedForward | Experts
+    norm_before_attention: RMSNorm
+    norm_before_feed_forward: RMSNorm
+    norm_after_attention: RMSNorm | None = None
+    norm_after_feed_forward: RMSNorm | None = None
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a decoder is made of."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: RMSNorm
+    head: Linear
+
+
+class Decoder:
+    """Tokens in, hidden states out; logits only for the tokens that are asked about."""
+
+    def __init__(self, spec: ModelSpec, parts: Parts, max_positions: int) -> None:
+        self.spec = spec
+        self.parts = parts
+        self._rotaries = [Rotary(rope, max_positions) for rope in spec.ropes]
+        self._widths = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`."""
+        turns = [rotary.cos_sin(positions, lengths) for rotary in self._rotaries]
+        x = F.embedding(tokens, self.parts.embedding)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
+        for index, layer in enumerate(self.parts.layers):
+            cos, sin = turns[self.spec.layer_ropes[index]]
+            x = self._layer(index, layer, x, cos, sin, attend)
+        return self.parts.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.parts.head(hidden)
+
+    def _layer(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        mixed = self._attention(index, layer.attention, layer.norm_before_attention(x), cos, sin, attend)
+        if layer.norm_after_attention is not None:
+            mixed = layer.norm_after_attention(mixed)
+        x = x + mixed
+        fed = layer.feed_forward(layer.norm_before_feed_forward(x))
+        if layer.norm_after_feed_forward is not None:
+            fed = layer.norm_after_feed_forward(fed)
+        return x + fed
+
+    def _attention(
+        self, index: int, part: Attention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        count, size = x.shape[0], self.spec.head_dim
+        q, k, v = (heads.view(count, -1, size) for heads in part.qkv(x).split(self._widths, dim=-1))
+        if part.q_norm is not None and part.k_norm is not None:
+            q, k = part.q_norm(q), part.k_norm(k)
+        return part.output(attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))

@@ -1,0 +1,85 @@
+"""The parts a decoder layer is made of: linear layers, norms, feed-forward, experts.
+
+Every part maps [tokens, features] to [tokens, features]; none knows rows, blocks or sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Linear(Protocol):
+    """x [tokens, in] -> [tokens, out]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DenseLinear:
+    """A matrix product in the type of the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm:
+    """Divide by the root of the mean square, then scale."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self._eps)
+
+
+class FeedForward:
+    """down(act(gate(x)) * up(x)), with gate and up as one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._activation(gate) * up)
+
+
+class Experts:
+    """Each token goes through the few feed-forward parts its router likes best."""
+
+    def __init__(
+        self, router: Linear, experts: list[FeedForward], per_token: int, *, normalize: bool
+    ) -> None:
+        self.router = router
+        self.experts = experts
+        self._per_token = per_token
+        self._normalize = normalize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        chosen_weight, chosen = weights.topk(self._per_token, dim=-1)
+        if self._normalize:
+            chosen_weight = chosen_weight / chosen_weight.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for index in torch.unique(
+            chosen
+        ).tolist():  # in order: sums do not depend on who else is in the batch
+            token, place = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, token, self.experts[index](x[token]) * chosen_weight[token, place, None])
+        return out

@@ -1,0 +1,95 @@
+"""Rotary positions: how fast each pair of a head's entries turns, and the turning itself.
+
+The formulas are those of the papers (linear interpolation, dynamic NTK, YaRN, Llama 3), written so that fp32 gives
+the same numbers as the reference implementation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, length: int = 0) -> Tensor:
+    """Radians per position for each pair. `length` is the sequence's, which only the dynamic kind looks at."""
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        stretch = rope.factor * max(length, rope.trained_positions) / rope.trained_positions - (
+            rope.factor - 1
+        )
+        theta = theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    plain = 1.0 / (theta**exponents)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, 1.0 / (rope.theta**exponents))
+    return plain
+
+
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Slow pairs are slowed further, fast ones stay, those between go from one to the other."""
+    wavelength = 2 * math.pi / plain
+    longest = rope.trained_positions / rope.low_freq_factor
+    shortest = rope.trained_positions / rope.high_freq_factor
+    slowed = torch.where(wavelength > longest, plain / rope.factor, plain)
+    blend = (rope.trained_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, (1 - blend) * slowed / rope.factor + blend * slowed, slowed)
+
+
+def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Pairs that turn often within the trained length stay, those that turn seldom are interpolated."""
+
+    def pair_that_turns(times: float) -> float:
+        ratio = rope.trained_positions / (times * 2 * math.pi)
+        return rope.rotary_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+class Rotary:
+    """cos and sin of every position of one kind of rotation."""
+
+    def __init__(self, rope: RopeSpec, max_positions: int) -> None:
+        self._rope = rope
+        self.rotary_dim = rope.rotary_dim
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope))
+        self._cos = angles.cos() * rope.attention_factor
+        self._sin = angles.sin() * rope.attention_factor
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """For each token, [tokens, 1, pairs]. `lengths`: of its sequence when the token was first computed.
+
+        Beyond the trained length the dynamic kind turns faster the longer a sequence is. A token keeps the
+        rotation it was computed with, as in generation one token at a time.
+        """
+        cos, sin = self._cos[positions], self._sin[positions]
+        if self._rope.kind == "dynamic":
+            for length in torch.unique(lengths[lengths > self._rope.trained_positions]).tolist():
+                mine = lengths == length
+                angles = torch.outer(positions[mine].float(), inverse_frequencies(self._rope, length))
+                cos[mine], sin[mine] = angles.cos(), angles.sin()
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first 2 * pairs entries of each head; heads are [tokens, heads, head_dim]."""
+    pairs = cos.shape[-1]
+    one, two, rest = heads.split((pairs, pairs, heads.shape[-1] - 2 * pairs), dim=-1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin, rest), dim=-1)
