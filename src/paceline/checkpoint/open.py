@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from paceline.checkpoint.dummy import dummy_tensors
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folder import ModelFolder
 from paceline.checkpoint.generation import GenerationDefaults, generation_defaults
+from paceline.checkpoint.gguf import GgufFile
+from paceline.checkpoint.gguf_layout import locate_in_gguf
+from paceline.checkpoint.gguf_model import spec_from_gguf
 from paceline.checkpoint.hf_layout import locate_in_folder
 from paceline.checkpoint.layout import Piece
 from paceline.checkpoint.spec import ModelSpec
 from paceline.checkpoint.stored import StoredTensor
-from paceline.checkpoint.text_parts import TextParts, text_of_folder
+from paceline.checkpoint.text_parts import TextParts, text_of_folder, text_of_gguf
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -55,7 +59,13 @@ def open_checkpoint(path: Path | str, *, load_format: str = "auto") -> Checkpoin
         raise CheckpointError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
-    return _open_folder(path)
+    if path.is_dir():
+        if load_format == "gguf":
+            raise CheckpointError(f"{path}: is a folder; for the format gguf give the .gguf file itself")
+        return _open_dummy(path) if load_format == "dummy" else _open_folder(path)
+    if load_format in ("safetensors", "dummy"):
+        raise CheckpointError(f"{path}: is a file; for the format {load_format} give the model's folder")
+    return _open_gguf(path)
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -67,6 +77,32 @@ def _open_folder(path: Path) -> Checkpoint:
         path=path,
         kind="safetensors",
         tensors=_cut_from(files.tensor, pieces),
+        generation=generation_defaults(folder.generation),
+        text=text_of_folder(folder),
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GgufFile(path)
+    spec = spec_from_gguf(file)
+    return Checkpoint(
+        spec=spec,
+        path=path,
+        kind="gguf",
+        tensors=_cut_from(file.tensor, locate_in_gguf(spec, file)),
+        generation=GenerationDefaults(),
+        text=text_of_gguf(file.fields, str(path)),
+    )
+
+
+def _open_dummy(path: Path) -> Checkpoint:
+    """Only the description is read; for measuring a model whose weights are not here."""
+    folder = ModelFolder(path)
+    return Checkpoint(
+        spec=folder.spec,
+        path=path,
+        kind="dummy",
+        tensors=dummy_tensors(folder.spec),
         generation=generation_defaults(folder.generation),
         text=text_of_folder(folder),
     )

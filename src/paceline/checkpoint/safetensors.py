@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.decode import decode_float
 from paceline.checkpoint.errors import CheckpointError, shown, some_of
 from paceline.checkpoint.fields import parse_json
 from paceline.checkpoint.mapped import map_file
@@ -60,25 +61,6 @@ class SafetensorsFile:
             )
         raw = self._bytes[entry.begin : entry.end]
         return StoredTensor(name=name, shape=entry.shape, dtype=entry.dtype, raw=raw, decode=decode_float)
-
-
-def decode_float(tensor: StoredTensor) -> NDArray[np.float32]:
-    """Values of a float tensor as float32; a view where the file holds float32 at an even address."""
-    raw = tensor.raw
-    if tensor.dtype == "F32":
-        values = raw.view("<f4")
-        if not values.flags.aligned:
-            values = values.copy()
-    elif tensor.dtype == "BF16":
-        # The upper half of a float32.
-        values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    elif tensor.dtype == "F16":
-        values = raw.view("<f2").astype(np.float32)
-    else:
-        assert tensor.dtype == "F64", tensor.dtype
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, which the engine reports as such
-            values = raw.view("<f8").astype(np.float32)
-    return values.reshape(tensor.shape)
 
 
 def _read_header(data: NDArray[np.uint8], where: str) -> dict[str, Entry]:
