@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -93,7 +94,7 @@ class Decoder:
         self, index: int, part: Attention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
         count, size = x.shape[0], self.spec.head_dim
-        q, k, v = (heads.view(count, -1, size) for heads in part.qkv(x).split(self._widths, dim=-1))
+        q, k, v = (heads.view(count, -1, size) for heads in torch.split(part.qkv(x), self._widths, dim=-1))
         if part.q_norm is not None and part.k_norm is not None:
             q, k = part.q_norm(q), part.k_norm(k)
         return part.output(attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))

@@ -1,0 +1,89 @@
+"""The KV cache as tensors: per layer one pool of keys and one of values, cut into blocks.
+
+A pool is [kv heads, blocks, block size, head_dim]: the blocks of a row are gathered by number, and each head's part
+then lies in one piece for the matrix product. Host places for swapped-out blocks are pools of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.config import KVConfig
+
+Index = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class LayerPools:
+    """Keys and values of one layer."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def block_bytes(spec: ModelSpec, block_size: int, group: int | None = None) -> int:
+    """Bytes of one block: its tokens' keys and values in every layer of a group, or of all."""
+    layers = [index for index in spec.layer_groups if group is None or index == group]
+    return len(layers) * 2 * block_size * spec.num_kv_heads * spec.head_dim * 4
+
+
+class KVTensors:
+    """All pools of one model. Layers of a group share block numbers, not memory."""
+
+    def __init__(self, spec: ModelSpec, config: KVConfig) -> None:
+        self.block_size = config.block_size
+        self.windows = spec.group_windows
+        self.layer_groups = spec.layer_groups
+        counts = [group.num_blocks or config.num_blocks for group in config.groups]
+        assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
+
+        def pools(counts: list[int]) -> list[LayerPools]:
+            # Zeros are pages the system hands out when they are first written: an idle cache costs nothing.
+            shape = (config.block_size, spec.head_dim)
+            return [
+                LayerPools(
+                    torch.zeros(spec.num_kv_heads, counts[group], *shape),
+                    torch.zeros(spec.num_kv_heads, counts[group], *shape),
+                )
+                for group in spec.layer_groups
+            ]
+
+        self.layers = pools(counts)
+        self._host = pools([config.num_host_blocks] * len(counts)) if config.num_host_blocks else []
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store what a step computed: keys and values [tokens, kv heads, head_dim] at flat slots."""
+        for pool, new in ((self.layers[layer].keys, keys), (self.layers[layer].values, values)):
+            pool.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1))
+
+    def clear(self, group: int, slots: Tensor) -> None:
+        """Wipe slots: numbers that are not finite must not lie where a later owner's zero weight meets them."""
+        for pools in self._of_group(self.layers, group):
+            pools.keys.flatten(1, 2).index_fill_(1, slots, 0.0)
+            pools.values.flatten(1, 2).index_fill_(1, slots, 0.0)
+
+    def copy_blocks(self, group: int, source: Index, target: Index) -> None:
+        self._move(group, self.layers, source, self.layers, target)
+
+    def swap_out(self, group: int, blocks: Index, places: Index) -> None:
+        self._move(group, self.layers, blocks, self._host, places)
+
+    def swap_in(self, group: int, blocks: Index, places: Index) -> None:
+        self._move(group, self._host, places, self.layers, blocks)
+
+    def _move(
+        self, group: int, origin: list[LayerPools], source: Index, goal: list[LayerPools], target: Index
+    ) -> None:
+        read, write = torch.from_numpy(source), torch.from_numpy(target)
+        for old, new in zip(self._of_group(origin, group), self._of_group(goal, group), strict=True):
+            new.keys[:, write] = old.keys[:, read]
+            new.values[:, write] = old.values[:, read]
+
+    def _of_group(self, layers: list[LayerPools], group: int) -> list[LayerPools]:
+        return [pools for pools, mine in zip(layers, self.layer_groups, strict=True) if mine == group]
