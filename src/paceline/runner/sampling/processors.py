@@ -1,0 +1,137 @@
+"""The rules that change a row's logits before a token is chosen, greedily or not.
+
+Their order is vLLM's: allowed ids, bad words, min_tokens, logit bias, then the penalties. A `LogitRules`
+belongs to one owner of a row and is thrown away with it; only rows that use a rule have one. All arithmetic
+is float32, one rounding per operation. Costs are per row and per token seen, never per vocabulary entry,
+but for the allowed ids.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.sampling import SamplingParams
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+OUT = np.float32(-np.inf)  # the logit of a token that must not be chosen
+
+
+class LogitRules:
+    """The rules of one row, and what they remember of its tokens."""
+
+    def __init__(
+        self, params: SamplingParams, tokens: I32, num_prompt: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self._bad_words = BadWords(params, tokens) if params.bad_words else None
+        self._stop_ids = np.array(params.stop_token_ids + eos_token_ids, dtype=np.int64)
+        self._stop_from = num_prompt + params.min_tokens
+        self._bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._penalties = Penalties(params, tokens, num_prompt) if uses_penalties(params) else None
+
+    def apply(self, logits: F32, position: int) -> None:
+        """Change one row's logits in place; `position` is that of the token to be chosen."""
+        if self._allowed is not None:
+            kept = logits[self._allowed]
+            logits[:] = OUT
+            logits[self._allowed] = kept
+        if self._bad_words is not None:
+            self._bad_words.apply(logits)
+        if position < self._stop_from:
+            logits[self._stop_ids] = OUT
+        logits[self._bias_ids] += self._bias
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+
+    def note(self, token: int) -> None:
+        """The row has one more token of output."""
+        if self._bad_words is not None:
+            self._bad_words.note(token)
+        if self._penalties is not None:
+            self._penalties.note(token)
+
+
+class BadWords:
+    """Sequences of ids that must not be completed: the last id is out while the row ends in the ids before it."""
+
+    def __init__(self, params: SamplingParams, tokens: I32) -> None:
+        words = []
+        for word in params.bad_words:
+            assert not isinstance(word, str), "text is turned into token ids before a request is added"
+            if word:  # an empty word names no token
+                words.append((tuple(word[:-1]), word[-1]))
+        longest = max((len(beginning) for beginning, _ in words), default=0)
+        self._words = tuple(words)
+        self._recent = deque(tokens[len(tokens) - min(longest, len(tokens)) :].tolist(), maxlen=longest)
+
+    def apply(self, logits: F32) -> None:
+        recent = tuple(self._recent)
+        for beginning, last in self._words:
+            if recent[len(recent) - len(beginning) :] == beginning:
+                logits[last] = OUT
+
+    def note(self, token: int) -> None:
+        self._recent.append(token)
+
+
+class Penalties:
+    """Repetition over all tokens of the row, frequency and presence over its output only.
+
+    The table holds the distinct tokens that matter: `ids[:used]` with `counts`, how often each is in the output.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: I32, num_prompt: int) -> None:
+        self._repetition = np.float32(params.repetition_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        # The prompt is only of interest to the repetition penalty.
+        prompt = tokens[: num_prompt if params.repetition_penalty != 1.0 else 0]
+        output, counts = np.unique(tokens[num_prompt:], return_counts=True)
+        only_prompt = np.setdiff1d(prompt, output)
+        self._used = len(output) + len(only_prompt)
+        self._ids: I64 = np.concatenate([output, only_prompt]).astype(np.int64)
+        self._counts: F32 = np.zeros(self._used, dtype=np.float32)
+        self._counts[: len(output)] = counts
+        self._place = {token: place for place, token in enumerate(self._ids.tolist())}
+
+    def apply(self, logits: F32) -> None:
+        ids, counts = self._ids[: self._used], self._counts[: self._used]
+        values = logits[ids]
+        if self._repetition != 1:
+            values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        values -= self._frequency * counts
+        values -= self._presence * (counts > 0)
+        logits[ids] = values
+
+    def note(self, token: int) -> None:
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = self._append(token)
+        self._counts[place] += 1
+
+    def _append(self, token: int) -> int:
+        if self._used == len(self._ids):
+            more = max(64, self._used)
+            self._ids = np.concatenate([self._ids, np.zeros(more, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(more, dtype=np.float32)])
+        self._ids[self._used] = token
+        self._used += 1
+        return self._used - 1
+
+
+def uses_penalties(params: SamplingParams) -> bool:
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def always_needs_rules(params: SamplingParams) -> bool:
+    """Whether the row has rules at every position; `min_tokens` alone ends at a known one."""
+    lists = params.allowed_token_ids is not None or bool(params.bad_words) or bool(params.logit_bias)
+    return lists or uses_penalties(params)
