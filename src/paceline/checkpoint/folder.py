@@ -88,8 +88,11 @@ class ModelFolder:
         return path
 
     def _is_own_blob(self, real: Path) -> bool:
-        repository = self._real.parent.parent
-        return self._real.parent.name == "snapshots" and real.parent == repository / "blobs"
+        """Whether a snapshot's file is a blob of its repository, or one that the cache's repositories share."""
+        snapshots, repository = self._real.parent, self._real.parent.parent
+        if snapshots.name != "snapshots" or not repository.name.startswith("models--"):
+            return False
+        return real.parent == repository / "blobs" or real.parent.parent == repository.parent / "blobs"
 
 
 def _text(value: object) -> str:

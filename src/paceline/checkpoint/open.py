@@ -6,12 +6,13 @@ a tensor's bytes come in when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.dummy import dummy_tensors
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folder import ModelFolder
+from paceline.checkpoint.folder import CONFIG, ModelFolder
 from paceline.checkpoint.generation import GenerationDefaults, generation_defaults
 from paceline.checkpoint.gguf import GgufFile
 from paceline.checkpoint.gguf_layout import locate_in_gguf
@@ -23,6 +24,14 @@ from paceline.checkpoint.stored import StoredTensor
 from paceline.checkpoint.text_parts import TextParts, text_of_folder, text_of_gguf
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredType:
+    """How much of a checkpoint is stored as one type."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
 
 
 class Checkpoint:
@@ -37,12 +46,14 @@ class Checkpoint:
         tensors: Mapping[str, Callable[[], StoredTensor]],
         generation: GenerationDefaults,
         text: TextParts,
+        stored: Mapping[str, StoredType] | None = None,
     ) -> None:
         self.spec = spec
         self.path = path  # the folder or the file
         self.kind = kind  # safetensors, gguf or dummy
         self.generation = generation
         self.text = text
+        self.stored: Mapping[str, StoredType] = stored or {}  # by type: what the files hold
         self._tensors = tensors
 
     def names(self) -> frozenset[str]:
@@ -60,6 +71,9 @@ def open_checkpoint(path: Path | str, *, load_format: str = "auto") -> Checkpoin
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if path.is_dir():
+        only = _only_gguf(path)
+        if only is not None and load_format in ("auto", "gguf"):
+            return _open_gguf(only)
         if load_format == "gguf":
             raise CheckpointError(f"{path}: is a folder; for the format gguf give the .gguf file itself")
         return _open_dummy(path) if load_format == "dummy" else _open_folder(path)
@@ -79,6 +93,7 @@ def _open_folder(path: Path) -> Checkpoint:
         tensors=_cut_from(files.tensor, pieces),
         generation=generation_defaults(folder.generation),
         text=text_of_folder(folder),
+        stored=_by_type(files.types()),
     )
 
 
@@ -92,6 +107,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors=_cut_from(file.tensor, locate_in_gguf(spec, file)),
         generation=GenerationDefaults(),
         text=text_of_gguf(file.fields, str(path)),
+        stored=_by_type(file.types()),
     )
 
 
@@ -106,6 +122,20 @@ def _open_dummy(path: Path) -> Checkpoint:
         generation=generation_defaults(folder.generation),
         text=text_of_folder(folder),
     )
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The .gguf file of a folder that holds one and no config.json."""
+    found = [] if (folder / CONFIG).exists() else sorted(folder.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+def _by_type(tensors: Iterable[tuple[str, str, int]]) -> dict[str, StoredType]:
+    found: dict[str, StoredType] = {}
+    for _, dtype, num_bytes in tensors:
+        before = found.get(dtype, StoredType())
+        found[dtype] = StoredType(num_tensors=before.num_tensors + 1, num_bytes=before.num_bytes + num_bytes)
+    return found
 
 
 def _cut_from(

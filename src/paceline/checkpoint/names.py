@@ -1,0 +1,37 @@
+"""From the name a user gives for a model to its place on this machine, fetching it where that is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checkpoint.default_model import DEFAULT_NAME, default_model
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.hub import fetch_from_hub, parse_hub_name
+
+FORMS = f"{DEFAULT_NAME} (the default model), the path of a folder or .gguf file, org/model, or org/model:file.gguf"
+
+
+def resolve(
+    name: str | Path | None,
+    revision: str | None = None,
+    download_dir: Path | str | None = None,
+    *,
+    local_only: bool = False,
+) -> Path:
+    """The folder or file of the model called `name`; `local_only` fetches nothing."""
+    folder = None if download_dir is None else Path(download_dir).expanduser()
+    if name is None or str(name).lower() == DEFAULT_NAME:
+        return default_model(folder, local_only=local_only)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if _is_path(str(name)):
+        raise CheckpointError(f"{name}: there is no such file or folder")
+    hub_name = parse_hub_name(str(name))
+    if hub_name is None:
+        raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
+    return fetch_from_hub(hub_name, revision=revision, cache=folder, local_only=local_only)
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name)
