@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
@@ -47,7 +46,7 @@ class Layer:
 class Parts:
     """Everything a decoder is made of."""
 
-    embedding: Tensor
+    embedding: Linear  # token numbers to vectors
     layers: list[Layer]
     norm: RMSNorm
     head: Linear
@@ -60,16 +59,13 @@ class Decoder:
         self.spec = spec
         self.parts = parts
         self._rotaries = [Rotary(rope, max_positions) for rope in spec.ropes]
-        self._widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-        )
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._widths = [count * spec.head_dim for count in heads]
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, attend: Attend) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`."""
         turns = [rotary.cos_sin(positions, lengths) for rotary in self._rotaries]
-        x = F.embedding(tokens, self.parts.embedding)
+        x = self.parts.embedding(tokens)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         for index, layer in enumerate(self.parts.layers):

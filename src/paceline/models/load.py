@@ -1,15 +1,17 @@
 """Building a decoder from stored tensors.
 
-Weights become float32: the CPU computes in it whatever the file holds. Projections that read the same input are
-put together into one matrix, so that a step makes fewer, larger products.
+How matrices are kept is the storage's business: float32, in which the CPU computes whatever the file holds, or
+quantised. Projections that read the same input are put together, so that a step makes fewer, larger products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
@@ -17,32 +19,50 @@ from paceline.checkpoint.stored import StoredTensor, TensorSource
 from paceline.models.decoder import Attention, Decoder, Layer, Parts
 from paceline.models.layers import DenseLinear, Experts, FeedForward, Linear, RMSNorm
 
-# Matrices that read the same input, stacked by rows, and their biases or None.
-MakeLinear = Callable[[Sequence[StoredTensor], Tensor | None], Linear]
+
+class Storage(Protocol):
+    """How matrices are kept in memory."""
+
+    def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+        """Matrices that read the same input, stacked by rows into one."""
+        ...
+
+    def embedding(self, weight: StoredTensor) -> Linear:
+        """Token numbers [tokens] to vectors [tokens, hidden]."""
+        ...
 
 
-def dense_linear(weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
-    return DenseLinear(torch.cat([_float32(weight) for weight in weights]), bias)
+class DenseStorage:
+    """Everything as float32. A matrix that serves as embedding and as output is kept once."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Tensor] = {}
+
+    def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+        if len(weights) == 1:
+            return DenseLinear(self._table(weights[0]), bias)
+        return DenseLinear(torch.cat([_float32(weight) for weight in weights]), bias)
+
+    def embedding(self, weight: StoredTensor) -> Linear:
+        table = self._tables.setdefault(weight.name, _float32(weight))
+        return lambda x: F.embedding(x, table)
+
+    def _table(self, weight: StoredTensor) -> Tensor:
+        known = self._tables.get(weight.name)
+        return _float32(weight) if known is None else known
 
 
-def build_decoder(
-    source: TensorSource, max_positions: int, make_linear: MakeLinear = dense_linear
-) -> Decoder:
-    """A decoder with the tensors of `source`; `make_linear` chooses how matrices are kept."""
+def build_decoder(source: TensorSource, max_positions: int, storage: Storage | None = None) -> Decoder:
+    """A decoder with the tensors of `source`, kept as `storage` says (float32 when nothing is said)."""
     spec = source.spec
-    builder = _Builder(source, make_linear)
-    embedding = _float32(source.tensor("model.embed_tokens.weight"))
-    if spec.tied_embeddings:
-        head = make_linear([source.tensor("model.embed_tokens.weight")], None)
-        if isinstance(head, DenseLinear):
-            head.weight = embedding  # one copy serves both ends
-    else:
-        head = builder.linear("", ("lm_head",))
+    storage = DenseStorage() if storage is None else storage
+    builder = _Builder(source, storage)
+    embedding = source.tensor("model.embed_tokens.weight")
     parts = Parts(
-        embedding=embedding,
+        embedding=storage.embedding(embedding),
         layers=[builder.layer(index) for index in range(spec.num_layers)],
         norm=builder.norm("model.norm"),
-        head=head,
+        head=storage.linear([embedding], None) if spec.tied_embeddings else builder.linear("", ("lm_head",)),
     )
     return Decoder(spec, parts, max_positions)
 
@@ -50,10 +70,10 @@ def build_decoder(
 class _Builder:
     """Makes the parts of one decoder by their names."""
 
-    def __init__(self, source: TensorSource, make_linear: MakeLinear) -> None:
+    def __init__(self, source: TensorSource, storage: Storage) -> None:
         self._source = source
         self._spec: ModelSpec = source.spec
-        self._make_linear = make_linear
+        self._storage = storage
         self._names = source.names()
 
     def layer(self, index: int) -> Layer:
@@ -84,7 +104,7 @@ class _Builder:
         bias = None
         if biases[0] in self._names:
             bias = torch.cat([_float32(self._source.tensor(name)) for name in biases])
-        return self._make_linear(weights, bias)
+        return self._storage.linear(weights, bias)
 
     def _attention(self, prefix: str) -> Attention:
         normed = self._spec.qk_norm
@@ -106,7 +126,7 @@ class _Builder:
         experts = self._spec.experts
         assert experts is not None
         return Experts(
-            dense_linear([self._source.tensor(prefix + "gate.weight")], None),
+            DenseLinear(_float32(self._source.tensor(prefix + "gate.weight"))),
             [self._feed_forward(f"{prefix}experts.{index}.") for index in range(experts.num_experts)],
             experts.per_token,
             normalize=experts.normalize,

@@ -91,5 +91,5 @@ class Rotary:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first 2 * pairs entries of each head; heads are [tokens, heads, head_dim]."""
     pairs = cos.shape[-1]
-    one, two, rest = torch.split(heads, (pairs, pairs, heads.shape[-1] - 2 * pairs), dim=-1)
+    one, two, rest = torch.split(heads, [pairs, pairs, heads.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((one * cos - two * sin, two * cos + one * sin, rest), dim=-1)

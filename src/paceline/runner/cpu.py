@@ -176,7 +176,8 @@ class CPURunner:
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
-        rows, found = self._rows, []
+        rows = self._rows
+        found: list[RowLogprobs] = []
         wanted = (rows.prompt_logprobs[batch.rows] > -2) & ~batch.masked
         for index in np.flatnonzero(wanted).tolist():
             row, start = int(batch.rows[index]), int(batch.start[index])

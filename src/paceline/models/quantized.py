@@ -1,0 +1,183 @@
+"""Weights that stay quantised: 4-bit planes in groups of 32, multiplied by torch's dynamic 4-bit product.
+
+A weight is scale * q + offset with one scale and offset per group of 32 inputs. The product takes 4-bit values around
+zero, so q - 8 goes through it and the rest is one small product with the sums of each group's inputs. Eight bits are
+two 4-bit planes, the high one with 16 times the scale. The result of a row does not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.checkpoint.stored import StoredTensor
+from paceline.models.layers import DenseLinear, Linear
+
+GROUP = 32
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+def is_supported() -> bool:
+    """Whether this machine has the fast product."""
+    kleidi = getattr(torch.backends, "kleidiai", None)
+    return kleidi is not None and bool(kleidi.is_available())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """A matrix [out, in] as scale * q + offset, scale and offset [out, in / 32]; q below 16 or below 256."""
+
+    q: Bytes
+    scale: Floats
+    offset: Floats
+    bits: int
+
+
+class QuantizedLinear:
+    """A product with 4-bit planes."""
+
+    def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+        self._out, self._in = groups.q.shape
+        scale = torch.from_numpy(groups.scale)
+        if groups.bits == 4:
+            planes, middle = [(groups.q, scale)], 8
+        else:
+            high, low = groups.q >> np.uint8(4), groups.q & np.uint8(15)
+            planes, middle = [(high, scale * 16), (low, scale)], 136
+        self._planes = [self._pack(q, plane_scale) for q, plane_scale in planes]
+        # What the planes leave out, per group of inputs; None where a format is symmetric.
+        rest = torch.from_numpy(groups.offset) + middle * scale
+        self._rest = rest if bool(rest.any()) else None
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.aten._dyn_quant_matmul_4bit
+        out: Tensor = product(x, self._planes[0], GROUP, self._in, self._out)
+        for plane in self._planes[1:]:
+            out += product(x, plane, GROUP, self._in, self._out)
+        if self._rest is not None:
+            sums = x.view(len(x), -1, GROUP).sum(dim=-1)
+            if len(x) == 1:  # a single row would be summed in another order
+                out += F.linear(sums.expand(2, -1), self._rest)[:1]
+            else:
+                out += F.linear(sums, self._rest)
+        if self._bias is not None:
+            out += self._bias
+        return out
+
+    def _pack(self, q: Bytes, scale: Tensor) -> Tensor:
+        pairs = torch.from_numpy(q[:, 0::2] | (q[:, 1::2] << 4))
+        packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(
+            pairs, scale.to(torch.bfloat16), None, GROUP, self._in, self._out
+        )
+        return packed
+
+
+class StackedLinear:
+    """Products of one input side by side, where their weights differ in kind."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+
+class QuantizedEmbedding:
+    """Rows of 8-bit values with a scale per group, decoded when they are looked up."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._q = torch.from_numpy((groups.q.astype(np.int16) - 128).astype(np.int8))
+        self._scale = torch.from_numpy(groups.scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = self._scale[x].unsqueeze(-1)
+        return (self._q[x].float().view(len(x), -1, GROUP) * scale).flatten(1)
+
+
+class QuantizedStorage:
+    """Keeps quantised matrices quantised; the rest is dense."""
+
+    def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+        groups = [_groups(weight) for weight in weights]
+        kept = [group for group in groups if group is not None]
+        if len(kept) < len(groups):
+            return _dense(weights, bias)
+        if len({group.bits for group in kept}) == 1:
+            return QuantizedLinear(_stack(kept), bias)
+        stacked = StackedLinear([QuantizedLinear(group) for group in kept])
+        return stacked if bias is None else _Biased(stacked, bias)
+
+    def embedding(self, weight: StoredTensor) -> Linear:
+        groups = _groups(weight)
+        if groups is None or groups.bits != 8:
+            table = torch.from_numpy(weight.to_float32())
+            return lambda x: F.embedding(x, table)
+        return QuantizedEmbedding(groups)
+
+
+class _Biased:
+    def __init__(self, inner: Linear, bias: Tensor) -> None:
+        self._inner, self._bias = inner, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(x) + self._bias
+
+
+def _dense(weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+    return DenseLinear(torch.cat([torch.from_numpy(weight.to_float32()) for weight in weights]), bias)
+
+
+def _stack(groups: Sequence[Groups]) -> Groups:
+    return Groups(
+        np.concatenate([group.q for group in groups]),
+        np.concatenate([group.scale for group in groups]),
+        np.concatenate([group.offset for group in groups]),
+        groups[0].bits,
+    )
+
+
+def _groups(stored: StoredTensor) -> Groups | None:
+    """A stored matrix in groups of 32, or None when it is no quantised matrix of that shape."""
+    if len(stored.shape) != 2 or stored.shape[1] % GROUP or not stored.dtype.startswith("Q"):
+        return None
+    if stored.dtype in ("Q4_0", "Q4_1"):
+        return _four_bit(stored)
+    if stored.dtype == "Q8_0":
+        blocks = stored.raw.reshape(stored.shape[0], -1, 34)
+        scale = _half(blocks[:, :, :2])
+        q = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+        return Groups(q.reshape(stored.shape), scale, -128 * scale, 8)
+    return _requantized(stored.to_float32())
+
+
+def _four_bit(stored: StoredTensor) -> Groups:
+    """Q4_0: a half and 32 nibbles, around 8. Q4_1: two halves (scale, minimum) and 32 nibbles."""
+    head = 2 if stored.dtype == "Q4_0" else 4
+    blocks = stored.raw.reshape(stored.shape[0], -1, head + 16)
+    scale = _half(blocks[:, :, :2])
+    offset = -8 * scale if head == 2 else _half(blocks[:, :, 2:4])
+    nibbles = blocks[:, :, head:]
+    q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).reshape(stored.shape)
+    return Groups(q, scale, offset, 4)
+
+
+def _requantized(values: Floats) -> Groups:
+    """Formats between four and eight bits, as eight bits: finer than what they were stored with."""
+    grouped = values.reshape(len(values), -1, GROUP)
+    scale = (np.abs(grouped).max(axis=-1) / 127).astype(np.float32)
+    safe = np.where(scale == 0, 1, scale)[:, :, None]
+    q = (np.rint(grouped / safe) + 128).astype(np.uint8).reshape(values.shape)
+    return Groups(q, scale, -128 * scale, 8)
+
+
+def _half(raw: Bytes) -> Floats:
+    values: Floats = np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32)
+    return values
