@@ -6,6 +6,7 @@ names (see `tensor_names`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,11 @@ from paceline.checkpoint.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTensor:
-    """One tensor. `raw` is a read-only view of the file (no copy); `decode` turns it into float32."""
+    """One tensor. `raw` is a read-only view of the file (no copy); `decode` turns it into float32.
+
+    `raw` has one dimension. Rows lie whole, one behind the other, quantised ones too. Where a file keeps rows in
+    another order it is a read-only copy, made when the tensor is asked for.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -74,6 +79,11 @@ def tensor_names(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not spec.tied_embeddings:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """How many values the model's tensors hold."""
+    return sum(math.prod(shape) for _, shape in tensor_names(spec))
 
 
 def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
