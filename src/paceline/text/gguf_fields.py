@@ -1,0 +1,218 @@
+"""Builds a tokenizer from the `tokenizer.ggml.*` fields of a GGUF file.
+
+Two kinds of vocabulary: `gpt2` (byte-level merges as listed) and `llama` (SentencePiece with scores, where the
+merge order is the order of the scores and unknown characters fall back to byte tokens). The file's own flags say
+whether a text begins with BOS and ends with EOS. Reading the file is not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers
+
+from paceline.errors import InputError
+from paceline.text import pretokenizers
+from paceline.text.parts import END_OF_TURN, TokenizerParts, guarded, is_marker, unique
+
+Value = TypeVar("Value", str, bool)
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def read_gguf(fields: Mapping[str, object]) -> TokenizerParts:
+    """The tokenizer a GGUF file carries. Raises InputError when it has none that this version knows."""
+    model = _field(fields, "model", str, "")
+    if model not in ("gpt2", "llama"):
+        raise InputError(
+            f"the GGUF file has a tokenizer of kind {model!r}; this version reads gpt2 and llama"
+        )
+    tokens = _strings(fields, "tokens")
+    types = _token_types(fields, tokens)
+    control = {
+        text: index
+        for index, text in enumerate(tokens)
+        if types[index] in (_CONTROL, _UNKNOWN) or (types[index] == _USER_DEFINED and is_marker(text))
+    }
+    add_bos = model == "llama"
+    if model == "gpt2":
+        entry = _pre_tokenizer_name(fields)
+        add_bos = entry in pretokenizers.BEGINS_WITH_BOS
+        backend = _byte_level(fields, tokens, control, entry)
+    else:
+        backend = _sentencepiece(fields, tokens, types, control)
+    _add_tokens(backend, tokens, types, control)
+    ids = {
+        name: _token_id(fields, name, len(tokens))
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    ends = [ids["eos"], ids["eot"], ids["eom"], *(control[text] for text in control if text in END_OF_TURN)]
+    template = fields.get("tokenizer.chat_template")
+    return TokenizerParts(
+        backend=backend,
+        tokens=tuple(tokens),
+        decoder=_decoder(model, fields),
+        special_ids=frozenset(index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)),
+        added_ids=frozenset(
+            index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
+        ),
+        control=control,
+        bos_token_id=ids["bos"],
+        eos_token_ids=unique(ends),
+        prefix_ids=unique([ids["bos"]]) if _field(fields, "add_bos_token", bool, add_bos) else (),
+        suffix_ids=unique([ids["eos"]]) if _field(fields, "add_eos_token", bool, False) else (),
+        template_tokens=_template_tokens(ids, tokens),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _template_tokens(ids: Mapping[str, int | None], tokens: Sequence[str]) -> dict[str, str]:
+    found = {name: ids[key] for key, name in _NAMED.items()}
+    return {name: tokens[index] for name, index in found.items() if index is not None}
+
+
+# -- the backend -------------------------------------------------------------------------------------------
+
+
+def _pre_tokenizer_name(fields: Mapping[str, object]) -> str:
+    name = _field(fields, "pre", str, "default")
+    entry = pretokenizers.canonical(name)
+    if entry is None:
+        known = ", ".join(pretokenizers.known_names())
+        raise InputError(
+            f"the GGUF file cuts text as {name!r}, which this version does not know (it knows {known})"
+        )
+    return entry
+
+
+def _byte_level(
+    fields: Mapping[str, object], tokens: Sequence[str], control: Mapping[str, int], entry: str
+) -> Any:
+    pairs = [merge.partition(" ")[::2] for merge in _strings(fields, "merges")]
+    merges = [
+        (left, right) for left, right in pairs if control.keys().isdisjoint((left, right, left + right))
+    ]
+    backend = _build(
+        vocab=_guarded_vocab(tokens, control),
+        merges=merges,
+        ignore_merges=entry in pretokenizers.WHOLE_PIECES,
+    )
+    backend.pre_tokenizer = pretokenizers.pre_tokenizer(entry)
+    return backend
+
+
+def _sentencepiece(
+    fields: Mapping[str, object], tokens: Sequence[str], types: Sequence[int], control: Mapping[str, int]
+) -> Any:
+    scores = fields.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):  # type: ignore[arg-type]
+        raise InputError("the GGUF file has no score for each of its tokens; convert the model again")
+    pieces = {text: index for index, text in enumerate(tokens) if types[index] in (_NORMAL, _USER_DEFINED)}
+    unknown = _token_id(fields, "unknown", len(tokens))
+    backend = _build(
+        vocab=_guarded_vocab(tokens, control),
+        merges=_merges_by_score(pieces, scores),  # type: ignore[arg-type]
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=None if unknown is None else _backend_name(unknown, tokens, control),
+    )
+    escape: list[Any] = [normalizers.Replace(" ", "▁")]
+    if _field(fields, "add_space_prefix", bool, True):
+        escape.insert(0, normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence(escape)
+    return backend
+
+
+def _merges_by_score(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best score first; ties in the order of the vocabulary."""
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for text, index in pieces.items():
+        for cut in range(1, len(text)):
+            left, right = pieces.get(text[:cut]), pieces.get(text[cut:])
+            if left is not None and right is not None:
+                found.append((-float(scores[index]), index, left, right, text[:cut], text[cut:]))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _build(*, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), **options))
+    except Exception as error:  # the backend has no error type of its own
+        raise InputError(f"the GGUF file's vocabulary does not fit together: {error}") from error
+
+
+def _guarded_vocab(tokens: Sequence[str], control: Mapping[str, int]) -> dict[str, int]:
+    return {_backend_name(index, tokens, control): index for index in range(len(tokens))}
+
+
+def _backend_name(index: int, tokens: Sequence[str], control: Mapping[str, int]) -> str:
+    return guarded(index) if tokens[index] in control else tokens[index]
+
+
+def _add_tokens(
+    backend: Any, tokens: Sequence[str], types: Sequence[int], control: Mapping[str, int]
+) -> None:
+    plain = [
+        text for index, text in enumerate(tokens) if types[index] == _USER_DEFINED and text not in control
+    ]
+    backend.add_special_tokens([AddedToken(guarded(index), normalized=False) for index in control.values()])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in plain if text])
+
+
+def _decoder(model: str, fields: Mapping[str, object]) -> dict[str, Any]:
+    """The decoder in the notation of tokenizer.json."""
+    if model == "gpt2":
+        return {"type": "ByteLevel"}
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    steps: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if _field(fields, "add_space_prefix", bool, True):
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+# -- fields ------------------------------------------------------------------------------------------------
+
+
+def _field(fields: Mapping[str, object], name: str, kind: type[Value], default: Value) -> Value:
+    value = fields.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, kind):
+        raise InputError(
+            f"tokenizer.ggml.{name} of the GGUF file must be of type {kind.__name__}, not {value!r}"
+        )
+    return value
+
+
+def _strings(fields: Mapping[str, object], name: str) -> list[str]:
+    value = fields.get(f"tokenizer.ggml.{name}")
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(text, str) for text in value)
+    ):
+        raise InputError(f"the GGUF file has no tokenizer.ggml.{name}; it holds no usable tokenizer")
+    return list(value)
+
+
+def _token_types(fields: Mapping[str, object], tokens: Sequence[str]) -> list[int]:
+    value = fields.get("tokenizer.ggml.token_type")
+    if value is None:
+        return [_NORMAL] * len(tokens)
+    types = [int(kind) for kind in value]  # type: ignore[attr-defined]
+    if len(types) != len(tokens):
+        raise InputError(f"the GGUF file has {len(types)} token types for {len(tokens)} tokens")
+    return types
+
+
+def _token_id(fields: Mapping[str, object], name: str, count: int) -> int | None:
+    value = fields.get(f"tokenizer.ggml.{name}_token_id")
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 <= value < count:
+        raise InputError(
+            f"tokenizer.ggml.{name}_token_id is {value!r}, but the vocabulary has {count} tokens"
+        )
+    return value
