@@ -81,9 +81,9 @@ class _Race:
     def run(self, owners: I64, groups: I64) -> tuple[I64, I64]:
         """The rows of a batch and their winning tokens."""
         draws = self._draws
-        values = self._logits.reshape(len(self._logits), -1, LANES)[owners, groups]
+        values = self._values(owners, groups)
         words = lane_words(draws.key[owners], draws.position[owners], groups)
-        at, lane = np.nonzero(self._may_win(values, words, owners))
+        at, lane = np.divmod(np.flatnonzero(self._may_win(values, words, owners)), LANES)
         owner = np.broadcast_to(owners, groups.shape)[at]
         offset = (values[at, lane] - self._top[owner]) / draws.temperature[owner]
         scores = offset + gumbel(words[at, lane])
@@ -96,16 +96,24 @@ class _Race:
         winners, first = np.unique(owner[places], return_index=True)
         return winners, tokens[places[first]]
 
+    def _values(self, owners: I64, groups: I64) -> F32:
+        """The logits of each group."""
+        by_group = self._logits.reshape(len(self._logits), -1, LANES)
+        if len(owners) > 1:
+            return by_group[owners, groups]
+        row = by_group[owners[0]]
+        return row if len(groups) == len(row) else row.take(groups, axis=0)
+
     def _may_win(self, values: F32, words: U32, owners: I64) -> NDArray[np.bool_]:
         """Whether a token is kept and its noise can lift it over the bar."""
         top, bar = self._top[owners].astype(np.float32), self._bar[owners].astype(np.float32)
         temperature = self._draws.temperature[owners].astype(np.float32)
         offset = (values - top[:, None]) / temperature[:, None]
-        can_reach = offset + _noise_bound(words) >= (bar - SLACK)[:, None]
+        can_reach = offset + noise_bound(words) >= (bar - SLACK)[:, None]
         return can_reach & (values >= self._lowest[owners][:, None])
 
 
-def _noise_bound(words: U32) -> F32:
+def noise_bound(words: U32) -> F32:
     """Nearly the noise of each word, and never below it, without a logarithm.
 
     With v = 1 - u the noise -log(-log(1 - v)) is at most -log(v), and the bits of a float32, read as an
