@@ -16,6 +16,7 @@ from paceline.checkpoint.errors import CheckpointError, shown
 
 MAX_JSON_BYTES = 100_000_000
 MAX_SIZE = 2**31 - 1
+NEGATIVE = -1e-9  # above it is zero or more
 
 
 class Fields:

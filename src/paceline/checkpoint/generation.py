@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.checkpoint.fields import Fields
+from paceline.checkpoint.fields import NEGATIVE, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class GenerationDefaults:
 def generation_defaults(fields: Fields) -> GenerationDefaults:
     return GenerationDefaults(
         do_sample=fields.flag("do_sample") if fields.has("do_sample") else None,
-        temperature=fields.optional_number("temperature", above=-1e-9),
+        temperature=fields.optional_number("temperature", above=NEGATIVE),
         top_p=fields.optional_number("top_p", above=0),
         top_k=fields.optional_integer("top_k", minimum=0),
-        min_p=fields.optional_number("min_p", above=-1e-9),
+        min_p=fields.optional_number("min_p", above=NEGATIVE),
         repetition_penalty=fields.optional_number("repetition_penalty", above=0),
         max_new_tokens=fields.optional_integer("max_new_tokens"),
     )

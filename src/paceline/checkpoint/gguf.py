@@ -116,10 +116,12 @@ def _read_table(reader: GgufReader, count: int, alignment: int, size: int) -> di
     tensors = {}
     for name, (shape, kind, offset) in entries.items():
         end = start + offset + math.prod(shape) // kind.block * kind.block_bytes
-        if offset % alignment or end > size:
+        if offset % alignment:
             raise reader.broken(
-                f"{shown(name)} lies at offset {offset} to {end - start}, outside the file or askew"
+                f"{shown(name)} lies at offset {offset}, which is not a multiple of {alignment}"
             )
+        if end > size:
+            raise reader.broken(f"{shown(name)} at offset {offset} reaches beyond the end of the file")
         tensors[name] = GgufTensor(shape=shape, type=kind, begin=start + offset, end=end)
     _check_overlap(reader, tensors)
     return tensors

@@ -209,7 +209,7 @@ def _gemma_scale(own: Fields, hidden: int, heads: int, head_dim: int, layers: in
 
 
 def _experts(file: GgufFile, own: Fields, architecture: str, layers: int) -> ExpertsSpec | None:
-    count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
+    count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS // layers)
     if not count:
         return None
     width_name = (

@@ -16,7 +16,7 @@ from paceline.checkpoint.hf_rope import FULL, SLIDING, longest, rope_for
 from paceline.checkpoint.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 MAX_LAYERS = 1024
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 2**17  # in all layers together
 MAX_VOCABULARY = 2**24
 MAX_WIDTH = 2**20
 
@@ -114,6 +114,8 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
         )
     types = _layer_types(config, family, layers)
     ropes, layer_ropes = _ropes(config, types, head_dim)
+    if family.architecture == "phi3" and ropes[0].kind != "default":
+        config.refuse("rope_scaling", "is set, and long-context factors (longrope) are not supported")
     gemma = family.architecture == "gemma3"
     biased = family.bias_option and config.flag("attention_bias", False)
     return ModelSpec(
@@ -180,6 +182,10 @@ def _layer_types(config: Fields, family: Family, layers: int) -> tuple[str, ...]
         return (FULL,) * layers
     if family.windows == "all":
         return (FULL if config.get("sliding_window") is None else SLIDING,) * layers
+    if family.architecture != "gemma3" and (
+        not config.flag("use_sliding_window", False) or config.get("sliding_window") is None
+    ):
+        return (FULL,) * layers
     named = config.sequence("layer_types")
     if named:
         if len(named) != layers or any(name not in (FULL, SLIDING) for name in named):
@@ -188,8 +194,6 @@ def _layer_types(config: Fields, family: Family, layers: int) -> tuple[str, ...]
     if family.architecture == "gemma3":
         pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
         return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(layers))
-    if not config.flag("use_sliding_window", False) or config.get("sliding_window") is None:
-        return (FULL,) * layers
     # Qwen3's mixture has no such field: there the window holds for every layer.
     first = 0 if family.experts else config.integer("max_window_layers", 28, minimum=0)
     return tuple(SLIDING if layer >= first else FULL for layer in range(layers))
@@ -229,7 +233,7 @@ def _tied(outer: Fields, config: Fields) -> bool:
 
 def _experts(config: Fields, family: Family, layers: int) -> ExpertsSpec:
     name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    count = config.integer(name, 8 if family.architecture == "mixtral" else None, maximum=MAX_EXPERTS)
+    count = config.integer(name, maximum=MAX_EXPERTS // layers)
     own_width = "moe_intermediate_size" if family.architecture == "qwen3_moe" else "intermediate_size"
     step = config.integer("decoder_sparse_step", 1)
     dense = config.sequence("mlp_only_layers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.checkpoint.fields import Fields
+from paceline.checkpoint.fields import MAX_SIZE, NEGATIVE, Fields
 from paceline.checkpoint.spec import ROPE_KINDS, RopeSpec
 
 FULL = "full_attention"
@@ -55,9 +55,9 @@ def rope_for(config: Fields, layer_type: str, head_dim: int) -> RopeSpec:
 def longest(rope: RopeSpec, max_positions: int, *, stretched: bool) -> int:
     """How long a sequence may be. `stretched` says that the file's length already counts the factor."""
     if rope.kind in ("linear", "dynamic") and not stretched:
-        return max(max_positions, int(max_positions * rope.factor))
+        return max(max_positions, int(min(max_positions * rope.factor, MAX_SIZE)))
     if rope.kind == "yarn":
-        return max(max_positions, int(rope.trained_positions * rope.factor))
+        return max(max_positions, int(min(rope.trained_positions * rope.factor, MAX_SIZE)))
     return max_positions
 
 
@@ -113,7 +113,9 @@ def _yarn(group: Fields, plain: RopeSpec) -> RopeSpec:
     attention_factor = group.optional_number("attention_factor", above=0)
     if attention_factor is None:
         attention_factor = yarn_attention_factor(
-            plain.factor, group.optional_number("mscale"), group.optional_number("mscale_all_dim")
+            plain.factor,
+            group.optional_number("mscale", above=NEGATIVE),
+            group.optional_number("mscale_all_dim", above=NEGATIVE),
         )
     return RopeSpec(
         rotary_dim=plain.rotary_dim,
@@ -121,8 +123,8 @@ def _yarn(group: Fields, plain: RopeSpec) -> RopeSpec:
         kind="yarn",
         factor=plain.factor,
         trained_positions=plain.trained_positions,
-        beta_fast=group.number("beta_fast", above=-1) or 32.0 if group.has("beta_fast") else 32.0,
-        beta_slow=group.number("beta_slow", above=-1) or 1.0 if group.has("beta_slow") else 1.0,
+        beta_fast=group.number("beta_fast", 32.0, above=NEGATIVE) or 32.0,
+        beta_slow=group.number("beta_slow", 1.0, above=NEGATIVE) or 1.0,
         truncate=group.flag("truncate", True),
         attention_factor=attention_factor,
     )
