@@ -22,6 +22,7 @@ from tests.pure.checkpoint.made import (
     config,
     gguf_fields,
     packed,
+    renamed,
     spec_of,
     write_folder,
 )
