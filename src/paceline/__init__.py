@@ -1,7 +1,35 @@
 """Paceline: an LLM inference engine built around continuous batching.
 
-This module holds the version and nothing else, so that importing `paceline` stays free of side effects.
-It must not import any other part of the package; callers name the module they want.
+    from paceline import LLM, SamplingParams
+
+Names are loaded when they are first used, so that importing `paceline` stays quick and pulls in no torch.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.sampling import SamplingParams
+    from paceline.llm.async_llm import AsyncLLM
+    from paceline.llm.llm import LLM
+    from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+_MODULES = {
+    "LLM": "paceline.llm.llm",
+    "AsyncLLM": "paceline.llm.async_llm",
+    "CompletionOutput": "paceline.llm.outputs",
+    "Logprob": "paceline.llm.outputs",
+    "RequestOutput": "paceline.llm.outputs",
+    "SamplingParams": "paceline.core.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

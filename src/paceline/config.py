@@ -17,6 +17,9 @@ MODES = ("continuous", "dynamic", "static")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_KINDS = ("recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none")
 
 
 def option(
@@ -27,9 +30,17 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
+    kind: type | None = None,
 ) -> Any:
-    """Declare one option: its default, what it means, and the values it accepts."""
-    metadata = {"help": help, "low": low, "high": high, "choices": choices, "flag": flag}
+    """Declare one option: its default, what it means, and the values it accepts. `kind` where None is the default."""
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "flag": flag,
+        "kind": kind if kind is not None else type(default),
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -39,6 +50,10 @@ class GroupSpec:
 
     window: int | None = None
     num_blocks: int | None = None  # None: as many as KVConfig.num_blocks
+
+    @classmethod
+    def of(cls, window: int | None) -> GroupSpec:
+        return cls(window=window)
 
     def __post_init__(self) -> None:
         for name in ("window", "num_blocks"):
@@ -94,6 +109,32 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
+
+    model: str | None = option(
+        None, "folder, GGUF file or name on the hub; nothing for SmolLM2-135M-Instruct", kind=str
+    )
+    tokenizer: str | None = option(None, "folder with another tokenizer than the model's own", kind=str)
+    revision: str | None = option(None, "branch, tag or commit of a model on the hub", kind=str)
+    download_dir: str | None = option(None, "where models from the hub are kept", kind=str)
+    load_format: str = option("auto", "how weights are stored; dummy makes them up", choices=LOAD_FORMATS)
+    dtype: str = option("auto", "type of the arithmetic; a CPU computes in float32", choices=DTYPES)
+    quantization: str = option(
+        "auto",
+        "auto keeps quantised weights quantised where the machine has a fast product, none unpacks them",
+        choices=QUANTIZATIONS,
+    )
+    kv_cache_memory_bytes: int | None = option(None, "memory for KV blocks", low=1, kind=int)
+    gpu_memory_utilization: float = option(0.92, "share of a GPU's memory to use", low=0.01, high=1.0)
+    seed: int = option(0, "seed of requests that bring none of their own")
+    skip_tokenizer_init: bool = option(False, "token ids in and out, no text")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything `factory` needs to build an engine around a runner."""
 
@@ -137,7 +178,7 @@ def _check_option(spec: Field[Any], value: Any) -> None:
     low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
-    kind: type = type(spec.default)
+    kind: type = spec.metadata["kind"]
     if kind is bool or kind is str:
         if not isinstance(value, kind):
             raise ConfigError(f"{flag} must be {'true or false' if kind is bool else 'text'}, not {value!r}")

@@ -1,12 +1,16 @@
-"""The only file that knows all classes: it puts an engine together from a config, a runner and a clock."""
+"""The only file that knows all classes: it puts an engine together from a config, a runner and a clock.
+
+What needs torch is imported where it is used: the simulator builds engines too, and has no use for it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from paceline.config import Capacity, EngineConfig
+from paceline.config import Capacity, EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
@@ -23,6 +27,10 @@ from paceline.scheduler.policy import make_policy
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.open import Checkpoint
+    from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline")
 
@@ -84,6 +92,64 @@ def build_engine(
     return Engine(
         scheduler, runner, clock=clock, hooks=hooks, depth=config.depth, recorder=recorder, checker=checker
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadedModel:
+    """A model that is ready to serve."""
+
+    engine: Engine
+    config: EngineConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    notices: tuple[str, ...]  # what an operator should know, a sentence each
+
+
+def load_model(
+    model: ModelConfig, given: Mapping[str, Any], recorder: StepRecorder | None = None
+) -> LoadedModel:
+    """Open a model, build its engine on this machine's CPU, and size what `given` leaves open.
+
+    `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name.
+    """
+    from paceline.checkpoint.names import resolve
+    from paceline.checkpoint.open import open_checkpoint
+    from paceline.models.load import build_decoder
+    from paceline.runner.cpu import CPURunner
+    from paceline.runner.sizing import choose_sizes
+    from paceline.runner.storage import choose_storage
+
+    checkpoint = open_checkpoint(
+        resolve(model.model, model.revision, model.download_dir), load_format=model.load_format
+    )
+    tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
+    spec = checkpoint.spec
+    storage, notices = choose_storage(model, checkpoint)
+    decoder = build_decoder(checkpoint, spec.max_positions, storage)
+    sizes = choose_sizes(model, decoder, given)
+    config = EngineConfig(
+        kv=KVConfig(**_fields_of(KVConfig, sizes), groups=tuple(map(GroupSpec.of, spec.group_windows))),
+        scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, sizes)),
+        **_fields_of(EngineConfig, sizes),
+    )
+    ends = spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
+    engine = build_engine(config, CPURunner(config, decoder, ends), recorder=recorder)
+    return LoadedModel(
+        engine=engine, config=config, checkpoint=checkpoint, tokenizer=tokenizer, notices=notices
+    )
+
+
+def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
+    from paceline.text.tokenizer import Tokenizer
+
+    if model.tokenizer is None:
+        return Tokenizer.from_checkpoint(checkpoint)
+    return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
+
+
+def _fields_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {spec.name for spec in fields(config) if "help" in spec.metadata}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _log_violation(violation: InvariantViolation) -> None:

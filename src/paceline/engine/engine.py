@@ -155,6 +155,11 @@ class Engine:
         return bool(self.scheduler.state.requests)
 
     @property
+    def num_submitted(self) -> int:
+        """Plans handed to the runner so far; unchanged after a step that found nothing to do."""
+        return self.scheduler.state.kv.submitted
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is under way; a further step would do nothing until something new comes in."""
         return not self._underway and not self.scheduler.has_open_copies

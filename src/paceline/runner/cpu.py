@@ -39,13 +39,16 @@ Bool = NDArray[np.bool_]
 class CPURunner:
     """Computes plans with a decoder."""
 
-    def __init__(self, config: EngineConfig, decoder: Decoder) -> None:
+    def __init__(
+        self, config: EngineConfig, decoder: Decoder, eos_token_ids: tuple[int, ...] | None = None
+    ) -> None:
         self._config = config
         self._decoder = decoder
         spec = decoder.spec
         self._kv = KVTensors(spec, config.kv)
         self._rows = DeviceRows(config)
-        self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, spec.eos_token_ids)
+        eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self._next_seq = 1

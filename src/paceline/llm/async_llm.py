@@ -1,0 +1,180 @@
+"""`AsyncLLM`: requests that come, stream and go, with the engine in a thread of its own.
+
+`generate` is an async iterator, and the lifetime of the request is the iterator's: leaving it in any way aborts the
+request and frees its blocks. Outputs are handed over once per step; a slow reader finds the newest state, not a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.events import StepEvents
+from paceline.core.sampling import SamplingParams
+from paceline.errors import EngineFailed, InvalidRequest
+from paceline.factory import LoadedModel
+from paceline.llm.chat import Messages
+from paceline.llm.frontend import Frontend
+from paceline.llm.loop import EngineLoop
+from paceline.llm.outputs import RequestOutput
+from paceline.llm.prompts import PreparedRequest, Prompt
+from paceline.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """Where the outputs of one request go."""
+
+    loop: asyncio.AbstractEventLoop
+    ready: asyncio.Event
+    output: RequestOutput | None = None
+    error: Exception | None = None
+
+    def tell(self, output: RequestOutput | None, error: Exception | None = None) -> None:
+        """Called by the engine's thread."""
+
+        def hand_over() -> None:
+            self.output = self.output if output is None else output
+            self.error = self.error or error
+            self.ready.set()
+
+        try:
+            self.loop.call_soon_threadsafe(hand_over)
+        except RuntimeError:  # the caller's event loop is closed: nobody listens
+            return
+
+
+class AsyncLLM:
+    """A model behind an async interface."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._front = Frontend(model, options)
+        self._engine = self._front.engine
+        self._collector = self._front.collector
+        self._readers: dict[str, Reader] = {}
+        self._loop = EngineLoop(self._engine, self._on_events, self._on_failure)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._front.loaded
+
+    @property
+    def max_model_len(self) -> int:
+        return self._front.max_model_len
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop.is_running
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "default",
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream a completion: each item is the whole output so far."""
+        params = sampling_params or self._front.default_sampling
+        prepared = await asyncio.to_thread(self._front.read, prompt, params)
+        async for output in self._stream(prepared, request_id, priority, tenant):
+            yield output
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "default",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream an answer to a conversation."""
+        params = sampling_params or self._front.default_sampling
+        prepared = await asyncio.to_thread(
+            self._front.read_chat, messages, params, variables=chat_template_kwargs or {}
+        )
+        async for output in self._stream(prepared, request_id, priority, tenant):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
+        self._loop.do(lambda: self._abort(request_id))
+
+    def shutdown(self) -> None:
+        """Stop the engine; whoever still waits gets an error."""
+        self._loop.stop()
+        self._on_failure(EngineFailed("the engine was shut down"))
+
+    async def _stream(
+        self, prepared: PreparedRequest, request_id: str | None, priority: int, tenant: str
+    ) -> AsyncIterator[RequestOutput]:
+        name = request_id if request_id is not None else f"request-{id(prepared):x}"
+        if name in self._readers:
+            raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
+        reader = Reader(asyncio.get_running_loop(), asyncio.Event())
+        self._readers[name] = reader
+        try:
+            self._loop.do(lambda: self._add(name, prepared, priority, tenant))
+            while True:
+                await reader.ready.wait()
+                reader.ready.clear()
+                if reader.error is not None:
+                    raise reader.error
+                assert reader.output is not None
+                yield reader.output
+                if reader.output.finished:
+                    return
+        finally:
+            del self._readers[name]
+            if (reader.output is None or not reader.output.finished) and self._loop.is_running:
+                self._loop.do(lambda: self._abort(name))
+
+    # -- in the engine's thread ----------------------------------------------------------------------------
+
+    def _add(self, name: str, prepared: PreparedRequest, priority: int, tenant: str) -> None:
+        try:
+            ids = self._engine.add(prepared.token_ids, prepared.sampling, priority=priority, tenant=tenant)
+        except Exception as error:  # refused: the caller's business alone
+            self._tell(name, None, error)
+            return
+        self._collector.open(name, prepared, ids, self._engine.scheduler.state.now_s)
+
+    def _abort(self, name: str) -> None:
+        for request_id in self._collector.ids_of(name):
+            self._engine.abort(request_id)
+
+    def _on_events(self, events: StepEvents) -> None:
+        for output in self._collector.take(events):
+            self._tell(output.request_id, _frozen(output))
+
+    def _on_failure(self, error: Exception) -> None:
+        for name in list(self._readers):
+            self._tell(name, None, error)
+
+    def _tell(self, name: str, output: RequestOutput | None, error: Exception | None = None) -> None:
+        reader = self._readers.get(name)
+        if reader is not None:
+            reader.tell(output, error)
+
+
+def _frozen(output: RequestOutput) -> RequestOutput:
+    """A copy the engine's thread does not go on writing to."""
+    parts = []
+    for part in output.outputs:
+        own = copy.copy(part)
+        own.token_ids = part.token_ids.copy()
+        own.logprobs = None if part.logprobs is None else part.logprobs.copy()
+        parts.append(own)
+    taken = copy.copy(output)
+    taken.outputs = parts
+    taken.metrics = copy.copy(output.metrics)
+    return taken

@@ -1,0 +1,46 @@
+"""What `LLM` and `AsyncLLM` share: a loaded model, and the way of a request from text to tokens and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.sampling import SamplingParams
+from paceline.factory import load_model
+from paceline.llm.arguments import split_arguments
+from paceline.llm.chat import ChatPrompts, Messages
+from paceline.llm.collector import Collector
+from paceline.llm.defaults import default_sampling
+from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
+
+
+class Frontend:
+    """Everything around one engine that knows text."""
+
+    def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
+        model_config, given = split_arguments(model, options)
+        self.loaded = loaded = load_model(model_config, given)
+        self.engine = loaded.engine
+        self.tokenizer = loaded.tokenizer
+        self.max_model_len = loaded.config.scheduler.max_model_len
+        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler)
+        self._chat = ChatPrompts(loaded.tokenizer)
+        self._reader = PromptReader(
+            loaded.tokenizer,
+            vocab_size=loaded.checkpoint.spec.vocab_size,
+            max_model_len=self.max_model_len,
+            seed=model_config.seed,
+        )
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """What the model's makers recommend, where they say so."""
+        return default_sampling(self.loaded.checkpoint.generation)
+
+    def read(self, prompt: Prompt, sampling: SamplingParams) -> PreparedRequest:
+        return self._reader.read(prompt, sampling)
+
+    def read_chat(self, messages: Messages, sampling: SamplingParams, **template: Any) -> PreparedRequest:
+        """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
+        text, ids = self._chat.render(messages, **template)
+        return self._reader.prepare(text, ids, sampling)

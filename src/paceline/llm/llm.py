@@ -1,0 +1,139 @@
+"""`LLM`: prompts in, finished outputs out, with the engine in the caller's process and thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.core.sampling import SamplingParams
+from paceline.factory import LoadedModel
+from paceline.llm.chat import Messages
+from paceline.llm.frontend import Frontend
+from paceline.llm.outputs import RequestOutput
+from paceline.llm.progress import Progress
+from paceline.llm.prompts import PreparedRequest, Prompt
+from paceline.text.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model and its engine. Not thread-safe; `AsyncLLM` is for callers that come and go."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._front = Frontend(model, options)
+        self._engine = self._front.engine
+        self._collector = self._front.collector
+        self._numbers = itertools.count()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._front.loaded
+
+    @property
+    def max_model_len(self) -> int:
+        return self._front.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend, where they say so."""
+        return self._front.default_sampling
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.scheduler.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs come in the order of the prompts. One request failing fails no other."""
+        listed = _listed(prompts)
+        params = self._params(sampling_params, len(listed))
+        prepared = [self._front.read(prompt, own) for prompt, own in zip(listed, params, strict=True)]
+        return self._run(prepared, priority, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one, as a list of messages, or a list of them."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        params = self._params(sampling_params, len(conversations))
+        prepared = []
+        for conversation, own in zip(conversations, params, strict=True):
+            request = self._front.read_chat(
+                conversation,
+                own,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                variables=chat_template_kwargs or {},
+            )
+            prepared.append(request)
+        return self._run(prepared, None, use_tqdm=use_tqdm)
+
+    def _run(
+        self, prepared: Sequence[PreparedRequest], priority: Sequence[int] | None, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        waiting = list(enumerate(prepared))[::-1]
+        max_open = max(1, self.loaded.config.scheduler.max_queue // 2)
+        progress = Progress(len(prepared), enabled=use_tqdm)
+        try:
+            while waiting or self._collector.num_open:
+                while waiting and self._collector.num_open < max_open:
+                    index, request = waiting.pop()
+                    outputs.append(self._add(request, priority[index] if priority else 0))
+                changed = self._collector.take(self._engine.step())
+                progress.show([output for output in changed if output.finished])
+        except BaseException:
+            self._abort_all()
+            raise
+        finally:
+            progress.close()
+        return outputs
+
+    def _add(self, request: PreparedRequest, priority: int) -> RequestOutput:
+        ids = self._engine.add(request.token_ids, request.sampling, priority=priority)
+        arrival_s = self._engine.scheduler.state.now_s
+        return self._collector.open(str(next(self._numbers)), request, ids, arrival_s)
+
+    def _abort_all(self) -> None:
+        """Leave nothing behind: the next call starts with an idle engine."""
+        for request_id in list(self._engine.scheduler.state.requests):
+            self._engine.abort(request_id)
+        self._collector.take(self._engine.drain())
+
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ValueError(
+                f"{count} prompts and {len(given)} sampling parameters: give one, or one for each"
+            )
+        return [replace(own) for own in given]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Prompts as a list: text, a mapping and a list of token ids are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""From what a caller writes to what the engine takes: token ids, and sampling that is complete and checked.
+
+Everything a caller can get wrong is found here, before the engine hears of the request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest
+from paceline.text.tokenizer import Tokenizer
+from paceline.text.words import bad_word_ids
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+MAX_CHARS_PER_TOKEN = 64  # no tokenizer makes fewer tokens of a text: longer ones are refused unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request the engine can take as it is."""
+
+    text: str | None
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+class PromptReader:
+    """Reads prompts for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, seed: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._seeds = random.Random(seed)
+
+    def read(self, prompt: Prompt, sampling: SamplingParams) -> PreparedRequest:
+        """A prompt as text, as ids, or as a mapping with `prompt` or `prompt_token_ids`."""
+        text, ids = self._text_and_ids(prompt)
+        return self.prepare(text, ids, sampling)
+
+    def prepare(self, text: str | None, ids: list[int], sampling: SamplingParams) -> PreparedRequest:
+        """A prompt that is tokens already."""
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                message = f"token id {token!r} is not in [0, {self._vocab_size})"
+                raise InvalidRequest(message, param="prompt")
+        return PreparedRequest(text=text, token_ids=ids, sampling=self._complete(sampling, len(ids)))
+
+    def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                text = prompt.get("prompt")
+                return (text if isinstance(text, str) else None), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise InvalidRequest("a prompt mapping needs `prompt` or `prompt_token_ids`", param="prompt")
+            return self._text_and_ids(str(prompt["prompt"]))
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequest(
+                    "the engine was started without a tokenizer: give token ids", param="prompt"
+                )
+            limit = self._max_model_len * MAX_CHARS_PER_TOKEN
+            return prompt, self._tokenizer.encode(prompt, max_chars=limit)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return None, list(cast("Sequence[int]", prompt))
+        raise InvalidRequest(
+            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+
+    def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Fill in what a request leaves open: the rest of the context, a seed, ids for words."""
+        room = self._max_model_len - num_prompt
+        if room < 1:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens; the prompt has "
+                f"{num_prompt} and leaves no room for an answer",
+                param="prompt",
+            )
+        changes: dict[str, Any] = {}
+        if sampling.max_tokens > room:
+            changes["max_tokens"] = room
+            changes["min_tokens"] = min(sampling.min_tokens, room)
+        if sampling.seed is None and sampling.temperature > 0:
+            # Fixed now: a request that is computed again after a preemption draws the same tokens.
+            changes["seed"] = self._seeds.getrandbits(63)
+        words = [word for word in sampling.bad_words if isinstance(word, str)]
+        if words:
+            if self._tokenizer is None:
+                raise InvalidRequest("bad_words as text need a tokenizer", param="bad_words")
+            given = [word for word in sampling.bad_words if not isinstance(word, str)]
+            changes["bad_words"] = (*given, *bad_word_ids(self._tokenizer, words))
+        if sampling.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        sampling.check_vocabulary(self._vocab_size)
+        return replace(sampling, **changes) if changes else sampling

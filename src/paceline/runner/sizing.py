@@ -1,0 +1,109 @@
+"""Sizes that follow from the model and the machine: KV blocks, longest sequence, and the token budget of a step.
+
+The budget keeps a step of a CPU short, so that streams flow, aborts act and health answers: it comes from a
+step-time model measured when the engine starts. Whatever the user gave stays as given.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.errors import ConfigError
+from paceline.models.decoder import Decoder
+from paceline.runner.kv_tensors import block_bytes
+
+GIB = 1 << 30
+MAX_STEP_S = 0.25
+MARGIN = 0.7  # attention over long contexts is not in the measurement
+DEFAULT_ROWS = 128
+SMALLEST_BUDGET, LARGEST_BUDGET = 32, 2048
+
+
+def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` completed: every size the engine's config needs."""
+    sizes = dict(given)
+    spec = decoder.spec
+    block_size = sizes.setdefault("block_size", 16)
+    per_block = block_bytes(spec, block_size)
+    if "num_blocks" not in sizes:
+        memory = model.kv_cache_memory_bytes or _default_memory()
+        sizes["num_blocks"] = max(2, memory // per_block)
+    capacity = (sizes["num_blocks"] - 1) * block_size
+    if "max_model_len" not in sizes:
+        sizes["max_model_len"] = max(2, min(spec.max_positions, capacity))
+    longest = sizes["max_model_len"]
+    if longest > spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len {longest} is longer than the model's {spec.max_positions} positions"
+        )
+    if longest > capacity:
+        raise ConfigError(
+            f"the KV cache holds {capacity} tokens, less than --max-model-len {longest}: it needs "
+            f"--kv-cache-memory-bytes {(longest // block_size + 2) * per_block}, or a shorter length"
+        )
+    sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
+    if "max_num_batched_tokens" not in sizes:
+        sizes["max_num_batched_tokens"] = step_budget(*measure_step(decoder))
+    sizes.setdefault("depth", 0)  # host and device are the same cores: planning ahead would gain nothing
+    if any(rope.kind == "dynamic" for rope in spec.ropes) and longest > min(
+        rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"
+    ):
+        # Keys of one text then differ with the length of the prompt they stand in: no block can be shared.
+        sizes["enable_prefix_caching"] = False
+    return sizes
+
+
+def step_budget(fixed_s: float, per_token_s: float) -> int:
+    """Tokens of a step that takes `fixed_s` and `per_token_s` for each, and should stay under MAX_STEP_S."""
+    tokens = int((MAX_STEP_S * MARGIN - fixed_s) / max(per_token_s, 1e-9))
+    return min(max(tokens // 16 * 16, SMALLEST_BUDGET), LARGEST_BUDGET)
+
+
+def measure_step(decoder: Decoder) -> tuple[float, float]:
+    """Seconds a step takes at least, and for each token more: a line through two sizes."""
+    small, large = 8, 40
+    _time_tokens(decoder, small)  # the first run pays for threads and memory
+    few, many = (min(_time_tokens(decoder, count) for _ in range(2)) for count in (small, large))
+    per_token = max((many - few) / (large - small), 1e-7)
+    return max(few - small * per_token, 0.0), per_token
+
+
+@torch.inference_mode()
+def _time_tokens(decoder: Decoder, count: int) -> float:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return queries.flatten(1)
+
+    tokens = torch.zeros(count, dtype=torch.int64)
+    started_s = time.perf_counter()
+    decoder.logits(decoder.forward(tokens, tokens, tokens + 1, attend))
+    return time.perf_counter() - started_s
+
+
+def _default_memory() -> int:
+    """Two GiB, or a quarter of the memory that is free if that is less; PACELINE_CPU_KVCACHE_SPACE says otherwise."""
+    asked = os.environ.get("PACELINE_CPU_KVCACHE_SPACE")
+    if asked:
+        try:
+            return int(float(asked) * GIB)
+        except ValueError as error:
+            raise ConfigError(f"PACELINE_CPU_KVCACHE_SPACE is {asked!r}: give a number of GiB") from error
+    return min(2 * GIB, _free_memory() // 4)
+
+
+def _free_memory() -> int:
+    """Bytes that could be used without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
