@@ -100,7 +100,7 @@ class AsyncLLM:
         """Stream an answer to a conversation."""
         params = sampling_params or self._front.default_sampling
         prepared = await asyncio.to_thread(
-            self._front.read_chat, messages, params, variables=chat_template_kwargs or {}
+            self._front.read_chat, messages, params, switches=chat_template_kwargs
         )
         async for output in self._stream(prepared, request_id, priority, tenant):
             yield output

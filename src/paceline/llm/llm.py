@@ -68,6 +68,7 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations: one, as a list of messages, or a list of them."""
@@ -81,7 +82,8 @@ class LLM:
                 own,
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
-                variables=chat_template_kwargs or {},
+                continue_final_message=continue_final_message,
+                switches=chat_template_kwargs,
             )
             prepared.append(request)
         return self._run(prepared, None, use_tqdm=use_tqdm)
