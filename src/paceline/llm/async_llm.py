@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,8 @@ class AsyncLLM:
         self._front = Frontend(model, options)
         self._engine = self._front.engine
         self._collector = self._front.collector
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, Reader] = {}  # by the names callers gave
+        self._listeners: dict[int, Reader] = {}  # by the output of the collector; the engine's thread's own
         self._loop = EngineLoop(self._engine, self._on_events, self._on_failure)
 
     @property
@@ -80,12 +82,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "default",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion: each item is the whole output so far."""
         params = sampling_params or self._front.default_sampling
         prepared = await asyncio.to_thread(self._front.read, prompt, params)
-        async for output in self._stream(prepared, request_id, priority, tenant):
-            yield output
+        async with aclosing(self._stream(prepared, request_id, priority, tenant)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -96,14 +99,15 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "default",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream an answer to a conversation."""
         params = sampling_params or self._front.default_sampling
         prepared = await asyncio.to_thread(
             self._front.read_chat, messages, params, switches=chat_template_kwargs
         )
-        async for output in self._stream(prepared, request_id, priority, tenant):
-            yield output
+        async with aclosing(self._stream(prepared, request_id, priority, tenant)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -116,22 +120,23 @@ class AsyncLLM:
 
     async def _stream(
         self, prepared: PreparedRequest, request_id: str | None, priority: int, tenant: str
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
             raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
         reader = Reader(asyncio.get_running_loop(), asyncio.Event())
         self._readers[name] = reader
         try:
-            self._loop.do(lambda: self._add(name, prepared, priority, tenant))
+            self._loop.do(lambda: self._add(name, reader, prepared, priority, tenant))
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
                 if reader.error is not None:
                     raise reader.error
-                assert reader.output is not None
-                yield reader.output
-                if reader.output.finished:
+                output = reader.output  # may be replaced by a newer one while the caller works on this one
+                assert output is not None
+                yield output
+                if output.finished:
                     return
         finally:
             del self._readers[name]
@@ -140,13 +145,14 @@ class AsyncLLM:
 
     # -- in the engine's thread ----------------------------------------------------------------------------
 
-    def _add(self, name: str, prepared: PreparedRequest, priority: int, tenant: str) -> None:
+    def _add(self, name: str, reader: Reader, prepared: PreparedRequest, priority: int, tenant: str) -> None:
         try:
             ids = self._engine.add(prepared.token_ids, prepared.sampling, priority=priority, tenant=tenant)
         except Exception as error:  # refused: the caller's business alone
-            self._tell(name, None, error)
+            reader.tell(None, error)
             return
-        self._collector.open(name, prepared, ids, self._engine.scheduler.state.now_s)
+        output = self._collector.open(name, prepared, ids, self._engine.scheduler.state.now_s)
+        self._listeners[id(output)] = reader
 
     def _abort(self, name: str) -> None:
         for request_id in self._collector.ids_of(name):
@@ -154,16 +160,13 @@ class AsyncLLM:
 
     def _on_events(self, events: StepEvents) -> None:
         for output in self._collector.take(events):
-            self._tell(output.request_id, _frozen(output))
+            # By the output, not by its name, which a caller may use again once its request is over.
+            reader = self._listeners.pop(id(output)) if output.finished else self._listeners[id(output)]
+            reader.tell(_frozen(output))
 
     def _on_failure(self, error: Exception) -> None:
-        for name in list(self._readers):
-            self._tell(name, None, error)
-
-    def _tell(self, name: str, output: RequestOutput | None, error: Exception | None = None) -> None:
-        reader = self._readers.get(name)
-        if reader is not None:
-            reader.tell(output, error)
+        for reader in list(self._readers.values()):
+            reader.tell(None, error)
 
 
 def _frozen(output: RequestOutput) -> RequestOutput:

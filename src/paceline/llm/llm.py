@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
 from paceline.factory import LoadedModel
+from paceline.llm.batch import Submission, run_requests
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import RequestOutput
@@ -24,8 +26,6 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self._front = Frontend(model, options)
-        self._engine = self._front.engine
-        self._collector = self._front.collector
         self._numbers = itertools.count()
 
     @property
@@ -44,7 +44,7 @@ class LLM:
         return self._front.default_sampling
 
     def reset_prefix_cache(self) -> None:
-        self._engine.scheduler.reset_prefix_cache()
+        self._front.engine.scheduler.reset_prefix_cache()
 
     def generate(
         self,
@@ -91,34 +91,20 @@ class LLM:
     def _run(
         self, prepared: Sequence[PreparedRequest], priority: Sequence[int] | None, *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        waiting = list(enumerate(prepared))[::-1]
+        if priority is not None and len(priority) != len(prepared):
+            raise ValueError(f"{len(prepared)} prompts and {len(priority)} priorities: give one for each")
+        submissions = [
+            Submission(name=str(next(self._numbers)), request=request, priority=own)
+            for request, own in zip(prepared, priority or [0] * len(prepared), strict=True)
+        ]
         max_open = max(1, self.loaded.config.scheduler.max_queue // 2)
+        done: dict[str, RequestOutput] = {}
         progress = Progress(len(prepared), enabled=use_tqdm)
-        try:
-            while waiting or self._collector.num_open:
-                while waiting and self._collector.num_open < max_open:
-                    index, request = waiting.pop()
-                    outputs.append(self._add(request, priority[index] if priority else 0))
-                changed = self._collector.take(self._engine.step())
-                progress.show([output for output in changed if output.finished])
-        except BaseException:
-            self._abort_all()
-            raise
-        finally:
-            progress.close()
-        return outputs
-
-    def _add(self, request: PreparedRequest, priority: int) -> RequestOutput:
-        ids = self._engine.add(request.token_ids, request.sampling, priority=priority)
-        arrival_s = self._engine.scheduler.state.now_s
-        return self._collector.open(str(next(self._numbers)), request, ids, arrival_s)
-
-    def _abort_all(self) -> None:
-        """Leave nothing behind: the next call starts with an idle engine."""
-        for request_id in list(self._engine.scheduler.state.requests):
-            self._engine.abort(request_id)
-        self._collector.take(self._engine.drain())
+        with closing(progress), closing(run_requests(self._front, submissions, max_open=max_open)) as running:
+            for output in running:
+                done[output.request_id] = output
+                progress.show([output])
+        return [done[submission.name] for submission in submissions]
 
     def _params(self, given: Params, count: int) -> list[SamplingParams]:
         if given is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from paceline.core.events import StepEvents
 from paceline.engine.engine import Engine
@@ -66,7 +67,8 @@ class EngineLoop:
         except Exception as error:
             with self._wake:
                 self.failure = error
-            self._on_events(self._engine.scheduler.take_events())  # endings the engine wrote when it gave up
+            with suppress(Exception):  # whatever is broken, everybody hears of it
+                self._on_events(self._engine.scheduler.take_events())  # endings written when it gave up
             self._on_failure(error)
 
     def _wait(self) -> bool:

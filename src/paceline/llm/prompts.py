@@ -56,12 +56,13 @@ class PromptReader:
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                text = prompt.get("prompt")
-                return (text if isinstance(text, str) else None), list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise InvalidRequest("a prompt mapping needs `prompt` or `prompt_token_ids`", param="prompt")
-            return self._text_and_ids(str(prompt["prompt"]))
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is not None and not isinstance(ids, str | Mapping):
+                return (text if isinstance(text, str) else None), self._text_and_ids(ids)[1]
+            if isinstance(text, str):
+                return self._text_and_ids(text)
+            message = "a prompt mapping needs `prompt` with text or `prompt_token_ids` with a list of ids"
+            raise InvalidRequest(message, param="prompt")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequest(

@@ -1,0 +1,99 @@
+"""Many requests through one engine in the caller's thread: fed as it drains, handed out as they finish.
+
+Holds only what is under way, so that the requests may come from a file that does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.errors import InvalidRequest, PacelineError, QueueFull
+from paceline.llm.frontend import Frontend
+from paceline.llm.interrupts import Interrupts
+from paceline.llm.outputs import CompletionOutput, RequestOutput
+from paceline.llm.prompts import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request under the name its output will have."""
+
+    name: str
+    request: PreparedRequest
+    priority: int = 0
+
+
+def run_requests(
+    front: Frontend, submissions: Iterable[Submission], *, max_open: int
+) -> Generator[RequestOutput, None, None]:
+    """Finished outputs, in the order they finish; at most about `max_open` branches are under way.
+
+    However it is left, nothing stays behind in the engine. Close the iterator when leaving it early.
+    """
+    engine, collector = front.engine, front.collector
+    waiting = iter(submissions)
+    with Interrupts() as interrupts:
+        try:
+            while True:
+                refused, waiting = _feed(front, waiting, max_open)
+                yield from refused
+                if not collector.num_open:
+                    if refused:
+                        continue
+                    return
+                interrupts.check()
+                changed = collector.take(engine.step())
+                yield from [output for output in changed if output.finished]
+        except BaseException:
+            _abort_all(front)
+            raise
+
+
+def _feed(
+    front: Frontend, waiting: Iterator[Submission], max_open: int
+) -> tuple[list[RequestOutput], Iterator[Submission]]:
+    """Add requests while there is room; returns those the engine refused, and what still waits."""
+    refused: list[RequestOutput] = []
+    while front.collector.num_open < max_open:
+        submission = next(waiting, None)
+        if submission is None:
+            break
+        try:
+            _add(front, submission)
+        except QueueFull as error:
+            if front.collector.num_open:  # there is room once something has finished
+                return refused, itertools.chain([submission], waiting)
+            refused.append(_refused(submission, error))
+        except InvalidRequest as error:
+            refused.append(_refused(submission, error))
+    return refused, waiting
+
+
+def _add(front: Frontend, submission: Submission) -> None:
+    request = submission.request
+    ids = front.engine.add(request.token_ids, request.sampling, priority=submission.priority)
+    front.collector.open(submission.name, request, ids, front.engine.scheduler.state.now_s)
+
+
+def _refused(submission: Submission, error: PacelineError) -> RequestOutput:
+    request = submission.request
+    parts = [
+        CompletionOutput(index=index, finish_reason="error", error=str(error))
+        for index in range(request.sampling.n)
+    ]
+    return RequestOutput(
+        request_id=submission.name,
+        prompt=request.text,
+        prompt_token_ids=request.token_ids,
+        outputs=parts,
+        finished=True,
+    )
+
+
+def _abort_all(front: Frontend) -> None:
+    """Leave nothing behind: the next call starts with an idle engine."""
+    for request_id in list(front.engine.scheduler.state.requests):
+        front.engine.abort(request_id)
+    front.collector.take(front.engine.drain())
