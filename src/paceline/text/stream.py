@@ -37,9 +37,10 @@ class TextStream:
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         )
-        self._matcher = StopMatcher(sampling.stop, include_stop=sampling.include_stop_str_in_output)
+        stops, include = sampling.stop, sampling.include_stop_str_in_output
+        self._matcher = StopMatcher(stops, include_stop=include) if stops else None
         self._is_text = sampling.detokenize
-        self._shows_stop_token = sampling.include_stop_str_in_output
+        self._shows_stop_token = include
         self._min_tokens = sampling.min_tokens
         self._num_output = 0
         self._ended: TextDelta | None = None
@@ -76,10 +77,13 @@ class TextStream:
         if self._ended is not None or not self._is_text:
             return TextDelta(text="")
         result = self._match(self._detokenizer.flush())
-        return self._delta(result.emit if result.stopped else result.emit + self._matcher.flush())
+        held = self._matcher.flush() if self._matcher is not None else ""
+        return self._delta(result.emit + held)
 
     def _match(self, text: str) -> StopResult:
         """A stop string counts when it ends behind the first `min_tokens` tokens."""
+        if self._matcher is None:
+            return StopResult(emit=text)
         result = self._matcher.push(text, may_stop=self._num_output > self._min_tokens)
         if result.stop is not None:
             self._ended = TextDelta(text="", stopped_at=self._num_output, stop_reason=result.stop)

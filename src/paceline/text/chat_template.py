@@ -1,0 +1,185 @@
+"""Chat messages to a prompt, by the template a model comes with.
+
+Templates come from the operator only: from the model's files or named at start-up, never from a request. A template
+runs in a sandbox and under limits; whatever goes wrong in it is answered with a fixed sentence, since its own words
+and the messages it complains about may be anything. Contents are data: nothing in them is ever run as a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from jinja2 import Template
+
+from paceline.errors import InputError, InvalidRequest
+from paceline.text.controls import ControlFinder, Marks, marked
+from paceline.text.messages import normalize_messages, normalize_tools
+from paceline.text.render_budget import RenderBudget, RenderLimitExceeded, RenderLimits
+from paceline.text.sandbox import BUDGET, BoundedEnvironment, TemplateRefused
+from paceline.text.tokenizer import RenderedPrompt, Tokenizer
+
+MAX_SOURCE_CHARS = 1_000_000
+# What a request may not set through its switches: the template's other inputs.
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
+# Where the last message ends, for a prompt that continues it. The space tells whether the template trims.
+_END, _TRIMMED_END = "\U000f0ffd ", "\U000f0ffd"
+
+
+class ChatTemplate:
+    """One compiled template; without a source every rendering is refused. Used from any thread."""
+
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        tokens: Mapping[str, str] | None = None,
+        control_tokens: Iterable[str] = (),
+        limits: RenderLimits | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._source = source or ""
+        self._tokens = dict(tokens or {})  # bos_token, eos_token, ...
+        self._finder = ControlFinder(control_tokens)
+        self._limits = limits or RenderLimits()
+        self._template = None if source is None else _compiled(source, BoundedEnvironment(self._limits, now))
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, *, source: str | None = None, limits: RenderLimits | None = None
+    ) -> ChatTemplate:
+        """The template of a tokenizer, or another one for it that the operator named."""
+        return cls(
+            tokenizer.chat_template if source is None else source,
+            tokens=tokenizer.template_tokens,
+            control_tokens=tokenizer.control_tokens,
+            limits=limits,
+        )
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        switches: Mapping[str, object] | None = None,
+    ) -> RenderedPrompt:
+        """The prompt for a conversation. `switches` are a request's own settings for the template: booleans.
+
+        Raises InvalidRequest for messages that are malformed, or that the template does not accept.
+        """
+        if self._template is None:
+            message = (
+                "this model has no chat template; send a plain prompt, or start the server with a template"
+            )
+            raise InvalidRequest(message, param="messages")
+        if continue_final_message and add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequest(message, param="continue_final_message")
+        data: dict[str, Any] = {"messages": normalize_messages(messages), "tools": normalize_tools(tools)}
+        if continue_final_message:
+            _mark_end(data["messages"][-1])
+        settings = {
+            **self._tokens,
+            **_switches(switches or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        prompt = self._with_controls(self._template, data, {**settings, "documents": None})
+        return _cut_at_end(prompt) if continue_final_message else prompt
+
+    def _with_controls(
+        self, template: Template, data: dict[str, Any], settings: Mapping[str, object]
+    ) -> RenderedPrompt:
+        """Render with marked contents. See `controls` for why twice."""
+        finder = self._finder
+        try:
+            marks = Marks.for_contents([data["messages"], data["tools"]], finder, template=self._source)
+        except ValueError as error:
+            raise InvalidRequest(f"the messages cannot be rendered: {error}", param="messages") from None
+        if not marks.mark:
+            return marks.clean(self._run(template, {**settings, **data}), finder)
+        broken = partial(finder.broken, mark=marks.mark)
+        text = self._run(template, {**settings, **_marked(data, broken, broken)})
+        prompt = marks.clean(text, finder)
+        shattered = partial(finder.shattered, mark=marks.mark)
+        strict = finder.find(self._run(template, {**settings, **_marked(data, shattered, broken)}))
+        if len(strict) != len(prompt.controls):
+            message = "the messages spell a control token of the model together with their surroundings; change them"
+            raise InvalidRequest(message, param="messages")
+        return prompt
+
+    def _run(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """One rendering. Whatever the template raises becomes one of three fixed sentences."""
+        budget = RenderBudget(self._limits, num_messages=len(variables["messages"]))
+        pieces: list[str] = []
+        total = 0
+        try:
+            for piece in template.root_render_func(template.new_context({**variables, BUDGET: budget})):
+                budget.work()
+                total += len(piece)
+                budget.grow(total)
+                pieces.append(piece)
+        except TemplateRefused:
+            message = "the model's chat template does not accept these messages (roles or their order)"
+            raise InvalidRequest(message, param="messages") from None
+        except (RenderLimitExceeded, RecursionError, MemoryError):
+            message = "rendering the model's chat template for these messages took too much time or memory"
+            raise InvalidRequest(message, param="messages") from None
+        except Exception:  # a template can fail in any way; none of them may reach the caller
+            message = "the model's chat template cannot render these messages"
+            raise InvalidRequest(message, param="messages") from None
+        return "".join(pieces)
+
+
+def _compiled(source: str, environment: BoundedEnvironment) -> Template:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise InputError(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
+    try:
+        return environment.from_string(source)
+    except Exception as error:  # Jinja's own errors, and what Python says of the code it makes
+        raise InputError(f"the chat template cannot be used: {error}") from error
+
+
+def _switches(switches: Mapping[str, object]) -> Mapping[str, object]:
+    for name, value in switches.items():
+        if name in RESERVED or not name.isidentifier() or name.startswith("_") or not isinstance(value, bool):
+            message = "chat_template_kwargs takes true or false for names the template knows"
+            raise InvalidRequest(message, param="chat_template_kwargs")
+    return switches
+
+
+def _marked(
+    data: Mapping[str, Any], mark_value: Callable[[str], str], mark_key: Callable[[str], str]
+) -> dict[str, object]:
+    """Everything a request brought, marked; roles are from a fixed list, and templates build markers of them."""
+    messages = [
+        {**marked({**message, "role": ""}, mark_value, mark_key), "role": message["role"]}  # type: ignore[dict-item]
+        for message in data["messages"]
+    ]
+    return {"messages": messages, "tools": marked(data["tools"], mark_value, mark_key)}
+
+
+def _mark_end(message: dict[str, object]) -> None:
+    content = message["content"]
+    if not isinstance(content, str):
+        raise InvalidRequest("the final message has no text to continue", param="continue_final_message")
+    message["content"] = content.replace(_TRIMMED_END, "") + _END
+
+
+def _cut_at_end(prompt: RenderedPrompt) -> RenderedPrompt:
+    """The prompt up to where the last message ends."""
+    at = prompt.text.rfind(_TRIMMED_END)
+    if at < 0:
+        message = (
+            "the model's chat template does not show the final message as it is, so it cannot be continued"
+        )
+        raise InvalidRequest(message, param="continue_final_message")
+    text = prompt.text[:at]
+    if not prompt.text.startswith(_END, at):
+        text = text.rstrip()
+    text = text.replace(_TRIMMED_END, "")
+    controls = tuple((begin, end) for begin, end in prompt.controls if end <= len(text))
+    return RenderedPrompt(text=text, controls=controls)
