@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,18 @@ def _from_hub(cache: Path | None) -> Iterator[KeptModel]:
     for repository in sorted(info.repos, key=lambda found: str(found.repo_id)):
         if repository.repo_type != "model":
             continue
-        hashes = [revision.commit_hash for revision in repository.revisions]
         yield KeptModel(
             name=str(repository.repo_id),
             path=Path(repository.repo_path),
             num_bytes=int(repository.size_on_disk),
-            remove=_hub_remover(info, hashes),
+            remove=_hub_remover(info, repository),
         )
 
 
-def _hub_remover(info: Any, hashes: list[str]) -> Callable[[], None]:
-    return lambda: info.delete_revisions(*hashes).execute()
+def _hub_remover(info: Any, repository: Any) -> Callable[[], None]:
+    """The library finds what to remove by commit, and copies of a repository share theirs: show it only this one."""
+    hashes = [revision.commit_hash for revision in repository.revisions]
+    return lambda: replace(info, repos=frozenset((repository,))).delete_revisions(*hashes).execute()
 
 
 def _remover(path: Path) -> Callable[[], None]:
