@@ -1,8 +1,9 @@
-"""Weights that stay quantised: 4-bit planes in groups of 32, multiplied by torch's dynamic 4-bit product.
+"""Weights that stay quantised, multiplied by the best 4-bit product torch has on the machine.
 
-A weight is scale * q + offset with one scale and offset per group of 32 inputs. The product takes 4-bit values around
-zero, so q - 8 goes through it and the rest is one small product with the sums of each group's inputs. Eight bits are
-two 4-bit planes, the high one with 16 times the scale. The result of a row does not depend on how many rows there are.
+A weight is scale * q + offset with one scale and offset per group of 32 inputs. On ARM the product takes 4-bit values
+around zero and quantises its input: q - 8 goes through it, and the rest is one small product with the sums of each
+group's inputs; eight bits are two 4-bit planes, the high one with 16 times the scale. On x86 the product takes
+offsets and bfloat16. With either, the result of a row does not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
-def is_supported() -> bool:
-    """Whether this machine has the fast product."""
+def fast_product() -> str | None:
+    """Which fast 4-bit product this machine has: "dynamic" (ARM), "bfloat16" (x86) or none."""
     kleidi = getattr(torch.backends, "kleidiai", None)
-    return kleidi is not None and bool(kleidi.is_available())
+    if kleidi is not None and kleidi.is_available():
+        return "dynamic"
+    return "bfloat16" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +43,26 @@ class Groups:
     bits: int
 
 
-class QuantizedLinear:
-    """A product with 4-bit planes."""
+class BFloat16Linear:
+    """A product of bfloat16 inputs with 4-bit weights, for x86."""
+
+    def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+        assert groups.bits == 4
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        self._packed: Tensor = pack(torch.from_numpy(groups.q.astype(np.int32)), 2)
+        scale, offset = torch.from_numpy(groups.scale), torch.from_numpy(groups.offset)
+        both = torch.stack([scale, offset + 8 * scale], dim=-1).transpose(0, 1)
+        self._scale_and_offset = both.contiguous().to(torch.bfloat16)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        out: Tensor = product(x.to(torch.bfloat16), self._packed, GROUP, self._scale_and_offset).float()
+        return out if self._bias is None else out + self._bias
+
+
+class DynamicLinear:
+    """A product with 4-bit planes and inputs quantised on the way, for ARM."""
 
     def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
         self._out, self._in = groups.q.shape
@@ -105,14 +126,19 @@ class QuantizedEmbedding:
 class QuantizedStorage:
     """Keeps quantised matrices quantised; the rest is dense."""
 
+    def __init__(self, product: str) -> None:
+        self._make = DynamicLinear if product == "dynamic" else BFloat16Linear
+        # Eight bits would lose through bfloat16 what they hold more than four.
+        self._bits = (4, 8) if product == "dynamic" else (4,)
+
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         groups = [_groups(weight) for weight in weights]
-        kept = [group for group in groups if group is not None]
+        kept = [group for group in groups if group is not None and group.bits in self._bits]
         if len(kept) < len(groups):
             return _dense(weights, bias)
         if len({group.bits for group in kept}) == 1:
-            return QuantizedLinear(_stack(kept), bias)
-        stacked = StackedLinear([QuantizedLinear(group) for group in kept])
+            return self._make(_stack(kept), bias)
+        stacked = StackedLinear([self._make(group) for group in kept])
         return stacked if bias is None else _Biased(stacked, bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.checkpoint.open import Checkpoint
 from paceline.config import ModelConfig
 from paceline.models.load import DenseStorage, Storage
-from paceline.models.quantized import QuantizedStorage, is_supported
+from paceline.models.quantized import QuantizedStorage, fast_product
 
 
 def choose_storage(model: ModelConfig, checkpoint: Checkpoint) -> tuple[Storage, tuple[str, ...]]:
@@ -17,7 +17,8 @@ def choose_storage(model: ModelConfig, checkpoint: Checkpoint) -> tuple[Storage,
         stored = "/".join(sorted(types & {"BF16", "F16"})) or model.dtype
         notices.append(f"{stored} weights are computed in float32: this machine's CPU is faster with it")
     if is_quantized and model.quantization == "auto":
-        if is_supported():
-            return QuantizedStorage(), tuple(notices)
+        product = fast_product()
+        if product is not None:
+            return QuantizedStorage(product), tuple(notices)
         notices.append("quantised weights are unpacked to float32: torch has no fast product for them here")
     return DenseStorage(), tuple(notices)
