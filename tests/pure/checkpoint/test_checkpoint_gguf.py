@@ -182,3 +182,18 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             GgufFile(write(tmp_path, whole[:length]))
     GgufFile(write(tmp_path, whole))
+
+
+@pytest.mark.parametrize("number", [n for n, kind in TYPES.items() if kind.name not in NOT_WEIGHTS])
+def test_any_bytes_decode_as_the_gguf_package_says(tmp_path: Path, number: int) -> None:
+    kind = TYPES[number]
+    data = np.random.default_rng(number).integers(0, 256, 3 * 512 // kind.block * kind.block_bytes, np.uint8)
+    head = Gguf(table=[entry("w", (512, 3), number, 0)]).build()
+    found = GgufFile(write(tmp_path, head + data.tobytes())).tensor("w").to_float32()
+    if kind.name == "F64":  # which the package leaves alone
+        with np.errstate(all="ignore"):
+            expected = data.view(np.float64).astype(np.float32)
+    else:
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(data.reshape(3, -1), gguf.GGMLQuantizationType(number))
+    assert np.array_equal(found, expected.reshape(3, 512), equal_nan=True)
