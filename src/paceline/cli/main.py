@@ -14,6 +14,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
+from paceline.cli.chat import add_chat
+from paceline.cli.models import add_models
+from paceline.cli.run import add_run
 from paceline.cli.sim import add_sim
 from paceline.errors import PacelineError
 
@@ -47,6 +50,9 @@ def _paceline(
         typer.echo(context.get_help())
 
 
+add_chat(app)
+add_run(app)
+add_models(app)
 add_sim(app)
 
 

@@ -25,6 +25,7 @@ class Flag:
     also: tuple[str, ...] = ()  # shorter names, given first
     default: str | None = None  # what holds when it is not given, in words, if not the field's own default
     metavar: str | None = None
+    is_argument: bool = False  # given by its place, not by a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +72,18 @@ def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
     spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
     assert spec.default is not MISSING, flag.name
     kind = get_type_hints(panel.config)[flag.name]
-    declared = typer.Option(
-        *_names(spec, flag, kind),
-        help=_help(spec, flag),
-        rich_help_panel=panel.title,
-        show_default=False,
-        metavar=flag.metavar or _metavar(spec, kind),
-    )
+    kind = list[str] if kind == tuple[str, ...] else kind  # a flag that may be given several times
+    shown: dict[str, Any] = {
+        "help": _help(spec, flag),
+        "rich_help_panel": panel.title,
+        "show_default": False,
+        "metavar": flag.metavar or _metavar(spec, kind),
+    }
+    declared: Any
+    if flag.is_argument:
+        declared = typer.Argument(**shown)
+    else:
+        declared = typer.Option(*_names(spec, flag, kind), **shown)
     return inspect.Parameter(
         flag.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -74,6 +74,10 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer | None:
         return self._front.tokenizer
 
+    def count_chat_tokens(self, messages: Messages) -> int:
+        """How long the prompt of a conversation is."""
+        return self._front.count_chat(messages)
+
     async def generate(
         self,
         prompt: Prompt,

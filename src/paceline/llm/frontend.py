@@ -44,3 +44,7 @@ class Frontend:
         """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
         text, ids = self._chat.render(messages, **template)
         return self._reader.prepare(text, ids, sampling)
+
+    def count_chat(self, messages: Messages) -> int:
+        """How many tokens a conversation has as a prompt."""
+        return len(self._chat.render(messages)[1])

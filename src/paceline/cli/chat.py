@@ -1,0 +1,152 @@
+"""`paceline chat`: a conversation on the terminal, or line by line from a pipe.
+
+Owns the loop and what is printed around answers; what is said is in `chat_session`, reading lines in `chat_input`.
+The banner is shown before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.model_options import (
+    ENGINE,
+    MODEL,
+    SAMPLING,
+    engine_options,
+    given_sampling,
+    seed_panel,
+    talk_sampling,
+)
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import EngineFailed, InputError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.cli.chat_input import LineSource
+    from paceline.cli.chat_session import Session
+
+INTERRUPTED = 130
+HELP = """
+Talk to a model. Answers stream as they are made.
+
+\b
+  paceline chat
+  paceline chat -q "Name three rivers."
+  paceline chat --model org/model --system-prompt "Answer in one sentence."
+
+Ctrl-C stops an answer, Ctrl-D or /bye leaves, /? lists the commands. When standard input is not a terminal, each
+line is a message.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What `paceline chat` takes beside the model's options."""
+
+    quick: str | None = option(None, "ask this, print the answer and leave", kind=str)
+    system_prompt: str | None = option(None, "what the model is told before the conversation", kind=str)
+    stats: bool = option(False, "print time to first token and tokens/s after each answer, to standard error")
+    url: str | None = option(None, "talk to a server (not in this version)", kind=str)
+
+
+PANELS = (
+    Panel(
+        title="Conversation",
+        config=ChatOptions,
+        flags=(
+            Flag(name="quick", also=("-q",), metavar="MESSAGE"),
+            Flag(name="system_prompt"),
+            Flag(name="stats"),
+            Flag(name="url"),
+        ),
+    ),
+    SAMPLING,
+    seed_panel("another one each time"),
+    MODEL,
+    *ENGINE,
+)
+
+
+def add_chat(app: typer.Typer) -> None:
+    add_command(app, "chat", _chat, PANELS, HELP)
+
+
+def _chat(values: Mapping[str, Any]) -> None:
+    if values["url"] is not None:
+        raise InputError(
+            "--url needs a server, which this version does not have; without it the model runs in this process"
+        )
+    engine, given = engine_options(values), given_sampling(values)
+    quick = values["quick"]
+    if quick is not None and not quick.strip():
+        raise InputError("the message of --quick is empty")
+    on_terminal = quick is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if on_terminal:
+        _banner(values["model"])
+
+    from paceline.cli.chat_input import open_lines
+    from paceline.cli.chat_session import Session
+    from paceline.cli.talk import Talker
+
+    with Talker(engine) as talker:
+        if not talker.has_template:
+            raise InputError(
+                'this model has no chat template; use paceline run --raw "TEXT" to continue a text'
+            )
+        sampling = talk_sampling(talker.llm.loaded.checkpoint.generation, given, model=values["model"])
+        session = Session(
+            talker, sampling, system_prompt=values["system_prompt"], shows_stats=values["stats"]
+        )
+        if quick is not None:
+            _ask_once(session, quick)
+            return
+        if on_terminal:
+            for notice in talker.llm.loaded.notices:
+                print(f"({notice})")
+        with open_lines(on_terminal) as lines:
+            _talk(session, lines, on_terminal=on_terminal)
+
+
+def _banner(model: str | None) -> None:
+    from paceline import __version__
+
+    print(
+        f"paceline {__version__}, {model or 'SmolLM2-135M-Instruct'}. /? for help, Ctrl-D to leave.",
+        flush=True,
+    )
+
+
+def _ask_once(session: Session, message: str) -> None:
+    answer = session.say(message)
+    if answer.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if answer.error is not None:
+        raise EngineFailed(f"the answer ended early: {answer.error}")
+
+
+def _talk(session: Session, lines: LineSource, *, on_terminal: bool) -> None:
+    """Messages and commands until there are no more. Only an engine that is lost ends it early."""
+    from paceline.cli.terminal import note
+
+    while True:
+        try:
+            message = lines.read()
+            if message is None or session.wants_to_leave(message):
+                return
+            answer = session.take(message) if message.strip() else None
+        except KeyboardInterrupt:
+            if not on_terminal:
+                raise
+            print("\n(Ctrl-D or /bye leaves.)")
+        except EngineFailed:
+            raise
+        except PacelineError as error:
+            note(f"({error})")
+        else:
+            if answer is not None and answer.is_interrupted and not on_terminal:
+                raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,157 @@
+"""The flags that commands which load a model share, and what they become: engine options and sampling.
+
+Options of the engine come by name from `config`; sampling is declared here and checked by `SamplingParams`, so that
+no bound is written twice. Imports nothing heavy: help and mistakes are answered before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.options import Flag, Panel
+from paceline.config import KVConfig, ModelConfig, SchedulerConfig, option
+from paceline.errors import InputError, InvalidRequest
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.generation import GenerationDefaults
+    from paceline.core.sampling import SamplingParams
+
+# For talking to a model, where neither the user nor the model's makers say more.
+SUGGESTED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
+# The default model's file carries no recommendation; these are its makers'.
+DEFAULT_MODEL_CARD: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen, under the names of `SamplingParams`. None: as the model's makers recommend."""
+
+    max_tokens: int | None = option(None, "most tokens of an answer", kind=int)
+    temperature: float | None = option(None, "0 takes the likeliest token, more is more varied", kind=float)
+    top_p: float | None = option(None, "draw from the likeliest tokens with this share", kind=float)
+    top_k: int | None = option(None, "draw from so many of the likeliest tokens; 0 from all", kind=int)
+    min_p: float | None = option(
+        None, "leave out tokens less likely than this share of the likeliest", kind=float
+    )
+    repetition_penalty: float | None = option(
+        None, "above 1 makes tokens that came before less likely", kind=float
+    )
+    stop: tuple[str, ...] | None = option(
+        None, "text that ends an answer; may be given several times", kind=tuple
+    )
+
+
+SAMPLING = Panel(
+    title="Sampling",
+    config=SamplingOptions,
+    optional=True,
+    flags=(
+        Flag(name="max_tokens", default=f"the model's own, else {SUGGESTED['max_tokens']}"),
+        Flag(name="temperature", default=f"the model's own, else {SUGGESTED['temperature']}"),
+        Flag(name="top_p", default=f"the model's own, else {SUGGESTED['top_p']}"),
+        Flag(name="top_k", default="the model's own, else 0"),
+        Flag(name="min_p"),
+        Flag(name="repetition_penalty"),
+        Flag(name="stop", metavar="TEXT"),
+    ),
+)
+MODEL = Panel(
+    title="Model",
+    config=ModelConfig,
+    optional=True,
+    flags=(
+        Flag(name="model", also=("-m",), metavar="MODEL"),
+        Flag(name="tokenizer", metavar="FOLDER"),
+        Flag(name="revision", metavar="NAME"),
+        Flag(name="download_dir", metavar="FOLDER"),
+        Flag(name="load_format"),
+        Flag(name="dtype"),
+        Flag(name="quantization"),
+        Flag(name="kv_cache_memory_bytes", default="2 GiB, or a quarter of the free memory"),
+    ),
+)
+ENGINE = (
+    Panel(
+        title="Engine",
+        config=SchedulerConfig,
+        optional=True,
+        flags=(Flag(name="max_model_len", default="what the model and the KV cache allow"),),
+    ),
+    Panel(
+        title="Engine",
+        config=KVConfig,
+        optional=True,
+        flags=(
+            Flag(name="block_size"),
+            Flag(name="num_blocks", default="what fits into --kv-cache-memory-bytes"),
+            Flag(name="enable_prefix_caching"),
+        ),
+    ),
+)
+BATCH = Panel(
+    title="Engine",
+    config=SchedulerConfig,
+    optional=True,
+    flags=(
+        Flag(name="max_num_seqs", default="128"),
+        Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
+    ),
+)
+
+
+def seed_panel(default: str) -> Panel:
+    """`--seed`, whose meaning when absent differs between talking and computing."""
+    return Panel(
+        title="Sampling", config=ModelConfig, optional=True, flags=(Flag(name="seed", default=default),)
+    )
+
+
+def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user gave of the options `LLM` and `AsyncLLM` take, checked as far as that needs no model."""
+    known = {spec.name for config in (ModelConfig, KVConfig, SchedulerConfig) for spec in fields(config)}
+    given = {name: value for name, value in values.items() if name in known and value is not None}
+    for config in (ModelConfig, KVConfig, SchedulerConfig):
+        names = {spec.name for spec in fields(config)}
+        config(**{name: value for name, value in given.items() if name in names})
+    return given
+
+
+def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user gave of sampling, checked."""
+    names = [spec.name for spec in fields(SamplingOptions)]
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    checked_sampling(given)
+    return given
+
+
+def talk_sampling(
+    generation: GenerationDefaults, given: Mapping[str, Any], *, model: str | None = None
+) -> SamplingParams:
+    """Sampling of an answer: what was given, else what the model's makers recommend, else what we suggest."""
+    from paceline.checkpoint.default_model import DEFAULT_NAME
+    from paceline.llm.defaults import default_sampling
+
+    recommended = {
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "max_tokens": generation.max_new_tokens,
+    }
+    own = DEFAULT_MODEL_CARD if model in (None, DEFAULT_NAME) else {}
+    suggested = {name: value for name, value in (SUGGESTED | own).items() if recommended[name] is None}
+    return default_sampling(generation, **suggested | dict(given))
+
+
+def checked_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """Sampling from what was given; a mistake is told under the name of its flag."""
+    from paceline.core.sampling import SamplingParams
+
+    try:
+        return SamplingParams(**given)
+    except InvalidRequest as error:
+        name = error.param or ""
+        text = str(error)
+        if name and text.startswith(name):
+            text = "--" + name.replace("_", "-") + text.removeprefix(name)
+        raise InputError(text) from error

@@ -1,0 +1,121 @@
+"""`paceline run`: one prompt, one streamed answer.
+
+Owns where the prompt comes from and what is printed where: the answer alone goes to standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from paceline.cli.model_options import (
+    ENGINE,
+    MODEL,
+    SAMPLING,
+    engine_options,
+    given_sampling,
+    seed_panel,
+    talk_sampling,
+)
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import EngineFailed, InputError
+
+INTERRUPTED = 130
+HELP = """
+Answer one prompt and stream the text to standard output.
+
+\b
+  paceline run "Name three rivers."
+  paceline run --raw --max-tokens 40 "Once upon a time"
+  cat notes.txt | paceline run --model org/model -
+
+The prompt is one turn of a conversation where the model has a chat template, and a text to continue where it has
+none or with --raw. Without a prompt, or with -, it is read from standard input.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What `paceline run` takes beside the model's options."""
+
+    prompt: str | None = option(None, "what to ask; - reads standard input", kind=str)
+    system_prompt: str | None = option(None, "what the model is told before the prompt", kind=str)
+    raw: bool = option(False, "continue the prompt instead of answering it")
+    stats: bool = option(
+        False, "print the prompt's tokens, time to first token and tokens/s to standard error"
+    )
+
+
+PANELS = (
+    Panel(
+        title="Prompt",
+        config=RunOptions,
+        flags=(
+            Flag(name="prompt", metavar="PROMPT", is_argument=True),
+            Flag(name="system_prompt"),
+            Flag(name="raw"),
+            Flag(name="stats"),
+        ),
+    ),
+    SAMPLING,
+    seed_panel("another one each time"),
+    MODEL,
+    *ENGINE,
+)
+
+
+def add_run(app: typer.Typer) -> None:
+    add_command(app, "run", _run, PANELS, HELP)
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    engine, given = engine_options(values), given_sampling(values)
+    if values["raw"] and values["system_prompt"] is not None:
+        raise InputError("--system-prompt is part of a conversation and --raw has none; give one of them")
+    prompt = read_prompt(values["prompt"])
+
+    from paceline.cli.talk import Talker
+    from paceline.cli.terminal import Printer, note
+
+    printer = Printer(sys.stdout)
+    with Talker(engine) as talker:
+        sampling = talk_sampling(talker.llm.loaded.checkpoint.generation, given, model=values["model"])
+        if values["raw"] or not talker.has_template:
+            answer = talker.complete(prompt, sampling, printer.show)
+        else:
+            messages = conversation(values["system_prompt"], prompt)
+            answer = talker.reply(messages, sampling, printer.show)
+        printer.end_line()
+        if values["stats"]:
+            for line in (*talker.llm.loaded.notices, answer.describe()):
+                note(line)
+    if answer.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if answer.error is not None:
+        raise EngineFailed(f"the answer ended early: {answer.error}")
+
+
+def read_prompt(given: str | None) -> str:
+    """The prompt as given, or from standard input, less the newline that ends a file."""
+    if given is not None and given != "-":
+        prompt = given
+    elif given is None and sys.stdin.isatty():
+        raise InputError('give a prompt, as in: paceline run "Name three rivers.", or use paceline chat')
+    else:
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InputError("the prompt on standard input is not UTF-8 text") from error
+    if not prompt:
+        raise InputError("the prompt is empty")
+    return prompt
+
+
+def conversation(system_prompt: str | None, prompt: str) -> list[dict[str, str]]:
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": prompt}]
