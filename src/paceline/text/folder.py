@@ -177,21 +177,23 @@ def _touches(merge: str | list[str], guards: Mapping[str, str]) -> bool:
 def _around(
     processor: Json | None, config: Json, lookup: Mapping[str, int], named: Mapping[str, str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids before and after a text: by the flags of the config where it has any, else by tokenizer.json."""
-    if "add_bos_token" in config or "add_eos_token" in config:
-        begin = lookup.get(named.get("bos_token", "")) if config.get("add_bos_token") else None
-        end = lookup.get(named.get("eos_token", "")) if config.get("add_eos_token") else None
-        return unique([begin]), unique([end])
-    steps = (processor or {}).get("processors", [processor] if processor else [])
+    """The ids before and after a text: as tokenizer.json says, or by the flags of the config where it is silent."""
     before: list[int] = []
     after: list[int] = []
-    for step in steps:
+    is_told = False
+    for step in (processor or {}).get("processors", [processor] if processor else []):
         if step["type"] == "TemplateProcessing":
             front, back = _template_ids(step)
-            before, after = front + before, after + back
         elif step["type"] in ("BertProcessing", "RobertaProcessing"):
-            before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
-    return tuple(before), tuple(after)
+            front, back = [int(step["cls"][1])], [int(step["sep"][1])]
+        else:
+            continue
+        before, after, is_told = front + before, after + back, True
+    if is_told:
+        return tuple(before), tuple(after)
+    begin = lookup.get(named.get("bos_token", "")) if config.get("add_bos_token") else None
+    end = lookup.get(named.get("eos_token", "")) if config.get("add_eos_token") else None
+    return unique([begin]), unique([end])
 
 
 def _template_ids(step: Json) -> tuple[list[int], list[int]]:

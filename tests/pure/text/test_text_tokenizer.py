@@ -138,13 +138,14 @@ def test_sentencepiece_in_a_gguf_file_begins_with_bos_unless_told_otherwise() ->
     assert made.encode("the")[0] == made.bos_token_id
 
 
-def test_a_post_processor_counts_where_the_config_is_silent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": False}, {"add_eos_token": True}])
+def test_a_post_processor_counts_before_the_config(tmp_path: Path, config: dict[str, bool]) -> None:
     description = json.loads(backend("byte-level").to_str())
     begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     template = {"type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}]}
     ids = {"<s>": {"id": "<s>", "ids": [2], "tokens": ["<s>"]}}
     description["post_processor"] = {**template, "pair": template["single"], "special_tokens": ids}
-    write_folder(tmp_path, backend("byte-level"))
+    write_folder(tmp_path, backend("byte-level"), **config)
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     made = Tokenizer.from_folder(tmp_path)
     assert made.encode("a") == [2, *made.encode("a", add_special_tokens=False)]
