@@ -14,6 +14,8 @@ from paceline.checkpoint.errors import CheckpointError
 def map_file(path: Path) -> NDArray[np.uint8]:
     """The file's bytes. The mapping lives as long as any view of it."""
     try:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise CheckpointError(f"{path}: cannot be read: it is not a file")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size == 0:

@@ -22,8 +22,8 @@ def resolve(
     folder = None if download_dir is None else Path(download_dir).expanduser()
     if name is None or str(name).lower() == DEFAULT_NAME:
         return default_model(folder, local_only=local_only)
-    path = Path(name).expanduser()
-    if path.exists():
+    path = _existing(name)
+    if path is not None:
         return path
     if _is_path(str(name)):
         raise CheckpointError(f"{name}: there is no such file or folder")
@@ -31,6 +31,14 @@ def resolve(
     if hub_name is None:
         raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
     return fetch_from_hub(hub_name, revision=revision, cache=folder, local_only=local_only)
+
+
+def _existing(name: str | Path) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name that no file can have, or the home of nobody
+        return None
 
 
 def _is_path(name: str) -> bool:

@@ -68,6 +68,13 @@ def open_checkpoint(path: Path | str, *, load_format: str = "auto") -> Checkpoin
     path = Path(path)
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    try:
+        return _open(path, load_format)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: Path, load_format: str) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if path.is_dir():

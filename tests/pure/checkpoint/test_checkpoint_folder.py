@@ -1,6 +1,7 @@
 """Hugging Face folders: what is read, what is refused, and that nothing outside the folder is touched."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,14 @@ def test_formats_that_do_not_fit_the_path(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "model.safetensors", load_format="safetensors")
     with pytest.raises(CheckpointError, match="load format 'pickle' is not one of auto"):
         open_checkpoint(tmp_path, load_format="pickle")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="model.gguf: cannot be read: it is not a file"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_path_that_no_file_can_have() -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        open_checkpoint("x" * 5_000)

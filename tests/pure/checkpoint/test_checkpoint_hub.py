@@ -198,11 +198,13 @@ def test_resolving_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert asked == [None, None, Path("/else")]
     assert resolve("org/model:q4.gguf", "v1", tmp_path) == folder
     assert asked[-1] == ("org/model:q4.gguf", {"revision": "v1", "cache": tmp_path, "local_only": False})
-    for path in ("/absent/x", "./absent", "../absent", "absent.gguf", "~/absent-model"):
+    for path in ("/absent/x", "./absent", "../absent", "absent.gguf", "~/absent-model", "~nobody-here/x"):
         with pytest.raises(CheckpointError, match="there is no such file or folder"):
             resolve(path)
     with pytest.raises(CheckpointError, match="'llama' is not a model: give smollm2 .*org/model:file.gguf"):
         resolve("llama")
+    with pytest.raises(CheckpointError, match="is not a model: give smollm2"):
+        resolve("x" * 100_000)
 
 
 def test_a_local_folder_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
