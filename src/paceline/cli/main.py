@@ -15,8 +15,10 @@ import typer
 
 from paceline import __version__
 from paceline.cli.chat import add_chat
+from paceline.cli.doctor import add_doctor
 from paceline.cli.models import add_models
 from paceline.cli.run import add_run
+from paceline.cli.run_batch import add_run_batch
 from paceline.cli.sim import add_sim
 from paceline.errors import PacelineError
 
@@ -52,8 +54,10 @@ def _paceline(
 
 add_chat(app)
 add_run(app)
+add_run_batch(app)
 add_models(app)
 add_sim(app)
+add_doctor(app)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -72,7 +72,8 @@ def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
     spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
     assert spec.default is not MISSING, flag.name
     kind = get_type_hints(panel.config)[flag.name]
-    kind = list[str] if kind == tuple[str, ...] else kind  # a flag that may be given several times
+    if tuple[str, ...] in (kind, *get_args(kind)):  # a flag that may be given several times
+        kind = list[str] | None
     shown: dict[str, Any] = {
         "help": _help(spec, flag),
         "rich_help_panel": panel.title,

@@ -170,7 +170,8 @@ class Collector:
             if last in whole.prepared.sampling.stop_token_ids:
                 output.stop_reason = last
         result = whole.output
-        result.num_cached_tokens = max(result.num_cached_tokens, ending.num_cached)
+        if output.index == 0:  # the others take the prompt over from the first
+            result.num_cached_tokens = ending.num_cached
         assert result.metrics is not None
         result.metrics.preemptions += ending.preemptions
         result.finished = all(part.finished for part in result.outputs)
