@@ -105,8 +105,9 @@ class ChatTemplate:
         text = self._run(template, {**settings, **_marked(data, broken, broken)})
         prompt = marks.clean(text, finder)
         shattered = partial(finder.shattered, mark=marks.mark)
-        strict = finder.find(self._run(template, {**settings, **_marked(data, shattered, broken)}))
-        if len(strict) != len(prompt.controls):
+        strict = self._run(template, {**settings, **_marked(data, shattered, broken)})
+        own = [strict[begin:end] for begin, end in finder.find(strict)]
+        if own != [prompt.text[begin:end] for begin, end in prompt.controls]:
             message = "the messages spell a control token of the model together with their surroundings; change them"
             raise InvalidRequest(message, param="messages")
         return prompt
@@ -166,7 +167,7 @@ def _mark_end(message: dict[str, object]) -> None:
     content = message["content"]
     if not isinstance(content, str):
         raise InvalidRequest("the final message has no text to continue", param="continue_final_message")
-    message["content"] = content.replace(_TRIMMED_END, "") + _END
+    message["content"] = content + _END
 
 
 def _cut_at_end(prompt: RenderedPrompt) -> RenderedPrompt:
@@ -180,6 +181,5 @@ def _cut_at_end(prompt: RenderedPrompt) -> RenderedPrompt:
     text = prompt.text[:at]
     if not prompt.text.startswith(_END, at):
         text = text.rstrip()
-    text = text.replace(_TRIMMED_END, "")
     controls = tuple((begin, end) for begin, end in prompt.controls if end <= len(text))
     return RenderedPrompt(text=text, controls=controls)

@@ -128,14 +128,14 @@ def _sentencepiece(
 
 def _merges_by_score(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, best score first; ties in the order of the vocabulary."""
-    found: list[tuple[float, int, int, int, str, str]] = []
-    for text, index in pieces.items():
-        for cut in range(1, len(text)):
-            left, right = pieces.get(text[:cut]), pieces.get(text[cut:])
-            if left is not None and right is not None:
-                found.append((-float(scores[index]), index, left, right, text[:cut], text[cut:]))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+    merges: list[tuple[str, str]] = []
+    for text in sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text])):
+        cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in pieces]
+        pairs = [pair for pair in cuts if pair[1] in pieces]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        merges.extend(pairs)
+    return merges
 
 
 def _build(*, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Any:

@@ -78,6 +78,10 @@ def test_a_final_message_can_be_continued() -> None:
     made = ChatTemplate(CHATML, control_tokens=CONTROLS).render(chat, **options)  # type: ignore[arg-type]
     assert made.text == "<|start|>user\nHello<|end|>\n<|start|>assistant\nSure, "
     assert [made.text[begin:end] for begin, end in made.controls] == ["<|start|>", "<|end|>", "<|start|>"]
+    odd = [{"role": "user", "content": "\U000f0ffd \U000f0ffd"}, *chat]  # what marks the end, in a message
+    again = ChatTemplate(CHATML, control_tokens=CONTROLS).render(odd, **options)  # type: ignore[arg-type]
+    assert again.text.endswith("Sure, ") and "\U000f0ffd \U000f0ffd<|end|>" in again.text
+    assert {again.text[begin:end] for begin, end in again.controls} == {"<|start|>", "<|end|>"}
     trimming = CHATML.replace("message['content']", "message['content'] | trim")
     assert rendered(trimming, chat, **options).endswith("assistant\nSure,")
     with pytest.raises(InvalidRequest, match="cannot be continued"):
