@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.core.sampling import SamplingParams
 from paceline.runner.noise import gumbel, lane_words
 from paceline.runner.sampling import Sampler
-from paceline.runner.sampling.draw import BATCH, Draws, noise_bound, draw
+from paceline.runner.sampling.draw import BATCH, Draws, draw, noise_bound
 from tests.torch.sampler_helpers import Story, i32, random_logits, sample_one, token_reference
 
 FLAT = np.array([-np.inf], dtype=np.float32)

@@ -30,6 +30,7 @@ KNOWN_ANSWERS = [
 ]
 WORD = st.integers(0, 2**32 - 1)
 SEED = st.integers(-(2**63), 2**63 - 1)
+POSITION = st.integers(0, 2**20) | st.integers(2**32, 2**40)  # the second needs the counter's high word
 
 
 def words_of(text: str) -> list[int]:
@@ -44,14 +45,14 @@ def test_known_answers(counter: str, key: str, expected: str) -> None:
     assert philox_reference(words_of(counter), words_of(key)) == words_of(expected)
 
 
-@given(SEED, st.integers(0, 2**40), st.lists(st.integers(0, 2**18), min_size=1, max_size=8))
+@given(SEED, POSITION, st.lists(st.integers(0, 2**18), min_size=1, max_size=8))
 def test_key_and_counter_are_laid_out_as_defined(seed: int, position: int, tokens: list[int]) -> None:
     words = token_words(np.array([key_of(seed)]), np.array([position]), np.array(tokens))
     for token, noise in zip(tokens, gumbel(words).tolist(), strict=True):
         assert noise == pytest.approx(noise_reference(seed, position, token), rel=1e-14, abs=1e-14)
 
 
-@given(st.lists(st.tuples(SEED, st.integers(0, 2**40), st.integers(0, 2**18)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(SEED, POSITION, st.integers(0, 2**18)), min_size=1, max_size=8))
 def test_many_keys_at_once_give_the_words_of_each_alone(draws: list[tuple[int, int, int]]) -> None:
     keys = np.array([key_of(seed) for seed, _, _ in draws])
     positions, groups = np.array([p for _, p, _ in draws]), np.array([g for _, _, g in draws])

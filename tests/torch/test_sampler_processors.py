@@ -219,6 +219,19 @@ def test_a_large_top_k_gives_what_sorting_gives() -> None:
         assert kept(logits, 1.0, top_k, 0.95) == expected
 
 
+def test_rows_with_and_without_top_p_side_by_side() -> None:
+    """A neighbour's top-p costs a row nothing, not even tokens too unlikely to show in a sum."""
+    logits = torch.tensor([[0.0, -1.0, -90.0, -95.0]]).repeat(4, 1)
+    floor = floors(
+        logits.numpy(),
+        np.ones(4),
+        np.array([3, 3, 0, 2]),
+        np.array([1.0, 0.5, 1.0, 0.99]),
+        np.array([0.0, 0.0, 0.5, 0.0]),
+    )
+    assert (logits.numpy() >= floor[:, None]).sum(axis=1).tolist() == [3, 1, 1, 2]
+
+
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0, 3.0])
     assert kept(logits, 1.0, top_k=2) == [False, True, True, True, False, True]

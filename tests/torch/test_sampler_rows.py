@@ -61,7 +61,11 @@ def generate(
 
 
 def next_logits(story: Story, vocab_size: int) -> torch.Tensor:
-    return random_logits((story.params.seed or 0) * 1000 + len(story.tokens), 1, vocab_size)
+    """Much the same at every position, so that tokens come back and penalties have something to say."""
+    seed = story.params.seed or 0
+    return random_logits(seed, 1, vocab_size) + random_logits(
+        seed + 1 + len(story.tokens), 1, vocab_size, 0.3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,8 @@ def test_in_any_order_and_any_row(
     generator = np.random.default_rng(order)
     shuffled = generator.permutation(len(MIXED)).tolist()
     told = stories()
-    rows = generator.choice(100, len(MIXED), replace=False).tolist()
+    num_rows = len(MIXED) if order < 3 else 100  # the same rows exchanged, or others
+    rows = generator.choice(num_rows, len(MIXED), replace=False).tolist()
     generate([told[i] for i in shuffled], rows, 6)
     assert [story.drawn for story in told] == [tokens for tokens, _ in alone]
 
@@ -221,7 +226,7 @@ def any_params(draw: st.DrawFn) -> SamplingParams:
         "ignore_eos": st.booleans(),
         "logprobs": st.sampled_from([None, -1, 0, 2]),
     }
-    for name in draw(st.sets(st.sampled_from(sorted(choices)), max_size=6)):
+    for name in sorted(draw(st.sets(st.sampled_from(sorted(choices)), max_size=6))):
         fields[name] = draw(choices[name])
     return SamplingParams(**fields)
 
@@ -255,6 +260,7 @@ def test_any_mix_gives_what_each_row_gives_alone_and_what_the_definition_says(
             assert together.stopped[row] == single.stopped[0]
             reported = [replace(entry, row=6) for entry in together.logprobs if entry.row == row]
             assert reported == list(single.logprobs)
-            if expected is not None:
-                assert single.tokens[0] == expected
+            if expected is None:
+                return  # such a row ends; what it would say next is not defined
+            assert single.tokens[0] == expected
             story.extend(int(single.tokens[0]))

@@ -74,6 +74,16 @@ def test_rows_with_few_and_many_stop_ids_side_by_side() -> None:
         assert sampler.sample(logits, np.arange(3), np.ones(3, dtype=np.int64)).stopped.tolist() == expected
 
 
+def test_stop_ids_of_a_former_owner_are_gone() -> None:
+    sampler = Sampler(1, 10, EOS)
+    for params, stopped in [
+        (SamplingParams(temperature=0.0, stop_token_ids=(3, 4, 5)), True),
+        (SamplingParams(temperature=0.0, stop_token_ids=(4,), ignore_eos=True), False),
+    ]:
+        sampler.join(0, params, i32([1]), 1)
+        assert sampler.sample(favouring(5)[None], np.array([0]), np.array([1])).stopped[0] == stopped
+
+
 def test_an_end_of_sequence_the_model_has_no_logit_for() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2)
     drawn = sample_one(params, favouring(2, 5), eos=(2, 10, 50_000))

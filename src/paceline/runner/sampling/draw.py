@@ -101,7 +101,7 @@ class _Race:
         by_group = self._logits.reshape(len(self._logits), -1, LANES)
         if len(owners) > 1:
             return by_group[owners, groups]
-        row = by_group[owners[0]]
+        row: F32 = by_group[owners[0]]
         return row if len(groups) == len(row) else row.take(groups, axis=0)
 
     def _may_win(self, values: F32, words: U32, owners: I64) -> NDArray[np.bool_]:
