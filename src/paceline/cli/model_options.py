@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.options import Flag, Panel
 from paceline.config import KVConfig, ModelConfig, SchedulerConfig, option
 from paceline.errors import InputError, InvalidRequest
+from paceline.llm.arguments import split_arguments
 
 if TYPE_CHECKING:
     from paceline.checkpoint.generation import GenerationDefaults
@@ -112,9 +113,7 @@ def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the user gave of the options `LLM` and `AsyncLLM` take, checked as far as that needs no model."""
     known = {spec.name for config in (ModelConfig, KVConfig, SchedulerConfig) for spec in fields(config)}
     given = {name: value for name, value in values.items() if name in known and value is not None}
-    for config in (ModelConfig, KVConfig, SchedulerConfig):
-        names = {spec.name for spec in fields(config)}
-        config(**{name: value for name, value in given.items() if name in names})
+    split_arguments(None, given)
     return given
 
 

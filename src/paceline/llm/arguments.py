@@ -42,7 +42,10 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
     mine = {name: value for name, value in options.items() if name in own}
     if model is not None:
         mine["model"] = str(model)
-    return ModelConfig(**mine), {name: value for name, value in options.items() if name not in own}
+    given = {name: value for name, value in options.items() if name not in own}
+    for config in (KVConfig, SchedulerConfig, EngineConfig):  # before a model is loaded for nothing
+        config(**{name: value for name, value in given.items() if name in _names(config)})
+    return ModelConfig(**mine), given
 
 
 def _names(config: type) -> set[str]:

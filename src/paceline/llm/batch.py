@@ -39,9 +39,7 @@ def run_requests(
             while True:
                 refused, waiting = _feed(front, waiting, max_open)
                 yield from refused
-                if not collector.num_open:
-                    if refused:
-                        continue
+                if not collector.num_open and not refused:
                     return
                 interrupts.check()
                 changed = collector.take(engine.step())

@@ -1,0 +1,61 @@
+"""A model folder small enough to load in a moment: a config and a tokenizer of single characters, no weights.
+
+Load it with `load_format="dummy"`. Every token of the text is one printable ASCII character, so that the length of a
+text is the number of its tokens and any part of an answer can serve as a stop string.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+CONTROLS = ("<|end|>", "<|start|>", "<s>", "</s>")
+END_OF_TURN, EOS = 0, 3
+CHARACTERS = ["\n", *map(chr, range(32, 127))]
+VOCAB_SIZE = len(CONTROLS) + len(CHARACTERS)
+CONTEXT = 256
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any) -> Path:
+    """Write the folder; `changes` are fields of its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 2,
+        "eos_token_id": EOS,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    _backend().save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _backend() -> Any:
+    # Byte-level spells a space and a newline as letters of their own.
+    spelled = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
+    vocabulary = {token: index for index, token in enumerate((*CONTROLS, *spelled))}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(CONTROLS))
+    return backend
