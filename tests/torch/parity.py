@@ -73,11 +73,12 @@ class Scenario:
     disturbance: str = "none"
     depth: int = 0
     mode: str = "continuous"
+    seed: int = 0  # of what is left to chance: who comes when, who is preempted, aborted or forked
 
     def __str__(self) -> str:
         cached = "cached" if self.caching else "uncached"
         parts = (self.batch, self.chunk, f"blocks of {self.block_size}", cached, self.disturbance)
-        return f"{self.architecture}: {', '.join(parts)}, depth {self.depth}, {self.mode}"
+        return f"{self.architecture}: {', '.join(parts)}, depth {self.depth}, {self.mode}, seed {self.seed}"
 
 
 def is_allowed(row: Row) -> bool:
@@ -334,7 +335,8 @@ class Play:
             yield everybody[start : start + 4]
 
     def _add(self, prompt: tuple[int, ...], reference: Reference | None) -> None:
-        many = 4 if self.scenario.disturbance == "n=4" and self._rng.random() < 0.3 else 1
+        branching = self.scenario.disturbance == "n=4" and reference is not None
+        many = 4 if branching and (not self.counts["n=4"] or self._rng.random() < 0.3) else 1
         sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, n=many)
         for request in self.engine.add(prompt, sampling):
             self.heard[request] = Heard(reference)

@@ -44,6 +44,15 @@ def test_every_position_is_compared(architecture: str, chunk: str) -> None:
     assert outcome.compared == sum(len(reference.sequence) - 1 for reference in references)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_branches_of_branches_in_one_step(seed: int) -> None:
+    """A block that is copied in a step may be the copy another branch reads in the same step."""
+    scenario = Scenario(
+        architecture="mistral", chunk="budget 7", caching=False, disturbance="n=4", depth=1, seed=seed
+    )
+    play(scenario).check()
+
+
 def test_a_wrong_weight_is_noticed() -> None:
     play_ = Play(Scenario(architecture="llama"), subject("llama"))
     norm = subject("llama").decoder.parts.norm

@@ -86,6 +86,10 @@ def make_reference(name: str) -> Any:
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):  # made as ones and zeros, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        if (
+            model.config.tie_word_embeddings
+        ):  # else the input outweighs the layers, and every token follows itself
+            model.get_input_embeddings().weight.mul_(0.3)
     return model.float().eval()
 
 

@@ -69,7 +69,12 @@ class KVTensors:
             pools.values.flatten(1, 2).index_fill_(1, slots, 0.0)
 
     def copy_blocks(self, group: int, source: Index, target: Index) -> None:
-        self._move(group, self.layers, source, self.layers, target)
+        """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
+        first: dict[int, int] = {}  # where the content of a block that is written here comes from
+        for read, write in zip(source.tolist(), target.tolist(), strict=True):
+            first[write] = first.get(read, read)
+        origins, targets = np.array(list(first.values()), np.int64), np.array(list(first), np.int64)
+        self._move(group, self.layers, origins, self.layers, targets)
 
     def swap_out(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self.layers, blocks, self._host, places)

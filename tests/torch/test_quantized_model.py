@@ -1,0 +1,90 @@
+"""A model whose matrices stay quantised gives a request the same bits whatever the batch does around it."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from paceline.models.decoder import Decoder
+from paceline.models.load import build_decoder
+from paceline.models.quantized import QuantizedStorage, fast_product
+from tests.torch.bits import Circumstances, Prompt, Record, differences, record
+from tests.torch.quantized_helpers import QuantizedSource, tiny_spec
+
+PRODUCT = fast_product()
+NUM_NEW = 12
+MAX_LEN = 400
+pytestmark = pytest.mark.skipif(PRODUCT is None, reason="this machine has no fast 4-bit product")
+
+CIRCUMSTANCES = [
+    Circumstances(),
+    Circumstances(budget=1),
+    Circumstances(budget=7),
+    Circumstances(budget=300),
+    Circumstances(block_size=8, budget=50),
+    Circumstances(block_size=32),
+    Circumstances(preempt="recompute", depth=1),
+    Circumstances(preempt="swap", block_size=8),
+    Circumstances(caching=True, depth=2),
+    Circumstances(mode="static", caching=False),
+    Circumstances(alone=True, budget=13, block_size=32),
+]
+
+MODELS: list[tuple[str, bool, int | None]] = [("Q4_1", False, None), ("Q8_0", True, 24)]
+# A token a step takes long, and once is enough.
+CASES = [
+    (model, around) for model in MODELS for around in CIRCUMSTANCES if around.budget > 1 or model is MODELS[0]
+]
+
+
+def prompts() -> list[Prompt]:
+    """Short and long ones, over several pieces of attention, two with a common beginning."""
+    rng = random.Random(1)
+    lengths = (1, 2, 5, 9, 16, 17, 31, 33, 47, 64, 90, 280)
+    drawn = [tuple(rng.randrange(3, 160) for _ in range(length)) for length in lengths]
+    return [*drawn, (*drawn[-2][:60], 5, 6, 7)]
+
+
+@cache
+def decoder(dtype: str, tied: bool, window: int | None) -> Decoder:
+    assert PRODUCT is not None
+    source = QuantizedSource(tiny_spec(tied=tied, window=window), dtype)
+    return build_decoder(source, MAX_LEN, QuantizedStorage(PRODUCT))
+
+
+@cache
+def alone(dtype: str, tied: bool, window: int | None) -> Record:
+    return record(
+        decoder(dtype, tied, window), prompts(), Circumstances(alone=True, budget=512), num_new=NUM_NEW
+    )
+
+
+@pytest.mark.parametrize("model, around", CASES, ids=str)
+def test_the_same_bits_as_alone(model: tuple[str, bool, int | None], around: Circumstances) -> None:
+    run = record(decoder(*model), prompts(), around, num_new=NUM_NEW, num_blocks=70)
+    assert not differences(run, alone(*model))
+    assert len(run.bits) > 700
+    assert bool(run.preempted) == bool(around.preempt)
+
+
+def test_a_changed_bit_is_noticed() -> None:
+    model = ("Q4_1", False, None)
+    run = record(decoder(*model), prompts()[:4], Circumstances(alone=True, budget=512), num_new=NUM_NEW)
+    norm = decoder(*model).parts.layers[1].norm_before_attention
+    right = norm.weight
+    norm.weight = right.clone()
+    norm.weight[3] = torch.nextafter(right[3], torch.tensor(10.0))
+    try:
+        other = record(decoder(*model), prompts()[:4], Circumstances(alone=True, budget=512), num_new=NUM_NEW)
+    finally:
+        norm.weight = right
+    assert differences(run, other)
+
+
+def test_outputs_are_varied() -> None:
+    outputs = alone("Q4_1", False, None).outputs
+    assert len(set(outputs)) == len(outputs)
+    assert sum(len(set(output)) for output in outputs) > 4 * len(outputs)
