@@ -199,6 +199,13 @@ def test_min_p(logits: torch.Tensor, temperature: float, min_p: float) -> None:
     )
 
 
+@pytest.mark.parametrize("shift, is_kept", [(-1e-9, True), (1e-9, False)])
+def test_min_p_is_exact_between_two_floats(shift: float, is_kept: bool) -> None:
+    logits = torch.tensor([1.0, 0.3])
+    min_p = float(np.exp(float(logits[1]) - 1.0 + shift))
+    assert kept(logits, 1.0, min_p=min_p) == [True, is_kept]
+
+
 @pytest.mark.parametrize(
     "top_k, top_p, min_p",
     [(40, 0.8, 0.0), (40, 0.8, 0.02), (0, 0.7, 0.05), (3, 0.999, 0.01), (480, 0.9, 0.0)],
