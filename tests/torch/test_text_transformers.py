@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -89,10 +89,8 @@ CHATS = [
 SAMPLES = ["", " ", "the dog", "  Grüße\n\n\n世界 🙂 12345 ", "a\tb\r\nc", "e\u0301 \u00e9", "x  y   z"]
 
 
-@cache
-def folder(kind: str, template: str) -> Path:
+def write_model(path: Path, kind: str, template: str) -> None:
     """A model folder around a trained vocabulary that has the markers of all templates."""
-    path = Path(mkdtemp(prefix="paceline-text-"))
     changed = Backend.from_str(backend(kind).to_str())
     changed.add_special_tokens(MARKERS)
     begin = changed.get_vocab()["<s>"]
@@ -108,13 +106,14 @@ def folder(kind: str, template: str) -> Path:
     }
     source = TEMPLATES[template]
     (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": source}))
-    return path
 
 
 @cache
 def pair(kind: str, template: str) -> tuple[Tokenizer, ChatTemplate, Any]:
-    made = Tokenizer.from_folder(folder(kind, template))
-    oracle = PreTrainedTokenizerFast.from_pretrained(folder(kind, template))
+    with TemporaryDirectory() as folder:
+        write_model(Path(folder), kind, template)
+        made = Tokenizer.from_folder(folder)
+        oracle = PreTrainedTokenizerFast.from_pretrained(folder)
     return made, ChatTemplate.for_tokenizer(made), oracle
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -94,9 +94,9 @@ def backend(kind: str) -> Any:
 @cache
 def tokenizer(kind: str) -> Tokenizer:
     """The trained tokenizer, written as a model folder and read back."""
-    folder = Path(mkdtemp(prefix="paceline-tokenizer-"))
-    write_folder(folder, backend(kind))
-    return Tokenizer.from_folder(folder)
+    with TemporaryDirectory() as folder:
+        write_folder(Path(folder), backend(kind))
+        return Tokenizer.from_folder(folder)
 
 
 def write_folder(folder: Path, backend: Any, **config: object) -> None:
