@@ -124,6 +124,18 @@ def test_a_slow_reader_gets_the_newest_state_and_the_end(llm: AsyncLLM) -> None:
     run(test())
 
 
+def test_a_stop_string_ends_a_stream(llm: AsyncLLM) -> None:
+    async def test() -> None:
+        whole = (await collect(llm, "hello", GREEDY))[-1].outputs[0].text
+        outputs = await collect(llm, "hello", replace(GREEDY, stop=(whole[8:10],)))
+        part = outputs[-1].outputs[0]
+        assert (part.text, part.finish_reason) == (whole[: whole.index(whole[8:10])], "stop")
+        assert part.stop_reason == whole[8:10]
+        await at_rest(llm)
+
+    run(test())
+
+
 def test_outputs_already_given_do_not_change(llm: AsyncLLM) -> None:
     async def test() -> None:
         lengths = []

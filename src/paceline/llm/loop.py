@@ -63,6 +63,9 @@ class EngineLoop:
                 before = self._engine.num_submitted
                 step = self._engine.step_overlapped if self._engine.depth else self._engine.step
                 self._on_events(step())
+                # Who reads the events may have found a stop string: that request's ending is there already, and
+                # no further step may come to bring it.
+                self._on_events(self._engine.scheduler.take_events())
                 self._stuck = self._engine.num_submitted == before and self._engine.is_idle
         except Exception as error:
             with self._wake:
