@@ -26,8 +26,7 @@ class Attention:
 
     qkv: Linear  # queries, keys and values as one product
     output: Linear
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    head_norm: RMSNorm | None = None  # over each head of queries and keys
 
 
 @dataclass(slots=True)
@@ -59,8 +58,7 @@ class Decoder:
         self.spec = spec
         self.parts = parts
         self._rotaries = [Rotary(rope, max_positions) for rope in spec.ropes]
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self._widths = [count * spec.head_dim for count in heads]
+        self._heads = [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, attend: Attend) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`."""
@@ -89,8 +87,11 @@ class Decoder:
     def _attention(
         self, index: int, part: Attention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        count, size = x.shape[0], self.spec.head_dim
-        q, k, v = (heads.view(count, -1, size) for heads in torch.split(part.qkv(x), self._widths, dim=-1))
-        if part.q_norm is not None and part.k_norm is not None:
-            q, k = part.q_norm(q), part.k_norm(k)
-        return part.output(attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))
+        # Queries and keys are normed and turned together: the same for both, and half the operations.
+        heads = part.qkv(x).view(len(x), -1, self.spec.head_dim)
+        turning, values = torch.split(heads, self._heads, dim=1)
+        if part.head_norm is not None:
+            turning = part.head_norm(turning)
+        turned = rotate(turning, cos, sin)
+        queries, keys = torch.split(turned, [self.spec.num_heads, self.spec.num_kv_heads], dim=1)
+        return part.output(attend(index, queries, keys, values))

@@ -37,14 +37,16 @@ class DenseLinear:
 
 
 class RMSNorm:
-    """Divide by the root of the mean square, then scale."""
+    """Divide by the root of the mean square, then scale. A weight of two dimensions has a row for each head."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self._eps)
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self._eps)
+        return F.rms_norm(x, (x.shape[-1],), None, self._eps) * self.weight
 
 
 class FeedForward:

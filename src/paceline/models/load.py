@@ -107,13 +107,18 @@ class _Builder:
         return self._storage.linear(weights, bias)
 
     def _attention(self, prefix: str) -> Attention:
-        normed = self._spec.qk_norm
         return Attention(
             qkv=self.linear(prefix, ("q_proj", "k_proj", "v_proj")),
             output=self.linear(prefix, ("o_proj",)),
-            q_norm=self.norm(prefix + "q_norm") if normed else None,
-            k_norm=self.norm(prefix + "k_norm") if normed else None,
+            head_norm=self._head_norm(prefix) if self._spec.qk_norm else None,
         )
+
+    def _head_norm(self, prefix: str) -> RMSNorm:
+        """One weight for each head: those of queries, then those of keys."""
+        queries, keys = (self.norm(prefix + name).weight for name in ("q_norm", "k_norm"))
+        counts = (self._spec.num_heads, self._spec.num_kv_heads)
+        weight = torch.cat([queries.expand(counts[0], -1), keys.expand(counts[1], -1)])
+        return RMSNorm(weight, self._spec.norm_eps)
 
     def _feed_forward(self, prefix: str) -> FeedForward:
         return FeedForward(

@@ -75,7 +75,7 @@ class DynamicLinear:
         self._planes = [self._pack(q, plane_scale) for q, plane_scale in planes]
         # What the planes leave out, per group of inputs; None where a format is symmetric.
         rest = torch.from_numpy(groups.offset) + middle * scale
-        self._rest = rest if bool(rest.any()) else None
+        self._rest = rest.t().contiguous() if bool(rest.any()) else None
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ class DynamicLinear:
         if self._rest is not None:
             sums = x.view(len(x), -1, GROUP).sum(dim=-1)
             if len(x) == 1:  # a single row would be summed in another order
-                out += F.linear(sums.expand(2, -1), self._rest)[:1]
+                out += torch.mm(sums.expand(2, -1), self._rest)[:1]
             else:
-                out += F.linear(sums, self._rest)
+                out.addmm_(sums, self._rest)
         if self._bias is not None:
             out += self._bias
         return out

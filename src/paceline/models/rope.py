@@ -68,13 +68,12 @@ class Rotary:
 
     def __init__(self, rope: RopeSpec, max_positions: int) -> None:
         self._rope = rope
-        self.rotary_dim = rope.rotary_dim
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope))
-        self._cos = angles.cos() * rope.attention_factor
-        self._sin = angles.sin() * rope.attention_factor
+        self._cos = _both_halves(angles.cos()) * rope.attention_factor
+        self._sin = _opposed_halves(angles.sin()) * rope.attention_factor
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """For each token, [tokens, 1, pairs]. `lengths`: of its sequence when the token was first computed.
+        """For each token, [tokens, 1, rotary_dim]. `lengths`: of its sequence when the token was first computed.
 
         Beyond the trained length the dynamic kind turns faster the longer a sequence is. A token keeps the
         rotation it was computed with, as in generation one token at a time.
@@ -84,12 +83,25 @@ class Rotary:
             for length in torch.unique(lengths[lengths > self._rope.trained_positions]).tolist():
                 mine = lengths == length
                 angles = torch.outer(positions[mine].float(), inverse_frequencies(self._rope, length))
-                cos[mine], sin[mine] = angles.cos(), angles.sin()
+                cos[mine], sin[mine] = _both_halves(angles.cos()), _opposed_halves(angles.sin())
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first 2 * pairs entries of each head; heads are [tokens, heads, head_dim]."""
-    pairs = cos.shape[-1]
-    one, two, rest = torch.split(heads, [pairs, pairs, heads.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((one * cos - two * sin, two * cos + one * sin, rest), dim=-1)
+    """Turn the first rotary_dim entries of each head; heads are [tokens, heads, head_dim].
+
+    Entry i of the first half and entry i of the second are a pair: (a cos - b sin, b cos + a sin).
+    """
+    width = cos.shape[-1]
+    if width < heads.shape[-1]:
+        turned, rest = torch.split(heads, [width, heads.shape[-1] - width], dim=-1)
+        return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
+    return torch.addcmul(heads * cos, heads.roll(width // 2, dims=-1), sin)
+
+
+def _both_halves(values: Tensor) -> Tensor:
+    return torch.cat((values, values), dim=-1)
+
+
+def _opposed_halves(values: Tensor) -> Tensor:
+    return torch.cat((-values, values), dim=-1)

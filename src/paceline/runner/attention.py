@@ -43,6 +43,7 @@ class Members:
     buckets: list[Bucket]  # per layer group
     first: Tensor  # which of `tokens` are real,
     real: Tensor  # and where their results go
+    are_all: bool  # every token of the step once, in order: nothing has to be picked or put back
 
 
 class StepAttention:
@@ -64,6 +65,9 @@ class StepAttention:
             self._kv.write(layer, self._slots[group], keys[kept], values[kept])
         else:
             self._kv.write(layer, self._slots[group], keys, values)
+        if len(self._members) == 1 and self._members[0].are_all:
+            members = self._members[0]
+            return self._attend(layer, members, members.buckets[group], queries).flatten(1)
         out = torch.zeros_like(queries) if not self._all_stored else torch.empty_like(queries)
         for members in self._members:
             seen = self._attend(layer, members, members.buckets[group], queries)
@@ -76,7 +80,8 @@ class StepAttention:
         kv_heads, _, block_size, head_dim = pools.keys.shape
         num_rows, width = members.num_rows, members.queries
         shared = queries.shape[1] // kv_heads  # query heads that read one kv head
-        q = queries[members.tokens].view(num_rows, width, kv_heads, shared, head_dim)
+        q = queries if members.are_all else queries[members.tokens]
+        q = q.reshape(num_rows, width, kv_heads, shared, head_dim)
         q = (q * self._scale).permute(2, 0, 1, 3, 4).reshape(kv_heads * num_rows, width * shared, head_dim)
         alone = q.shape[1] == 1
         if alone:
@@ -123,12 +128,12 @@ def _split(batch: Batch) -> list[Index]:
         size = float(batch.count[row] * ends[row])
         padded = float(batch.count[row] * max(ends[row], int(ends[members].max()))) * (len(members) + 1)
         if real and padded > MAX_WASTE * (real + size) + 4096:
-            buckets.append(np.array(members))
+            buckets.append(np.sort(members))
             members, real = [row], size
         else:
             members = [*members, row] if real else [row]
             real += size
-    buckets.append(np.array(members))
+    buckets.append(np.sort(members))
     return buckets
 
 
@@ -150,6 +155,7 @@ def _members(kv: KVTensors, rows: DeviceRows, batch: Batch, which: Index) -> Mem
         ],
         first=torch.from_numpy(np.flatnonzero(is_real.ravel())),
         real=torch.from_numpy(tokens[is_real]),
+        are_all=bool(is_real.all()) and np.array_equal(tokens.ravel(), np.arange(len(batch.tokens))),
     )
 
 
