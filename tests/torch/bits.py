@@ -10,7 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
 from paceline.runner.batch import Batch
@@ -104,24 +106,41 @@ def record(
     runner = BitsRunner(config, decoder)
     engine = build_engine(config, runner)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
-    heard: dict[int, list[int]] = {}
-    rng, preempted = random.Random(0), 0
-    groups = [[prompt] for prompt in prompts] if around.alone else [list(prompts)]
-    for group in groups:
+    listener = _Listener(engine, around)
+    for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
         for prompt in group:
             (request,) = engine.add(prompt, sampling)
-            heard[request] = []
+            listener.heard[request] = []
         while engine.has_requests:
-            events = engine.step_overlapped() if around.depth else engine.step()
-            if engine.last_error is not None:
-                raise engine.last_error
-            for batch in events.tokens:
-                for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
-                    heard[number].append(token)
-                    live = number in engine.scheduler.state.requests
-                    if around.preempt and live and rng.random() < 0.7:
-                        preempted += engine.scheduler.preempt(number, swap=around.preempt == "swap")
-    return Record([tuple(tokens) for tokens in heard.values()], runner.bits, runner.changed, preempted)
+            listener.step()
+    outputs = [tuple(tokens) for tokens in listener.heard.values()]
+    return Record(outputs, runner.bits, runner.changed, listener.preempted)
+
+
+class _Listener:
+    """Steps an engine, keeps what each request says, and preempts who has just spoken where that is asked for."""
+
+    def __init__(self, engine: Engine, around: Circumstances) -> None:
+        self._engine = engine
+        self._around = around
+        self._rng = random.Random(0)
+        self.heard: dict[int, list[int]] = {}
+        self.preempted = 0
+
+    def step(self) -> None:
+        engine = self._engine
+        events = engine.step_overlapped() if self._around.depth else engine.step()
+        if engine.last_error is not None:
+            raise engine.last_error
+        for batch in events.tokens:
+            for request, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                self.heard[request].append(token)
+                self._preempt(RequestId(request))
+
+    def _preempt(self, request: RequestId) -> None:
+        scheduler, kind = self._engine.scheduler, self._around.preempt
+        if kind and request in scheduler.state.requests and self._rng.random() < 0.7:
+            self.preempted += scheduler.preempt(request, swap=kind == "swap")
 
 
 def differences(one: Record, other: Record) -> list[str]:
