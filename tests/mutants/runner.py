@@ -123,7 +123,7 @@ def mutated_copy(patch: Path | None) -> tempfile.TemporaryDirectory[str]:
             skipped = shutil.ignore_patterns("__pycache__", "pure", "e2e", "*.patch")
             shutil.copytree(PROJECT / part, Path(folder.name) / part, ignore=skipped)
         if patch is not None:
-            _apply(patch, Path(folder.name))
+            apply_patch(patch, Path(folder.name))
     except BaseException:
         folder.cleanup()
         raise
@@ -159,7 +159,7 @@ def _problem(mutant: Mutant, outcomes: Sequence[Outcome]) -> str:
     return ""
 
 
-def _apply(patch: Path, folder: Path) -> None:
+def apply_patch(patch: Path, folder: Path) -> None:
     # The folder is no repository; git must not find one around it, or it would look for the files there.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)

@@ -1,0 +1,39 @@
+"""Every mutant dies in an assertion of a test named for it, and the same tests are green without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.by_tests.judge import HERE, TestedMutant, load, problem_of, run_tests
+
+MUTANTS = load()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_noticed(name: str) -> None:
+    assert problem_of(MUTANTS[name]) == "", MUTANTS[name].breaks
+
+
+def test_the_same_tests_are_green_without_mutants() -> None:
+    tests = sorted({test for mutant in MUTANTS.values() for test in mutant.tests})
+    endings = run_tests(tests, None)
+    assert endings and not any(endings.values())
+
+
+def test_table_and_patches_belong_together() -> None:
+    assert {mutant.patch for mutant in MUTANTS.values()} == set(HERE.glob("*.patch"))
+
+
+def test_a_survivor_is_told(tmp_path: Path) -> None:
+    harmless = tmp_path / "harmless.patch"
+    harmless.write_text(
+        "--- a/src/paceline/text/stop.py\n+++ b/src/paceline/text/stop.py\n@@ -1,1 +1,2 @@\n"
+        + "+# A comment changes nothing.\n"
+        + f" {(HERE.parents[2] / 'src/paceline/text/stop.py').read_text().splitlines()[0]}\n"
+    )
+    mutant = TestedMutant(
+        name="harmless", patch=harmless, breaks="Nothing.", tests=MUTANTS["stop_prefix_emitted"].tests
+    )
+    assert "survived" in problem_of(mutant)
