@@ -19,10 +19,13 @@ from paceline.errors import InvalidTransition, NeverFits, QueueFull
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
+from paceline.scheduler.scheduler import Scheduler
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.settings import draw_config, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
+
+HALF_STEPS_AT_ONCE = 64  # looked at together: few enough to stay in the processor's cache
 
 
 class Coverage:
@@ -80,10 +83,11 @@ class World:
             hooks=self.hooks,
             recorder=self.coverage,
             make_pool=self.shortage.make_pool,
-            make_checker=InvariantChecker,
+            make_checker=self._make_checker,
         )
         self.runner.scheduler = self.engine.scheduler
-        self.admissions = AdmissionWatch(self.engine.scheduler)
+        self.runner.found = self.checker.found
+        self.admissions = AdmissionWatch(self.engine.scheduler, self.checker.found)
         self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
@@ -94,9 +98,23 @@ class World:
         ]
         self.overlapped = self.config.depth > 0
 
+    def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
+        self.checker = InvariantChecker(scheduler, batch=HALF_STEPS_AT_ONCE)
+        return self.checker
+
     # -- running -------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> Counter[str]:
+        """Run, and raise what went wrong first."""
+        try:
+            counts = self._run(steps)
+        except Exception:
+            self.checker.flush()
+            raise
+        self.checker.flush()
+        return counts
+
+    def _run(self, steps: int) -> Counter[str]:
         """Traffic for `steps` steps, then quiet until everything has ended and nothing is left."""
         for _ in range(steps):
             self._traffic()
@@ -122,10 +140,8 @@ class World:
 
     def _raise_first(self) -> None:
         """What went wrong inside the engine's error boundaries comes before what follows from it."""
-        if self.admissions.violation is not None:
-            raise self.admissions.violation
-        if self.runner.violation is not None:
-            raise self.runner.violation
+        if self.checker.first is not None:
+            self.checker.flush()
         error = self.engine.last_error
         if error is not None and not isinstance(error, DeviceFault):
             raise error

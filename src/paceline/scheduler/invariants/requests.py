@@ -5,23 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
-from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Look, invariant
+from paceline.scheduler.invariants.frames import Frames, first_true
+from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Findings, Look, invariant, sweep
 
 
-@invariant("S9")
-def counters_are_in_order(look: Look) -> str | None:
-    rows, live = look.scheduler.state.rows, look.live
-    computed, upper, tokens = rows.computed[live], rows.upper[live], rows.num_tokens[live]
-    done = rows.done[live]
-    limit = rows.limit[live]
-    wrong = (
-        (computed > upper) | ((computed > tokens) & ~done) | (tokens > limit) | (tokens < rows.known[live])
-    )
-    wrong |= (limit > look.scheduler.state.config.max_model_len) | (computed < 0)
-    if np.count_nonzero(wrong):
-        at = int(wrong.argmax())
-        return f"row {live[at]}: computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
-    return None
+@sweep("S9")
+def counters_are_in_order(frames: Frames) -> Findings:
+    counts, flags = frames.counts, frames.flags
+    computed, upper, tokens, limit = (counts[name] for name in ("computed", "upper", "num_tokens", "limit"))
+    wrong = (computed > upper) | ((computed > tokens) & ~flags["done"])
+    wrong |= (tokens > limit) | (tokens < counts["known"])
+    wrong |= (limit > frames.state.config.max_model_len) | (computed < 0)
+    place = first_true(wrong & flags["live"])
+    if place is not None:
+        at = divmod(place, frames.num_rows)
+        says = f"computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
+        yield at[0], f"row {at[1]}: {says}"
 
 
 @invariant("S11", moment=CHANGES)

@@ -1,0 +1,298 @@
+"""Pictures of the state after a half-step, taken in a moment and looked at later, many at once.
+
+Taking a picture copies bytes and computes nothing. `Frames` lays the pictures of many half-steps behind one
+another, so that a check is a few operations over all of them, and costs little even at the few rows of a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.plan import StepPlan
+from paceline.kv.group import LayerGroup
+from paceline.kv.manager import Fence
+from paceline.scheduler.rows import COUNTS, FLAGS
+from paceline.scheduler.state import Flight, SchedulerState
+
+Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+NOBODY, SEVERAL = -1, -2  # instead of a row, in `Underway.touched`
+
+
+@dataclass(slots=True, eq=False)
+class Underway:
+    """Something that uses blocks until its result is here: the row that uses each, the groups' one after another."""
+
+    touched: Index
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """A plan as it was made. It is itself under way for the plans after it, once `touched` is known."""
+
+    plan: StepPlan
+    flight: Flight
+    in_flight: Sequence[Underway | Planned]  # earlier steps and copies whose results are still to come
+    touched: Index = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class GroupPicture(NamedTuple):
+    """The block tables, the pool and the cache of one group. Equal when nothing in them has changed."""
+
+    table: bytes
+    held: bytes
+    first: bytes
+    refs: bytes
+    cached: bytes
+    stack: bytes  # free blocks that hold nothing, and those that wait for eviction
+    evictable: list[int]
+    entries: list[int]  # blocks with a key
+    num_keys: int
+    num_free: int
+    reserved: int
+
+
+class BlocksPicture(NamedTuple):
+    """Everything the invariants of blocks read."""
+
+    live: bytes
+    groups: list[GroupPicture]
+    fences: list[Fence]
+    tickets: list[int]
+    ticket_blocks: list[
+        tuple[Index, ...]
+    ]  # the same objects for the same tickets, so never compared by value
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One half-step. Frames whose blocks are alike share one picture of them."""
+
+    counts: bytes
+    flags: bytes
+    blocks: BlocksPicture
+    after_schedule: bool
+    planned: Planned | None
+
+
+def take_frame(
+    state: SchedulerState, last: Frame | None, *, after_schedule: bool, planned: Planned | None
+) -> Frame:
+    counts, flags = state.rows.columns()
+    high = state.rows.high
+    tickets = state.kv.tickets.open
+    blocks = BlocksPicture(
+        live=state.rows.live.tobytes(),
+        groups=[_picture(group, high) for group in state.kv.groups],
+        fences=state.kv.fences.copy(),
+        tickets=list(tickets),
+        ticket_blocks=[ticket.blocks for ticket in tickets.values()],
+    )
+    if last is not None and last.blocks == blocks:
+        blocks = last.blocks
+    return Frame(counts, flags, blocks, after_schedule, planned)
+
+
+def _picture(group: LayerGroup, high: int) -> GroupPicture:
+    pool = group.pool
+    return GroupPicture(
+        table=group.table[:high].tobytes(),
+        held=group.held[:high].tobytes(),
+        first=group.first[:high].tobytes(),
+        refs=pool.refs.tobytes(),
+        cached=pool.cached.tobytes(),
+        stack=pool.free_stack().tobytes(),
+        evictable=list(pool.evictable),
+        entries=list(group.cache.entries()),
+        num_keys=len(group.cache),
+        num_free=pool.num_free,
+        reserved=group.reserved,
+    )
+
+
+class Frames:
+    """Half-steps behind one another. `step` is always a place among them, `picture` one among `blocks`."""
+
+    def __init__(self, state: SchedulerState, frames: Sequence[Frame]) -> None:
+        self.state = state
+        self.frames = frames
+        self.num_rows = len(state.rows.live)
+        self.blocks: list[BlocksPicture] = []
+        first_seen = []
+        picture_of = []
+        for step, frame in enumerate(frames):
+            if not self.blocks or frame.blocks is not self.blocks[-1]:
+                self.blocks.append(frame.blocks)
+                first_seen.append(step)
+            picture_of.append(len(self.blocks) - 1)
+        self.step_of = np.array(first_seen, np.int64)  # per picture
+        self.picture_of = np.array(picture_of, np.int64)  # per step
+        self.scheduled = np.array([at for at, frame in enumerate(frames) if frame.after_schedule], np.int64)
+        self.groups = [GroupFrames(self, group) for group in state.kv.groups]
+        # Where the blocks of each group begin when all are numbered one after another, and the end.
+        self.block_starts: Index = np.cumsum([0, *(group.num_blocks for group in self.groups)])
+
+    @cached_property
+    def counts(self) -> dict[str, Index]:
+        """Each count of the rows by name: [step, row]."""
+        stack = np.frombuffer(b"".join([frame.counts for frame in self.frames]), np.int64)
+        columns = stack.reshape(len(self.frames), len(COUNTS), self.num_rows)
+        return {name: columns[:, at] for at, name in enumerate(COUNTS)}
+
+    @cached_property
+    def flags(self) -> dict[str, Mask]:
+        stack = np.frombuffer(b"".join([frame.flags for frame in self.frames]), np.bool_)
+        columns = stack.reshape(len(self.frames), len(FLAGS), self.num_rows)
+        return {name: columns[:, at] for at, name in enumerate(FLAGS)}
+
+    @cached_property
+    def writes(self) -> Writes:
+        return Writes(self)
+
+
+class GroupFrames:
+    """The pictures of one layer group behind one another."""
+
+    def __init__(self, frames: Frames, group: LayerGroup) -> None:
+        self.group = group
+        self.num_blocks = group.pool.num_blocks
+        self._frames = frames
+        self.pictures = [blocks.groups[group.index] for blocks in frames.blocks]
+        self._row_shape = (len(self.pictures), frames.num_rows)
+
+    @cached_property
+    def table(self) -> Index:
+        width = self.group.table.shape[1]
+        return self._per_row([p.table for p in self.pictures], width).reshape(*self._row_shape, width)
+
+    @cached_property
+    def held(self) -> Index:
+        return self._per_row([p.held for p in self.pictures], 1).reshape(self._row_shape)
+
+    @cached_property
+    def first(self) -> Index:
+        return self._per_row([p.first for p in self.pictures], 1).reshape(self._row_shape)
+
+    @cached_property
+    def refs(self) -> NDArray[np.int32]:
+        stack = np.frombuffer(b"".join([p.refs for p in self.pictures]), np.int32)
+        return stack.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def cached(self) -> Mask:
+        stack = np.frombuffer(b"".join([p.cached for p in self.pictures]), np.bool_)
+        return stack.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The blocks in the tables of live rows."""
+        live = np.frombuffer(b"".join([blocks.live for blocks in self._frames.blocks]), np.bool_)
+        pictures, rows = live.reshape(self._row_shape).nonzero()
+        return Entries(self, pictures, rows)
+
+    @cached_property
+    def holders(self) -> Index:
+        """Rows that hold each block: [picture, block]."""
+        counts = np.bincount(self.entries.cell, minlength=len(self.pictures) * self.num_blocks)
+        return counts.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def shared(self) -> Index:
+        """The entries whose block is in more than one table, or twice in one."""
+        return (self.holders.reshape(-1)[self.entries.cell] > 1).nonzero()[0]
+
+    def rows_with(self, picture: int, block: int) -> list[int]:
+        """Rows that hold a block."""
+        entries = self.entries
+        low, high = np.searchsorted(entries.picture, (picture, picture + 1))
+        rows: list[int] = entries.row[low:high][entries.block[low:high] == block].tolist()
+        return rows
+
+    def counts_of(self, lists: Sequence[Sequence[int]]) -> Index:
+        """How often each block is in the list of its picture: [picture, block]."""
+        lengths = [len(blocks) for blocks in lists]
+        return self._count(np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths)), lengths)
+
+    @cached_property
+    def free(self) -> Index:
+        """How often each block is free: [picture, block]."""
+        lengths = [len(p.stack) // 8 for p in self.pictures]
+        stacks = np.frombuffer(b"".join([p.stack for p in self.pictures]), np.int64)
+        return self._count(stacks, lengths) + self.evictable
+
+    @cached_property
+    def evictable(self) -> Index:
+        """How often each block waits for eviction: [picture, block]."""
+        return self.counts_of([p.evictable for p in self.pictures])
+
+    def _count(self, blocks: Index, lengths: list[int]) -> Index:
+        cells = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
+        counts: Index = np.bincount(cells, minlength=len(lengths) * self.num_blocks)
+        return counts.reshape(len(lengths), self.num_blocks)
+
+    def _per_row(self, parts: list[bytes], width: int) -> Index:
+        """Rows that were never used are not in a picture; their entries are 0."""
+        size = self._frames.num_rows * width * 8
+        return np.frombuffer(b"".join([part.ljust(size, b"\0") for part in parts]), np.int64)
+
+
+class Entries:
+    """The table entries of some rows in some pictures, flat: which of those it belongs to, index and block."""
+
+    def __init__(self, group: GroupFrames, pictures: Index, rows: Index) -> None:
+        start = group.first[pictures, rows] if group.group.window is not None else np.zeros_like(rows)
+        count = np.maximum(group.held[pictures, rows] - start, 0)
+        self.of = np.repeat(np.arange(len(rows)), count)
+        self.index = np.arange(len(self.of)) - np.repeat(np.cumsum(count) - count - start, count)
+        self.picture, self.row = pictures[self.of], rows[self.of]
+        self.block = group.table[self.picture, self.row, self.index]
+        if len(self.block) and not 0 <= int(self.block.min()) <= int(self.block.max()) < group.num_blocks:
+            raise IndexError(f"a table of group {group.group.index} holds a block that does not exist")
+        self.cell = self.picture * group.num_blocks + self.block  # place in a flat [picture, block]
+
+
+class Writes:
+    """Every write of the plans, flat: step, row, first position and end."""
+
+    def __init__(self, frames: Frames) -> None:
+        at = [step for step, frame in enumerate(frames.frames) if frame.planned is not None]
+        self.plans = [frame.planned for frame in frames.frames if frame.planned is not None]
+        masks = b"".join([plan.flight.mask.tobytes().ljust(frames.num_rows, b"\0") for plan in self.plans])
+        decoding = np.frombuffer(masks, np.bool_).reshape(len(at), frames.num_rows)
+        number, rows = decoding.nonzero()
+        spans = [(n, row, num) for n, plan in enumerate(self.plans) for row, _, num in plan.flight.spans]
+        count = np.ones(len(rows) + len(spans), np.int64)
+        if spans:
+            more = np.array(spans, np.int64)
+            count[len(rows) :] = more[:, 2]
+            number, rows = np.concatenate([number, more[:, 0]]), np.concatenate([rows, more[:, 1]])
+        self.number, self.row = number, rows  # which of `plans`, which row
+        self.steps = at  # per plan
+        self.step = np.array(at, np.int64)[number]
+        self.picture = frames.picture_of[self.step]
+        self.end = frames.counts["upper"][self.step, rows]
+        self.start = self.end - count
+
+    def blocks_of(self, group: GroupFrames, block_size: int) -> tuple[Index, Index]:
+        """The first and the last block of each write."""
+        first = group.table[self.picture, self.row, self.start // block_size]
+        return first, group.table[self.picture, self.row, (self.end - 1) // block_size]
+
+
+def first_true(mask: Mask) -> int | None:
+    """Place of the first True in a mask, read row by row; time is the first dimension."""
+    return int(mask.argmax()) if np.count_nonzero(mask) else None
+
+
+def in_time(step: Index, mask: Mask) -> list[int]:
+    """The places where `mask` is True, those of earlier steps first."""
+    places = mask.nonzero()[0]
+    ordered: list[int] = places[step[places].argsort(kind="stable")].tolist()
+    return ordered
