@@ -12,6 +12,7 @@ from paceline.scheduler.invariants.frames import Frames, first_true, in_time
 from paceline.scheduler.invariants.registry import (
     BLOCKS,
     CHANGES,
+    HOST,
     PLANNED,
     Findings,
     Look,
@@ -48,7 +49,7 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
     for group in frames.groups:
         index = group.group.index
         others = [
-            [fence.blocks.tolist() for fence in blocks.fences if fence.group == index]
+            [fence.blocks.tolist() for fence in blocks.picture.fences if fence.group == index]
             + [parts[index].tolist() for parts in blocks.ticket_blocks]
             for blocks in frames.blocks
         ]
@@ -133,7 +134,7 @@ def promised_blocks_are_there(frames: Frames) -> Findings:
                 yield int(frames.step_of[at]), f"group {group.group.index}: {promise}"
 
 
-@invariant("S4h", moment=CHANGES)
+@invariant("S4h", moment=HOST)
 def host_places_are_free_or_taken_once(look: Look) -> str | None:
     state = look.scheduler.state
     kv = state.kv
@@ -155,13 +156,12 @@ def host_places_are_free_or_taken_once(look: Look) -> str | None:
 @sweep("S15", moment=BLOCKS)
 def the_cache_and_its_blocks_agree(frames: Frames) -> Findings:
     for group in frames.groups:
-        entries = group.counts_of([picture.entries for picture in group.pictures])
-        wrong = np.count_nonzero(entries != group.cached, axis=1).astype(np.bool_)
-        wrong |= np.array([picture.num_keys != len(picture.entries) for picture in group.pictures])
-        at = first_true(wrong)
+        keys = np.array([picture.num_keys for picture in group.pictures])
+        flags = np.count_nonzero(group.keyed == group.cached, axis=1) == group.num_blocks
+        at = first_true(~flags | (keys != [len(lists.entries) for lists in group.lists]))
         if at is not None:
             yield int(frames.step_of[at]), f"group {group.group.index}: keys, blocks and flags differ"
-        at = first_true(group.evictable > entries)
+        at = first_true(group.evictable > group.keyed)
         if at is not None:
             step = int(frames.step_of[at // group.num_blocks])
             yield step, f"group {group.group.index}: a block waits for eviction without a key"

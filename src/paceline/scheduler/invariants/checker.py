@@ -25,6 +25,7 @@ from paceline.scheduler.invariants.registry import (
     ALWAYS,
     BLOCKS,
     CHANGES,
+    HOST,
     INVARIANTS,
     PLANNED,
     Invariant,
@@ -52,14 +53,15 @@ class InvariantChecker:
         self._scheduler = scheduler
         self._batch = batch
         mode = scheduler.state.config.mode
-        moments = (ALWAYS, BLOCKS, CHANGES, PLANNED)
+        moments = (ALWAYS, BLOCKS, CHANGES, HOST, PLANNED)
         mine = sorted((e for e in INVARIANTS if mode in e.modes), key=lambda e: moments.index(e.moment))
         self._order = {entry: place for place, entry in enumerate(mine)}
         self._sweeps = [entry for entry in mine if entry.sweep is not None]
         self._at = {moment: [e for e in mine if e.moment == moment and e.sweep is None] for moment in moments}
         self._frames: list[Frame] = []
         self._last: Frame | None = None
-        self._places_seen: object = None
+        self._seen: object = None  # where every request was at the last look that found nothing
+        self._host_seen: object = None
         self._underway: deque[Planned] = deque()
         self._copying: dict[int, NDArray[np.int64]] = {}  # swap ticket -> its blocks
         sizes = [group.pool.num_blocks for group in scheduler.state.kv.groups]
@@ -130,10 +132,13 @@ class InvariantChecker:
         self._last = take_frame(state, self._last, after_schedule=after_schedule, planned=planned)
         self._frames.append(self._last)
         due = self._at[ALWAYS].copy()
-        places = _places(self._scheduler)
-        if places != self._places_seen:
+        seen, host = _places(self._scheduler), self._host_seen
+        if seen != self._seen:
             due += self._at[CHANGES]
-        self._places_seen = None
+            host = _host_places(self._scheduler)
+            if host != self._host_seen:
+                due += self._at[HOST]
+        self._seen = self._host_seen = None
         try:
             # First what is always true: a plan made from a broken state says little about the plan.
             for entry in chain(due, planned_due):
@@ -142,7 +147,7 @@ class InvariantChecker:
                     self._sweep((entry, message))
                     break
             else:
-                self._places_seen = places
+                self._seen, self._host_seen = seen, host
         except Exception:
             self.flush()  # a state too broken to be looked at may be known by name
             raise
@@ -228,6 +233,14 @@ def _places(scheduler: Scheduler) -> object:
         for request in state.requests.values()
     ]
     return [counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open), where]
+
+
+def _host_places(scheduler: Scheduler) -> object:
+    """Which host places are free, and who keeps the others."""
+    state = scheduler.state
+    tickets = [(number, ticket.free_places) for number, ticket in state.kv.tickets.open.items()]
+    owners = [request.id for request in state.requests.values() if request.host_places]
+    return [host.free_places() for host in state.kv.places], tickets, owners
 
 
 class SampledChecker:

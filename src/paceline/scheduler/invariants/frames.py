@@ -51,33 +51,45 @@ class GroupPicture(NamedTuple):
     first: bytes
     refs: bytes
     cached: bytes
-    stack: bytes  # free blocks that hold nothing, and those that wait for eviction
-    evictable: list[int]
-    entries: list[int]  # blocks with a key
-    num_keys: int
     num_free: int
+    num_evictable: int
+    num_keys: int
     reserved: int
 
 
+class GroupLists(NamedTuple):
+    """Which blocks are free, wait for eviction, have a key: changes only when the picture does."""
+
+    stack: bytes
+    evictable: list[int]
+    entries: list[int]
+
+
 class BlocksPicture(NamedTuple):
-    """Everything the invariants of blocks read."""
+    """All groups, and what holds blocks beside their tables. Equal when nothing has changed."""
 
     live: bytes
-    groups: list[GroupPicture]
     fences: list[Fence]
     tickets: list[int]
-    ticket_blocks: list[
-        tuple[Index, ...]
-    ]  # the same objects for the same tickets, so never compared by value
+    groups: list[GroupPicture]
+
+
+@dataclass(slots=True, eq=False)
+class Blocks:
+    """Everything the invariants of blocks read."""
+
+    picture: BlocksPicture
+    lists: list[GroupLists]
+    ticket_blocks: list[tuple[Index, ...]]
 
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One half-step. Frames whose blocks are alike share one picture of them."""
+    """One half-step. Frames whose blocks are alike share them."""
 
     counts: bytes
     flags: bytes
-    blocks: BlocksPicture
+    blocks: Blocks
     after_schedule: bool
     planned: Planned | None
 
@@ -86,35 +98,47 @@ def take_frame(
     state: SchedulerState, last: Frame | None, *, after_schedule: bool, planned: Planned | None
 ) -> Frame:
     counts, flags = state.rows.columns()
-    high = state.rows.high
-    tickets = state.kv.tickets.open
-    blocks = BlocksPicture(
-        live=state.rows.live.tobytes(),
-        groups=[_picture(group, high) for group in state.kv.groups],
-        fences=state.kv.fences.copy(),
-        tickets=list(tickets),
-        ticket_blocks=[ticket.blocks for ticket in tickets.values()],
+    return Frame(
+        counts, flags, _blocks(state, last.blocks if last is not None else None), after_schedule, planned
     )
-    if last is not None and last.blocks == blocks:
-        blocks = last.blocks
-    return Frame(counts, flags, blocks, after_schedule, planned)
+
+
+def _blocks(state: SchedulerState, last: Blocks | None) -> Blocks:
+    kv, high = state.kv, state.rows.high
+    picture = BlocksPicture(
+        state.rows.live.tobytes(),
+        kv.fences.copy(),
+        list(kv.tickets.open),
+        [_picture(group, high) for group in kv.groups],
+    )
+    if last is not None and last.picture == picture:
+        return last
+    lists = [_lists(group, last.lists[group.index] if last is not None else None) for group in kv.groups]
+    return Blocks(picture, lists, [ticket.blocks for ticket in kv.tickets.open.values()])
 
 
 def _picture(group: LayerGroup, high: int) -> GroupPicture:
     pool = group.pool
     return GroupPicture(
-        table=group.table[:high].tobytes(),
-        held=group.held[:high].tobytes(),
-        first=group.first[:high].tobytes(),
-        refs=pool.refs.tobytes(),
-        cached=pool.cached.tobytes(),
-        stack=pool.free_stack().tobytes(),
-        evictable=list(pool.evictable),
-        entries=list(group.cache.entries()),
-        num_keys=len(group.cache),
-        num_free=pool.num_free,
-        reserved=group.reserved,
+        group.table[:high].tobytes(),
+        group.held[:high].tobytes(),
+        group.first[:high].tobytes(),
+        pool.refs.tobytes(),
+        pool.cached.tobytes(),
+        pool.num_free,
+        len(pool.evictable),
+        len(group.cache),
+        group.reserved,
     )
+
+
+def _lists(group: LayerGroup, last: GroupLists | None) -> GroupLists:
+    """Lists that have not changed are the ones of the last picture, so that each is counted once."""
+    evictable, entries = list(group.pool.evictable), list(group.cache.entries())
+    if last is not None:
+        evictable = last.evictable if evictable == last.evictable else evictable
+        entries = last.entries if entries == last.entries else entries
+    return GroupLists(group.pool.free_stack().tobytes(), evictable, entries)
 
 
 class Frames:
@@ -124,7 +148,7 @@ class Frames:
         self.state = state
         self.frames = frames
         self.num_rows = len(state.rows.live)
-        self.blocks: list[BlocksPicture] = []
+        self.blocks: list[Blocks] = []
         first_seen = []
         picture_of = []
         for step, frame in enumerate(frames):
@@ -135,7 +159,7 @@ class Frames:
         self.step_of = np.array(first_seen, np.int64)  # per picture
         self.picture_of = np.array(picture_of, np.int64)  # per step
         self.scheduled = np.array([at for at, frame in enumerate(frames) if frame.after_schedule], np.int64)
-        self.groups = [GroupFrames(self, group) for group in state.kv.groups]
+        self.groups = [GroupFrames(group, self.blocks, self.num_rows) for group in state.kv.groups]
         # Where the blocks of each group begin when all are numbered one after another, and the end.
         self.block_starts: Index = np.cumsum([0, *(group.num_blocks for group in self.groups)])
 
@@ -160,12 +184,13 @@ class Frames:
 class GroupFrames:
     """The pictures of one layer group behind one another."""
 
-    def __init__(self, frames: Frames, group: LayerGroup) -> None:
+    def __init__(self, group: LayerGroup, blocks: Sequence[Blocks], num_rows: int) -> None:
         self.group = group
         self.num_blocks = group.pool.num_blocks
-        self._frames = frames
-        self.pictures = [blocks.groups[group.index] for blocks in frames.blocks]
-        self._row_shape = (len(self.pictures), frames.num_rows)
+        self.pictures = [one.picture.groups[group.index] for one in blocks]
+        self.lists = [one.lists[group.index] for one in blocks]
+        self._live = [one.picture.live for one in blocks]
+        self._row_shape = (len(self.pictures), num_rows)
 
     @cached_property
     def table(self) -> Index:
@@ -193,20 +218,21 @@ class GroupFrames:
     @cached_property
     def entries(self) -> Entries:
         """The blocks in the tables of live rows."""
-        live = np.frombuffer(b"".join([blocks.live for blocks in self._frames.blocks]), np.bool_)
+        live = np.frombuffer(b"".join(self._live), np.bool_)
         pictures, rows = live.reshape(self._row_shape).nonzero()
         return Entries(self, pictures, rows)
 
     @cached_property
     def holders(self) -> Index:
         """Rows that hold each block: [picture, block]."""
-        counts = np.bincount(self.entries.cell, minlength=len(self.pictures) * self.num_blocks)
+        counts: Index = np.bincount(self.entries.cell, minlength=len(self.pictures) * self.num_blocks)
         return counts.reshape(len(self.pictures), self.num_blocks)
 
     @cached_property
     def shared(self) -> Index:
         """The entries whose block is in more than one table, or twice in one."""
-        return (self.holders.reshape(-1)[self.entries.cell] > 1).nonzero()[0]
+        shared: Mask = self.holders.reshape(-1)[self.entries.cell] > 1
+        return shared.nonzero()[0]
 
     def rows_with(self, picture: int, block: int) -> list[int]:
         """Rows that hold a block."""
@@ -215,22 +241,31 @@ class GroupFrames:
         rows: list[int] = entries.row[low:high][entries.block[low:high] == block].tolist()
         return rows
 
-    def counts_of(self, lists: Sequence[Sequence[int]]) -> Index:
-        """How often each block is in the list of its picture: [picture, block]."""
-        lengths = [len(blocks) for blocks in lists]
-        return self._count(np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths)), lengths)
-
     @cached_property
     def free(self) -> Index:
         """How often each block is free: [picture, block]."""
-        lengths = [len(p.stack) // 8 for p in self.pictures]
-        stacks = np.frombuffer(b"".join([p.stack for p in self.pictures]), np.int64)
+        lengths = [len(lists.stack) // 8 for lists in self.lists]
+        stacks = np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64)
         return self._count(stacks, lengths) + self.evictable
 
     @cached_property
     def evictable(self) -> Index:
         """How often each block waits for eviction: [picture, block]."""
-        return self.counts_of([p.evictable for p in self.pictures])
+        return self.counts_of([lists.evictable for lists in self.lists])
+
+    @cached_property
+    def keyed(self) -> Index:
+        """How often each block has a key: [picture, block]."""
+        return self.counts_of([lists.entries for lists in self.lists])
+
+    def counts_of(self, lists: Sequence[list[int]]) -> Index:
+        """How often each block is in the list of its picture: [picture, block]. A list may stand for several."""
+        place: dict[int, int] = {}
+        which = [place.setdefault(id(blocks), len(place)) for blocks in lists]
+        each = [lists[which.index(number)] for number in range(len(place))]
+        lengths = [len(blocks) for blocks in each]
+        counts = self._count(np.fromiter(chain.from_iterable(each), np.int64, sum(lengths)), lengths)
+        return counts[which]
 
     def _count(self, blocks: Index, lengths: list[int]) -> Index:
         cells = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
@@ -239,7 +274,7 @@ class GroupFrames:
 
     def _per_row(self, parts: list[bytes], width: int) -> Index:
         """Rows that were never used are not in a picture; their entries are 0."""
-        size = self._frames.num_rows * width * 8
+        size = self._row_shape[1] * width * 8
         return np.frombuffer(b"".join([part.ljust(size, b"\0") for part in parts]), np.int64)
 
 
@@ -265,8 +300,8 @@ class Writes:
         at = [step for step, frame in enumerate(frames.frames) if frame.planned is not None]
         self.plans = [frame.planned for frame in frames.frames if frame.planned is not None]
         masks = b"".join([plan.flight.mask.tobytes().ljust(frames.num_rows, b"\0") for plan in self.plans])
-        decoding = np.frombuffer(masks, np.bool_).reshape(len(at), frames.num_rows)
-        number, rows = decoding.nonzero()
+        self.decoding = np.frombuffer(masks, np.bool_).reshape(len(at), frames.num_rows)  # [plan, row]
+        number, rows = self.decoding.nonzero()
         spans = [(n, row, num) for n, plan in enumerate(self.plans) for row, _, num in plan.flight.spans]
         count = np.ones(len(rows) + len(spans), np.int64)
         if spans:

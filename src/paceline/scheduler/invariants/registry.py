@@ -16,10 +16,10 @@ from paceline.core.request import RequestId
 from paceline.scheduler.invariants.frames import Frames, Planned, Underway, take_frame
 from paceline.scheduler.scheduler import Scheduler
 
-# When an invariant is looked at: after every half-step, or after every schedule. BLOCKS and CHANGES are after
-# every half-step, but skipped when what they speak of is byte for byte what it was at the last look, or when no
-# request came, went or moved.
-ALWAYS, BLOCKS, CHANGES, PLANNED = "always", "blocks", "changes", "planned"
+# When an invariant is looked at: after every half-step, or after every schedule. BLOCKS, CHANGES and HOST are after
+# every half-step, but skipped when what they speak of is byte for byte what it was at the last look: blocks; where
+# every request is; and with that, the host places.
+ALWAYS, BLOCKS, CHANGES, HOST, PLANNED = "always", "blocks", "changes", "host", "planned"
 CONTINUOUS_ONLY = ("continuous",)
 
 

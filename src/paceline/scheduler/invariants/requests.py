@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
@@ -68,48 +70,32 @@ def families_list_live_children(look: Look) -> str | None:
     return None
 
 
+# What a request says about itself, and the columns of its row that say the same.
+_SAYS = attrgetter(
+    "id", "tokens.size", "num_prompt", "priority", "preemptions", "reserved", "needs_host", "row"
+)
+_COLUMNS = attrgetter(
+    "request_id", "known", "num_prompt", "priority", "preemptions", "reserved", "needs_host"
+)
+
+
 @invariant("S23", moment=CHANGES)
 def rows_are_what_their_requests_say(look: Look) -> str | None:
-    state = look.scheduler.state
+    state, live = look.scheduler.state, look.live
     rows = state.rows
-    if len(look.live) > state.config.max_num_seqs:
-        return f"{len(look.live)} rows are live, {state.config.max_num_seqs} are allowed"
-    owners = [rows.requests[row] for row in look.live.tolist()]
-    says = [
-        (
-            r.id,
-            r.num_tokens,
-            r.max_total,
-            r.num_prompt,
-            r.priority,
-            state.orders[r.id],
-            r.preemptions,
-            r.reserved,
-            r.needs_host,
-            state.tenant_index(r.tenant),
-            r.row,
-        )
-        for r in owners
-        if r is not None
-    ]
-    if len(says) != len(owners):
+    if len(live) > state.config.max_num_seqs:
+        return f"{len(live)} rows are live, {state.config.max_num_seqs} are allowed"
+    numbers = live.tolist()
+    owners = [owner for row in numbers if (owner := rows.requests[row]) is not None]
+    if len(owners) < len(numbers):
         return "a live row has no owner"
-    live = look.live
-    columns = (
-        rows.request_id[live],
-        rows.known[live],
-        rows.limit[live],
-        rows.num_prompt[live],
-        rows.priority[live],
-        rows.order[live],
-        rows.preemptions[live],
-        rows.reserved[live],
-        rows.needs_host[live],
-        rows.tenant[live],
-        live,
-    )
-    if says and np.count_nonzero(np.array(columns, np.int64) != np.array(says, np.int64).T):
+    columns = [column[live].tolist() for column in _COLUMNS(rows)]
+    if list(map(_SAYS, owners)) != list(zip(*columns, numbers, strict=True)):
         return "a column of a row is not what its request says"
+    derived = [(r.max_total, state.orders[r.id], state.tenant_index(r.tenant)) for r in owners]
+    columns = [column[live].tolist() for column in (rows.limit, rows.order, rows.tenant)]
+    if derived != list(zip(*columns, strict=True)):
+        return "the limit, order or tenant of a row is not its request's"
     free = rows.free_rows() + rows.fenced_rows()
     if len(free) + len(live) != rows.num_rows or len(set(free)) != len(free):
         return "a row is lost or free twice"
@@ -137,28 +123,28 @@ def gauges_are_what_they_count(look: Look) -> str | None:
     return None
 
 
-@invariant("S14", moment=PLANNED)
-def the_plan_keeps_its_bounds(look: Look) -> str | None:
-    plan = look.plan
-    if plan is None:
-        return None
-    state = look.scheduler.state
-    flight = state.flights[-1]
-    decode = np.flatnonzero(flight.mask)
-    spans = plan.spans.row
-    total = plan.work.decode_rows + int(plan.spans.num_scheduled.sum()) + plan.pad_tokens
-    if total > state.config.max_num_batched_tokens:
-        return f"{total} tokens are planned, {state.config.max_num_batched_tokens} are allowed"
-    if len(spans) and (plan.spans.num_scheduled < 1).any():
-        return "a span is empty"
-    planned = np.bincount(np.concatenate([decode, spans]), minlength=1)
-    if planned.max() > 1:
-        return "a row is planned twice"
-    if np.count_nonzero(planned.astype(np.bool_) & ~state.rows.live[: len(planned)]):
-        return "a row that is not in use is planned"
-    if plan.work.logit_rows > plan.work.decode_rows + len(spans):
-        return "more rows are sampled than planned"
-    return None
+@sweep("S14", moment=PLANNED)
+def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
+    writes, allowed = frames.writes, frames.state.config.max_num_batched_tokens
+    planned = writes.decoding.astype(np.int64)  # how often each row is planned: [plan, row]
+    for number, (step, one) in enumerate(zip(writes.steps, writes.plans, strict=True)):
+        plan, scheduled = one.plan, one.plan.spans.num_scheduled.tolist()
+        total = plan.work.decode_rows + sum(scheduled) + plan.pad_tokens
+        if total > allowed:
+            yield step, f"{total} tokens are planned, {allowed} are allowed"
+        if min(scheduled, default=1) < 1:
+            yield step, "a span is empty"
+        if plan.work.logit_rows > plan.work.decode_rows + len(scheduled):
+            yield step, "more rows are sampled than planned"
+        for row in plan.spans.row.tolist():
+            planned[number, row] += 1
+    steps = np.array(writes.steps, np.int64)
+    wrong = first_true(planned > 1)
+    if wrong is not None:
+        yield int(steps[wrong // frames.num_rows]), "a row is planned twice"
+    wrong = first_true(planned.astype(np.bool_) & ~frames.flags["live"][steps])
+    if wrong is not None:
+        yield int(steps[wrong // frames.num_rows]), "a row that is not in use is planned"
 
 
 @invariant("S14h", moment=PLANNED)
