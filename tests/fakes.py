@@ -46,21 +46,22 @@ def reference_output(prompt: list[int], sampling: SamplingParams) -> tuple[list[
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5."""
     value = 0
     for token in prompt:
-        value = extend_hash(value, token)
-    output: list[int] = []
+        value = (value * PRIME + token + 1) & MASK
+    seed, output = sampling.seed or 0, []
+    stop_below = stop_bound(sampling)
     while True:
-        token = pick_token(value, sampling.seed or 0)
+        token = pick_token(value, seed)
         output.append(token)
-        if is_stop(token, sampling):
+        if token < stop_below:
             return output, "stop"
         if len(output) == sampling.max_tokens:
             return output, "length"
         value = extend_hash(value, token)
 
 
-def is_stop(token: int, sampling: SamplingParams) -> bool:
+def stop_bound(sampling: SamplingParams) -> int:
     """Tokens below the first stop id stop: a range, so that random tokens hit it with a chosen probability."""
-    return bool(sampling.stop_token_ids) and token < sampling.stop_token_ids[0]
+    return sampling.stop_token_ids[0] if sampling.stop_token_ids else 0
 
 
 @dataclass
@@ -88,6 +89,7 @@ class _Row:
     generation: int = 0
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # the shadow: what the KV of its tokens must hold
+    full: list[list[int]] = field(default_factory=list)  # the same, cut into full blocks
     computed: int = 0
     limit: int = 0
     seed: int = 0
@@ -202,17 +204,18 @@ class FakeRunner:
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
             value, hashes = 0, []
             for token in tokens:
-                value = extend_hash(value, token)
+                value = (value * PRIME + token + 1) & MASK
                 hashes.append(value)
-            sampling = joins.sampling[at]
+            size, sampling = self._size, joins.sampling[at]
             self._rows[row] = _Row(
                 generation=int(joins.generation[at]),
                 tokens=tokens,
                 hashes=hashes,
+                full=[hashes[end - size : end] for end in range(size, count + 1, size)],
                 computed=int(joins.num_computed[at]),
                 limit=int(joins.limit[at]),
                 seed=sampling.seed or 0,
-                stop_below=sampling.stop_token_ids[0] if sampling.stop_token_ids else 0,
+                stop_below=stop_bound(sampling),
                 tables=[[] for _ in self._windows],
             )
 
@@ -242,17 +245,15 @@ class FakeRunner:
         if self.check:
             self._check_step(spans)
         rows = self._decoding + list(spans)
-        tokens, count, finished = [], [], []
+        outcomes, generations = [], []
         for at, number in enumerate(rows):
             row = self._rows[number]
+            generations.append(row.generation)
             if row.ended:  # masked: computes into the null block
-                outcome = (0, 0, RUNNING_ON)
+                outcomes.append((0, 0, RUNNING_ON))
             else:
-                num = spans[number] if at >= len(self._decoding) else 1
-                outcome = self._advance(row, num)
-            tokens.append(outcome[0])
-            count.append(outcome[1])
-            finished.append(outcome[2])
+                outcomes.append(self._advance(row, spans[number] if at >= len(self._decoding) else 1))
+        tokens, count, finished = zip(*outcomes, strict=True) if rows else ((), (), ())
         finite = np.ones(len(rows), np.bool_)
         if self.faults.nan_row and rows and self.faults.rng.random() < self.faults.nan_row:
             finite[self.faults.rng.randrange(len(rows))] = False
@@ -260,7 +261,7 @@ class FakeRunner:
         return StepResult(
             seq=plan.seq,
             rows=np.array(rows, np.int32),
-            generation=np.array([self._rows[row].generation for row in rows], np.int32),
+            generation=np.array(generations, np.int32),
             tokens=np.array(tokens, np.int32)[:, None],
             count=np.array(count, np.int32),
             finished=np.array(finished, np.uint8),
@@ -277,15 +278,18 @@ class FakeRunner:
         if start:
             value = self._kv[0][row.tables[0][(start - 1) // size]][(start - 1) % size]
         for position in range(start, end):
-            value = extend_hash(value, row.tokens[position])
+            value = (value * PRIME + row.tokens[position] + 1) & MASK
+            block, slot = divmod(position, size)
             for table, memory in zip(row.tables, self._kv, strict=True):
-                memory[table[position // size]][position % size] = value
+                memory[table[block]][slot] = value
         row.computed = end
         if end < len(row.tokens):
             return 0, 0, RUNNING_ON
         token = pick_token(value, row.seed)
         row.tokens.append(token)
         row.hashes.append(extend_hash(row.hashes[-1], token))
+        if len(row.tokens) % size == 0:
+            row.full.append(row.hashes[-size:])
         if token < row.stop_below:
             row.ended = True
             return token, 1, STOPPED
@@ -304,29 +308,36 @@ class FakeRunner:
             if row.ended:
                 continue
             # Whole after a change of its tables and every fourth token, else what was written last.
-            whole = row.changed or not row.computed & 3
-            self._check_row(number, row, 0 if whole else row.computed - 1)
+            start = row.computed
+            whole = row.changed or not start & 3
+            self._check_row(number, row, 0 if whole else start - 1)
             row.changed = False
-            for position in range(row.computed, row.computed + spans.get(number, 1)):
-                table = row.tables[0]
-                block = table[position // size] if position // size < len(table) else 0
+            table = row.tables[0]
+            for position in range(start, start + spans.get(number, 1)):
+                index, slot = divmod(position, size)
+                block = table[index] if index < len(table) else 0
                 if block == 0:
                     raise KVCorruption("S7", f"row {number} writes position {position} into the null block")
-                written.add((block, position % size))
+                written.add((block, slot))
                 total += 1
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
     def _check_row(self, number: int, row: _Row, low: int) -> None:
-        size = self._size
+        size, end = self._size, row.computed
         for window, table, memory in zip(self._windows, row.tables, self._kv, strict=True):
             if window is not None:
-                low = max(low, row.computed - window + 1)
-            for index in range(low // size, -(-row.computed // size)):
-                first, end = max(low, index * size), min(row.computed, (index + 1) * size)
-                seen = memory[table[index]][first - index * size : end - index * size]
-                if seen != row.hashes[first:end]:
-                    raise KVCorruption("S26", f"row {number} reads foreign KV in positions {first} to {end}")
+                low = max(low, end - window + 1)
+            first, last = -(-low // size), end // size  # blocks that are compared whole
+            if first < last and [memory[block] for block in table[first:last]] != row.full[first:last]:
+                raise KVCorruption("S26", f"row {number} reads foreign KV in blocks {first} to {last}")
+            for index in {low // size, last} if low < end else ():
+                start, stop = max(low, index * size), min(end, (index + 1) * size)
+                if start >= stop or first <= index < last:
+                    continue
+                seen = memory[table[index]][start - index * size : stop - index * size]
+                if seen != row.hashes[start:stop]:
+                    raise KVCorruption("S26", f"row {number} reads foreign KV in positions {start} to {stop}")
 
 
 class _Pending:
