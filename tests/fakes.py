@@ -253,7 +253,7 @@ class FakeRunner:
                 outcomes.append((0, 0, RUNNING_ON))
             else:
                 outcomes.append(self._advance(row, spans[number] if at >= len(self._decoding) else 1))
-        tokens, count, finished = zip(*outcomes, strict=True) if rows else ((), (), ())
+        tokens, count, finished = np.array(outcomes or [(0, 0, 0)], np.int32)[: len(rows)].T
         finite = np.ones(len(rows), np.bool_)
         if self.faults.nan_row and rows and self.faults.rng.random() < self.faults.nan_row:
             finite[self.faults.rng.randrange(len(rows))] = False
@@ -262,9 +262,9 @@ class FakeRunner:
             seq=plan.seq,
             rows=np.array(rows, np.int32),
             generation=np.array(generations, np.int32),
-            tokens=np.array(tokens, np.int32)[:, None],
-            count=np.array(count, np.int32),
-            finished=np.array(finished, np.uint8),
+            tokens=tokens[:, None],
+            count=count,
+            finished=finished.astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
         )

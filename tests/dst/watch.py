@@ -102,10 +102,8 @@ class WatchedRunner(FakeRunner):
             assert self.found is not None
             self.found(violation)
             raise
-        for row, generation in zip(
-            result.rows[~result.finite].tolist(), result.generation[~result.finite].tolist(), strict=True
-        ):
-            self._distrust(row, generation)
+        for at in np.flatnonzero(~result.finite).tolist() if not all(result.finite.tolist()) else ():
+            self._distrust(int(result.rows[at]), int(result.generation[at]))
         return result
 
     def check_distrusted(self) -> None:

@@ -97,6 +97,7 @@ class World:
             [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
         ]
         self.overlapped = self.config.depth > 0
+        self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
         self.checker = InvariantChecker(scheduler, batch=HALF_STEPS_AT_ONCE)
@@ -267,7 +268,14 @@ class World:
         if rng.random() < traffic.add and (not full or rng.random() < 0.05):
             for _ in range(rng.randint(1, traffic.burst)):
                 self._add()
-        for chance, act in (
+        for chance, act in self.acts:
+            if rng.random() < chance:
+                act()
+
+    def _acts(self) -> list[tuple[float, Callable[[], None]]]:
+        """What may happen beside arrivals, with its chance per step; what never does is left out."""
+        traffic = self.traffic
+        acts = (
             (traffic.abort, self._abort),
             (traffic.fork, self._fork),
             (traffic.prune, self._prune),
@@ -278,9 +286,8 @@ class World:
             (traffic.deadline, self._deadline),
             (traffic.stop_string, self._stop_string),
             (traffic.reset_cache, self.engine.scheduler.reset_prefix_cache),
-        ):
-            if chance and rng.random() < chance:
-                act()
+        )
+        return [(chance, act) for chance, act in acts if chance]
 
     def _add(self) -> None:
         rng, traffic = self.rng, self.traffic

@@ -20,6 +20,9 @@ from paceline.scheduler.invariants.registry import (
     sweep,
 )
 
+_MAY_HAVE_PLACES = (RequestState.SWAPPED, RequestState.PAUSED)
+_MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
+
 
 @sweep("S1", moment=BLOCKS)
 def every_block_is_free_or_live(frames: Frames) -> Findings:
@@ -118,9 +121,9 @@ def who_does_not_run_owns_nothing(look: Look) -> str | None:
         if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
             return f"group {group.index}: a row that is not in use holds blocks"
     for request in state.requests.values():
-        if request.host_places and request.state not in (RequestState.SWAPPED, RequestState.PAUSED):
+        if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"
-        if request.row >= 0 and request.state not in (RequestState.RUNNING, RequestState.BLOCKED):
+        if request.row >= 0 and request.state not in _MAY_HAVE_A_ROW:
             return f"request {request.id} is {request.state.value} and has row {request.row}"
     return None
 

@@ -58,6 +58,7 @@ class InvariantChecker:
         self._order = {entry: place for place, entry in enumerate(mine)}
         self._sweeps = [entry for entry in mine if entry.sweep is not None]
         self._at = {moment: [e for e in mine if e.moment == moment and e.sweep is None] for moment in moments}
+        self._without_room = [entry for entry in self._at[PLANNED] if entry.name[0] not in "LF"]
         self._frames: list[Frame] = []
         self._last: Frame | None = None
         self._seen: object = None  # where every request was at the last look that found nothing
@@ -84,8 +85,8 @@ class InvariantChecker:
         look.arrived = self._arrived
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
-        excused = any(group.pool.withheld for group in state.kv.groups)
-        due = [entry for entry in self._at[PLANNED] if not (excused and entry.name[0] in "LF")]
+        withheld = any(group.pool.withheld for group in state.kv.groups)
+        due = self._without_room if withheld else self._at[PLANNED]
         self._check(look, due, after_schedule=True, planned=planned)
         if plan is not None:
             self._note_copies(plan.swap_in)
@@ -113,8 +114,8 @@ class InvariantChecker:
         if self.first is None:
             self._sweep()
         if self.first is not None:
-            first, self.first, self._frames = self.first, None, []  # the rest follows from it
-            raise first
+            self._frames = []  # the rest follows from it
+            raise self.first
 
     def found(self, violation: InvariantViolation) -> None:
         """Somebody else has seen a violation just now: the first, unless something was wrong before."""
@@ -270,5 +271,6 @@ class SampledChecker:
             self._tell(InvariantViolation("unreadable", repr(error)))
 
     def _tell(self, violation: InvariantViolation) -> None:
+        self._checker.first = None  # it goes on looking
         self.violations[violation.name] += 1
         self._on_violation(violation)

@@ -12,6 +12,8 @@ from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Loo
 from paceline.scheduler.preemption import first_in_order
 from paceline.scheduler.queue import first
 
+_LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
+
 
 @invariant("L1", moment=PLANNED)
 def work_is_done_when_there_is_any(look: Look) -> str | None:
@@ -49,8 +51,8 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
 @invariant("F1", moment=PLANNED)
 def the_last_in_order_gives_way(look: Look) -> str | None:
     state = look.scheduler.state
-    victims = [d.request for d in look.decisions if d.kind is DecisionKind.PREEMPT and "blocks:" in d.reason]
-    victims = [v for v in victims if v in state.requests]
+    gave_way = [d for d in look.decisions if d.reason.startswith("blocks:")]
+    victims = [d.request for d in gave_way if d.kind is DecisionKind.PREEMPT and d.request in state.requests]
     if not victims:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
@@ -75,7 +77,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = look.scheduler.state
-    admitted = [d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)]
+    admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners or not len(state.queue):
         return None

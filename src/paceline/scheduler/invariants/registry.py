@@ -37,14 +37,18 @@ class Look:
     def __init__(
         self, scheduler: Scheduler, plan: StepPlan | None, in_flight: Sequence[Underway | Planned] = ()
     ) -> None:
-        rows = scheduler.state.rows
         self.scheduler = scheduler
-        self.live: NDArray[np.int64] = rows.live[: rows.high].nonzero()[0]
         self.plan = plan
         self.decisions: list[Decision] = []  # made by the schedule just done
         self._in_flight = in_flight
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Rows in use."""
+        rows = self.scheduler.state.rows
+        return rows.live[: rows.high].nonzero()[0]
 
     @cached_property
     def frames(self) -> Frames:

@@ -10,6 +10,14 @@ from paceline.core.request import NO_ROW, RequestState
 from paceline.scheduler.invariants.frames import Frames, first_true
 from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Findings, Look, invariant, sweep
 
+# Members of an enum are slow to look up, and these are asked for all requests.
+RUNNING, WAITING, SWAPPED, BLOCKED = (
+    RequestState.RUNNING,
+    RequestState.WAITING,
+    RequestState.SWAPPED,
+    RequestState.BLOCKED,
+)
+
 
 @sweep("S9")
 def counters_are_in_order(frames: Frames) -> Findings:
@@ -28,17 +36,17 @@ def counters_are_in_order(frames: Frames) -> Findings:
 @invariant("S11", moment=CHANGES)
 def each_request_is_in_one_place(look: Look) -> str | None:
     state = look.scheduler.state
-    queue = state.queue
+    queue, owners = state.queue, state.rows.requests
     counts = 0
     for request in state.requests.values():
         queued, on_row, now = request.id in queue, request.row != NO_ROW, request.state
         counts += queued + on_row
-        if now is RequestState.RUNNING:
-            good = on_row and not queued and state.rows.requests[request.row] is request
-        elif now is RequestState.WAITING or now is RequestState.SWAPPED:
-            good = queued and not on_row and bool(request.host_places) == (now is RequestState.SWAPPED)
+        if now is RUNNING:
+            good = on_row and not queued and owners[request.row] is request
+        elif now is WAITING or now is SWAPPED:
+            good = queued and not on_row and bool(request.host_places) == (now is SWAPPED)
         else:
-            good = not queued and (not on_row or now is RequestState.BLOCKED)
+            good = not queued and (not on_row or now is BLOCKED)
         if not good:
             return f"request {request.id} says {now.value}, its place does not"
     if counts != len(queue) + state.rows.num_live:
@@ -186,7 +194,7 @@ def preemptions_are_bounded(look: Look) -> str | None:
             continue
         if request.preemptions > state.config.max_preemptions:
             return f"request {request.id} gave way {request.preemptions} times"
-        if request.state is RequestState.RUNNING and not request.reserved:
+        if request.state is RUNNING and not request.reserved:
             return f"request {request.id} runs unreserved after {request.preemptions} preemptions"
     return None
 
