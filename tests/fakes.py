@@ -96,6 +96,9 @@ class _Row:
     stop_below: int = 0
     ended: bool = False
     tables: list[list[int]] = field(default_factory=list)
+    kv: list[tuple[list[int], list[list[int]]]] = field(
+        default_factory=list
+    )  # each table and the memory it is for
     changed: bool = True  # its tables changed since they were last compared whole
 
 
@@ -207,6 +210,7 @@ class FakeRunner:
                 value = (value * PRIME + token + 1) & MASK
                 hashes.append(value)
             size, sampling = self._size, joins.sampling[at]
+            tables: list[list[int]] = [[] for _ in self._windows]
             self._rows[row] = _Row(
                 generation=int(joins.generation[at]),
                 tokens=tokens,
@@ -216,7 +220,8 @@ class FakeRunner:
                 limit=int(joins.limit[at]),
                 seed=sampling.seed or 0,
                 stop_below=stop_bound(sampling),
-                tables=[[] for _ in self._windows],
+                tables=tables,
+                kv=list(zip(tables, self._kv, strict=True)),
             )
 
     def _start_copies(self, swaps: Swaps, *, incoming: bool, seq: int) -> None:
@@ -276,12 +281,12 @@ class FakeRunner:
         assert end <= len(row.tokens), "a row computes beyond what it knows"
         value = 0
         if start:
-            value = self._kv[0][row.tables[0][(start - 1) // size]][(start - 1) % size]
+            table, memory = row.kv[0]
+            value = memory[table[(start - 1) // size]][(start - 1) % size]
         for position in range(start, end):
             value = (value * PRIME + row.tokens[position] + 1) & MASK
-            block, slot = divmod(position, size)
-            for table, memory in zip(row.tables, self._kv, strict=True):
-                memory[table[block]][slot] = value
+            for table, memory in row.kv:
+                memory[table[position // size]][position % size] = value
         row.computed = end
         if end < len(row.tokens):
             return 0, 0, RUNNING_ON
@@ -301,7 +306,7 @@ class FakeRunner:
     def _check_step(self, spans: dict[int, int]) -> None:
         """S26: all a row can see is what its own tokens say. S7: no slot is written twice in one step."""
         size = self._size
-        written: set[tuple[int, int]] = set()
+        written: set[int] = set()
         total = 0
         for number in [*self._decoding, *spans]:
             row = self._rows[number]
@@ -309,35 +314,44 @@ class FakeRunner:
                 continue
             # Whole after a change of its tables and every fourth token, else what was written last.
             start = row.computed
-            whole = row.changed or not start & 3
-            self._check_row(number, row, 0 if whole else start - 1)
-            row.changed = False
+            if row.changed or not start & 3:
+                self._check_all(number, row)
+                row.changed = False
+            else:
+                self._check_last(number, row)
             table = row.tables[0]
-            for position in range(start, start + spans.get(number, 1)):
-                index, slot = divmod(position, size)
+            num = spans.get(number, 1)
+            for position in range(start, start + num):
+                index = position // size
                 block = table[index] if index < len(table) else 0
                 if block == 0:
                     raise KVCorruption("S7", f"row {number} writes position {position} into the null block")
-                written.add((block, slot))
-                total += 1
+                written.add(block * size + position % size)
+            total += num
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
-    def _check_row(self, number: int, row: _Row, low: int) -> None:
+    def _check_last(self, number: int, row: _Row) -> None:
+        position = row.computed - 1
+        index, slot = divmod(position, self._size)
+        for table, memory in row.kv:
+            if memory[table[index]][slot] != row.hashes[position]:
+                raise KVCorruption("S26", f"row {number} reads foreign KV in position {position}")
+
+    def _check_all(self, number: int, row: _Row) -> None:
+        """Everything the row can see: the blocks that are full and inside its window at once, then the two ends."""
         size, end = self._size, row.computed
-        for window, table, memory in zip(self._windows, row.tables, self._kv, strict=True):
-            if window is not None:
-                low = max(low, end - window + 1)
-            first, last = -(-low // size), end // size  # blocks that are compared whole
-            if first < last and [memory[block] for block in table[first:last]] != row.full[first:last]:
-                raise KVCorruption("S26", f"row {number} reads foreign KV in blocks {first} to {last}")
-            for index in {low // size, last} if low < end else ():
-                start, stop = max(low, index * size), min(end, (index + 1) * size)
-                if start >= stop or first <= index < last:
-                    continue
-                seen = memory[table[index]][start - index * size : stop - index * size]
-                if seen != row.hashes[start:stop]:
-                    raise KVCorruption("S26", f"row {number} reads foreign KV in positions {start} to {stop}")
+        for window, (table, memory) in zip(self._windows, row.kv, strict=True):
+            low = 0 if window is None else max(0, end - window + 1)
+            first, last = -(-low // size), end // size
+            good = first >= last or [memory[block] for block in table[first:last]] == row.full[first:last]
+            if last * size < end:
+                start = max(low - last * size, 0)
+                good &= memory[table[last]][start : end % size] == row.hashes[last * size + start : end]
+            if low < min(first, last) * size:
+                good &= memory[table[first - 1]][low % size :] == row.hashes[low : first * size]
+            if not good:
+                raise KVCorruption("S26", f"row {number} reads foreign KV in positions {low} to {end}")
 
 
 class _Pending:

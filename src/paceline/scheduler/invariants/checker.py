@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,11 @@ class InvariantChecker:
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._num_added = 0
         self._silent = 0
+        config, budget = scheduler.state.config, scheduler.state.config.max_num_batched_tokens
+        self._patience = -(-config.max_model_len // budget) + config.max_num_seqs + SILENT_STEPS
+        self._padding = 0
+        if scheduler.state.mode.keeps_finished:
+            self._padding = -(-config.max_num_seqs * 2 * config.max_model_len // budget)
         self._seen_decisions = 0
 
     def after_schedule(self, plan: StepPlan | None) -> None:
@@ -205,35 +211,28 @@ class InvariantChecker:
 
     def _note_copies(self, swaps: Swaps) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
-        for ticket in set(swaps.ticket.tolist()):
+        for ticket in set(swaps.ticket.tolist()) if len(swaps.ticket) else ():
             mine = swaps.ticket == ticket
             self._copying[ticket] = self._starts[swaps.group[mine]] + swaps.block[mine]
 
     def _progress(self, plan: StepPlan | None) -> None:
         """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
-        state = self._scheduler.state
         self._silent = self._silent + 1 if plan is not None else 0
-        config = state.config
-        allowed = (
-            -(-config.max_model_len // config.max_num_batched_tokens) + config.max_num_seqs + SILENT_STEPS
-        )
-        allowed *= 2 * (1 + len(state.flights))
-        if state.mode.keeps_finished:
-            allowed += -(-config.max_num_seqs * 2 * config.max_model_len // config.max_num_batched_tokens)
-        if self._silent > allowed:
+        if self._silent > self._patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
             self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
             self.flush()
+
+
+_PLACE = attrgetter("state", "row", "priority")
 
 
 def _places(scheduler: Scheduler) -> object:
     """Where every request is: changes whenever one comes, goes or moves."""
     state = scheduler.state
-    counters = state.counters
-    where = [
-        (request.state, request.row, request.priority, len(request.host_places))
-        for request in state.requests.values()
-    ]
-    return [counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open), where]
+    counters, requests = state.counters, state.requests.values()
+    on_host = [request.id for request in requests if request.host_places]
+    totals = (counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open))
+    return totals, on_host, list(map(_PLACE, requests))
 
 
 def _host_places(scheduler: Scheduler) -> object:
