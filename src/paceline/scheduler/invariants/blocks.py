@@ -20,6 +20,7 @@ from paceline.scheduler.invariants.registry import (
     sweep,
 )
 
+NONE = np.zeros(0, np.int64)
 _MAY_HAVE_PLACES = (RequestState.SWAPPED, RequestState.PAUSED)
 _MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 
@@ -52,11 +53,12 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
     for group in frames.groups:
         index = group.group.index
         others = [
-            [fence.blocks.tolist() for fence in blocks.picture.fences if fence.group == index]
-            + [parts[index].tolist() for parts in blocks.ticket_blocks]
+            [fence.blocks for fence in blocks.picture.fences if fence.group == index]
+            + [parts[index] for parts in blocks.ticket_blocks]
             for blocks in frames.blocks
         ]
-        expected = group.holders + group.counts_of([list(chain.from_iterable(parts)) for parts in others])
+        lengths = [sum(map(len, parts)) for parts in others]
+        expected = group.holders + group.count(np.concatenate([NONE, *chain.from_iterable(others)]), lengths)
         expected[:, NULL_BLOCK] = 1
         wrong = first_true(expected != group.refs)
         if wrong is not None:

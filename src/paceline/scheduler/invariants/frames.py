@@ -246,7 +246,7 @@ class GroupFrames:
         """How often each block is free: [picture, block]."""
         lengths = [len(lists.stack) // 8 for lists in self.lists]
         stacks = np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64)
-        return self._count(stacks, lengths) + self.evictable
+        return self.count(stacks, lengths) + self.evictable
 
     @cached_property
     def evictable(self) -> Index:
@@ -264,10 +264,11 @@ class GroupFrames:
         which = [place.setdefault(id(blocks), len(place)) for blocks in lists]
         each = [lists[which.index(number)] for number in range(len(place))]
         lengths = [len(blocks) for blocks in each]
-        counts = self._count(np.fromiter(chain.from_iterable(each), np.int64, sum(lengths)), lengths)
+        counts = self.count(np.fromiter(chain.from_iterable(each), np.int64, sum(lengths)), lengths)
         return counts[which]
 
-    def _count(self, blocks: Index, lengths: list[int]) -> Index:
+    def count(self, blocks: Index, lengths: list[int]) -> Index:
+        """The same for lists that lie one after another; `lengths` has one entry per picture."""
         cells = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
         counts: Index = np.bincount(cells, minlength=len(lengths) * self.num_blocks)
         return counts.reshape(len(lengths), self.num_blocks)

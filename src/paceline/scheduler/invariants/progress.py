@@ -77,9 +77,11 @@ def nobody_is_passed_over(look: Look) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = look.scheduler.state
+    if not look.decisions or not len(state.queue):
+        return None
     admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
-    if not runners or not len(state.queue):
+    if not runners:
         return None
     waiting_requests = list(state.queue)
     view = _view_of(look, waiting_requests)

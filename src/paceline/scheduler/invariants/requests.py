@@ -119,7 +119,7 @@ def gauges_are_what_they_count(look: Look) -> str | None:
         ("live rows", rows.num_live, len(look.live)),
         ("reserved rows", rows.num_reserved, int(np.count_nonzero(rows.reserved[look.live]))),
         ("rows that need the host", rows.num_needs_host, int(np.count_nonzero(rows.needs_host[look.live]))),
-        ("queued tokens", queue.num_tokens, sum(request.num_tokens for request in queue)),
+        ("queued tokens", queue.num_tokens, sum([request.num_tokens for request in queue])),
     ]
     for group in state.kv.groups:
         if group.reserved or rows.num_reserved:
