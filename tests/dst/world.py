@@ -117,9 +117,15 @@ class World:
 
     def _run(self, steps: int) -> Counter[str]:
         """Traffic for `steps` steps, then quiet until everything has ended and nothing is left."""
+        was_empty = False
         for _ in range(steps):
             self._traffic()
-            self._step()
+            empty = not self.engine.has_requests and self.engine.is_idle
+            if empty and was_empty:  # one look at an empty engine tells what the next would
+                self._rest()
+            else:
+                self._step()
+            was_empty = empty
         self._drain()
         self.engine.close()
         self._check_idle()
@@ -137,6 +143,14 @@ class World:
         self.batches.after_step(events.finished)
         self._receive(events)
         self._check_deadlines()
+        self._pass_time()
+
+    def _rest(self) -> None:
+        """The time of a step passes, and nothing else."""
+        self.shortage.draw()
+        self._pass_time()
+
+    def _pass_time(self) -> None:
         self.clock.advance(self.rng.choice((0.001, 0.002, 0.01)))
 
     def _raise_first(self) -> None:

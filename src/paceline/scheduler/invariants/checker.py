@@ -16,6 +16,7 @@ from paceline.scheduler.invariants import blocks, progress, requests, underway
 from paceline.scheduler.invariants.frames import (
     NOBODY,
     SEVERAL,
+    Blocks,
     Frame,
     Frames,
     Planned,
@@ -62,6 +63,7 @@ class InvariantChecker:
         self._without_room = [entry for entry in self._at[PLANNED] if entry.name[0] not in "LF"]
         self._frames: list[Frame] = []
         self._last: Frame | None = None
+        self._swept: Blocks | None = None  # blocks that are known to be sound
         self._seen: object = None  # where every request was at the last look that found nothing
         self._host_seen: object = None
         self._underway: deque[Planned] = deque()
@@ -175,14 +177,19 @@ class InvariantChecker:
                 underway.remember(frames)
         except Exception as error:
             unreadable = error
+        known = len(frames.blocks) == 1 and frames.blocks[0] is self._swept
         for entry in self._sweeps:
+            if known and entry.moment == BLOCKS:
+                continue
             assert entry.sweep is not None
             try:
                 found += [(at, self._order[entry], entry, message) for at, message in entry.sweep(frames)]
             except Exception as error:  # what is too broken for one check may be known by name to another
                 unreadable = error
-        for planned in frames.writes.plans:
-            planned.in_flight = ()  # looked at: it need not keep the plans before it
+        for frame in frames.frames:
+            if frame.planned is not None:
+                frame.planned.in_flight = ()  # looked at: it need not keep the plans before it
+        self._swept = None if found or unreadable is not None else frames.blocks[-1]
         if found:
             _, _, entry, message = min(found, key=lambda finding: finding[:2])
             self.first = InvariantViolation(entry.name, message)
