@@ -7,12 +7,12 @@ import gc
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline.config import EngineConfig
 from paceline.core.clock import ManualClock
-from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
-from paceline.core.recorder import Inputs, StepRecord, StepRecorder
+from paceline.core.events import Finished, StepEvents
+from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidTransition, NeverFits, QueueFull
@@ -20,36 +20,13 @@ from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
+from tests.dst.coverage import Coverage
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.settings import draw_config, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
 HALF_STEPS_AT_ONCE = 64  # looked at together: few enough to stay in the processor's cache
-
-
-class Coverage:
-    """Counts what happened; also the recorder of the run, which may pass everything on to another."""
-
-    def __init__(self, further: StepRecorder | None = None) -> None:
-        self.counts: Counter[str] = Counter()
-        self._further = further
-
-    def step(self, record: StepRecord) -> None:
-        counts, plan = self.counts, record.plan
-        counts["steps"] += 1
-        rows = plan.work.decode_rows + len(plan.spans.row)
-        counts["steps with 8 or more rows"] += rows >= 8
-        counts["copy-on-write"] += len(plan.block_copies.row)
-        for decision in record.decisions:
-            if decision.kind is DecisionKind.RESUME:
-                counts["resume"] += 1
-        if self._further is not None:
-            self._further.step(record)
-
-    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        if self._further is not None:
-            self._further.close(inputs, decisions)
 
 
 class World:

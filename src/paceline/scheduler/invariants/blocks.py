@@ -20,7 +20,6 @@ from paceline.scheduler.invariants.registry import (
     sweep,
 )
 
-NONE = np.zeros(0, np.int64)
 _MAY_HAVE_PLACES = (RequestState.SWAPPED, RequestState.PAUSED)
 _MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 
@@ -28,7 +27,7 @@ _MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 @sweep("S1", moment=BLOCKS)
 def every_block_is_free_or_live(frames: Frames) -> Findings:
     for group in frames.groups:
-        live = np.count_nonzero(group.refs > 0, axis=1)
+        live = np.array([np.count_nonzero(refs) for refs in group.refs > 0])
         free = np.array([picture.num_free for picture in group.pictures])
         wrong = first_true(free + live != group.num_blocks)
         if wrong is not None:
@@ -58,9 +57,12 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
             for blocks in frames.blocks
         ]
         lengths = [sum(map(len, parts)) for parts in others]
-        expected = group.holders + group.count(np.concatenate([NONE, *chain.from_iterable(others)]), lengths)
-        expected[:, NULL_BLOCK] = 1
-        wrong = first_true(expected != group.refs)
+        expected = group.holders
+        if sum(lengths):
+            expected = expected + group.count(np.concatenate(list(chain.from_iterable(others))), lengths)
+        differ = expected != group.refs
+        differ[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
+        wrong = first_true(differ)
         if wrong is not None:
             picture, block = divmod(wrong, group.num_blocks)
             says = f"has {group.refs[picture, block]} references, {expected[picture, block]} holders"
@@ -161,25 +163,27 @@ def host_places_are_free_or_taken_once(look: Look) -> str | None:
 @sweep("S15", moment=BLOCKS)
 def the_cache_and_its_blocks_agree(frames: Frames) -> Findings:
     for group in frames.groups:
-        keys = np.array([picture.num_keys for picture in group.pictures])
-        flags = np.count_nonzero(group.keyed == group.cached, axis=1) == group.num_blocks
-        at = first_true(~flags | (keys != [len(lists.entries) for lists in group.lists]))
-        if at is not None:
-            yield int(frames.step_of[at]), f"group {group.group.index}: keys, blocks and flags differ"
-        at = first_true(group.evictable > group.keyed)
-        if at is not None:
-            step = int(frames.step_of[at // group.num_blocks])
+        for at, (picture, lists) in enumerate(zip(group.pictures, group.lists, strict=True)):
+            if picture.num_keys != len(lists.entries):
+                counted = f"{picture.num_keys} keys, {len(lists.entries)} blocks"
+                yield int(frames.step_of[at]), f"group {group.group.index}: {counted}"
+        wrong = first_true(group.keyed != group.cached)
+        if wrong is not None:
+            picture_at, block = divmod(wrong, group.num_blocks)
+            yield int(frames.step_of[picture_at]), f"block {block} has a key or a flag, and not the other"
+        wrong = first_true(group.evictable > group.keyed) if group.any_evictable else None
+        if wrong is not None:
+            step = int(frames.step_of[wrong // group.num_blocks])
             yield step, f"group {group.group.index}: a block waits for eviction without a key"
 
 
 @sweep("S16", moment=BLOCKS)
 def only_computed_blocks_are_cached(frames: Frames) -> Findings:
     """Of the rows that hold a cached block, at least one knows that all of it has been computed."""
-    computed = frames.counts["computed"]
-    size = frames.state.kv.block_size
+    computed = frames.counts["computed"] // frames.state.kv.block_size  # full blocks
     for group in frames.groups:
         entries = group.entries
-        behind = (entries.index + 1) * size > computed[frames.step_of[entries.picture], entries.row]
+        behind = entries.index >= entries.spread(computed[frames.step_of[group.live[0]], group.live[1]])
         wrong = behind & group.cached.reshape(-1)[entries.cell]
         if not np.count_nonzero(wrong):
             continue

@@ -216,11 +216,16 @@ class GroupFrames:
         return stack.reshape(len(self.pictures), self.num_blocks)
 
     @cached_property
-    def entries(self) -> Entries:
-        """The blocks in the tables of live rows."""
+    def live(self) -> tuple[Index, Index]:
+        """Picture and row of every row in use."""
         live = np.frombuffer(b"".join(self._live), np.bool_)
         pictures, rows = live.reshape(self._row_shape).nonzero()
-        return Entries(self, pictures, rows)
+        return pictures, rows
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The blocks in the tables of live rows."""
+        return Entries(self, *self.live)
 
     @cached_property
     def holders(self) -> Index:
@@ -245,32 +250,34 @@ class GroupFrames:
     def free(self) -> Index:
         """How often each block is free: [picture, block]."""
         lengths = [len(lists.stack) // 8 for lists in self.lists]
-        stacks = np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64)
-        return self.count(stacks, lengths) + self.evictable
+        free = self.count(np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64), lengths)
+        if self.any_evictable:
+            free += self.evictable
+        return free
+
+    @cached_property
+    def any_evictable(self) -> bool:
+        return any(lists.evictable for lists in self.lists)
 
     @cached_property
     def evictable(self) -> Index:
         """How often each block waits for eviction: [picture, block]."""
-        return self.counts_of([lists.evictable for lists in self.lists])
+        which, each = _different([lists.evictable for lists in self.lists])
+        return self.count(_flat(each), [len(blocks) for blocks in each])[which]
 
     @cached_property
-    def keyed(self) -> Index:
-        """How often each block has a key: [picture, block]."""
-        return self.counts_of([lists.entries for lists in self.lists])
-
-    def counts_of(self, lists: Sequence[list[int]]) -> Index:
-        """How often each block is in the list of its picture: [picture, block]. A list may stand for several."""
-        place: dict[int, int] = {}
-        which = [place.setdefault(id(blocks), len(place)) for blocks in lists]
-        each = [lists[which.index(number)] for number in range(len(place))]
-        lengths = [len(blocks) for blocks in each]
-        counts = self.count(np.fromiter(chain.from_iterable(each), np.int64, sum(lengths)), lengths)
-        return counts[which]
+    def keyed(self) -> Mask:
+        """Which blocks have a key: [picture, block]."""
+        which, each = _different([lists.entries for lists in self.lists])
+        keyed = np.zeros((len(each), self.num_blocks), np.bool_)
+        keyed[np.repeat(np.arange(len(each)), [len(blocks) for blocks in each]), _flat(each)] = True
+        return keyed[which]
 
     def count(self, blocks: Index, lengths: list[int]) -> Index:
-        """The same for lists that lie one after another; `lengths` has one entry per picture."""
-        cells = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
-        counts: Index = np.bincount(cells, minlength=len(lengths) * self.num_blocks)
+        """How often each block is in the list of its picture; the lists lie one after another."""
+        if len(lengths) > 1:
+            blocks = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
+        counts: Index = np.bincount(blocks, minlength=len(lengths) * self.num_blocks)
         return counts.reshape(len(lengths), self.num_blocks)
 
     def _per_row(self, parts: list[bytes], width: int) -> Index:
@@ -280,18 +287,37 @@ class GroupFrames:
 
 
 class Entries:
-    """The table entries of some rows in some pictures, flat: which of those it belongs to, index and block."""
+    """The table entries of some rows in some pictures, flat: row, block, and place in a flat [picture, block]."""
 
     def __init__(self, group: GroupFrames, pictures: Index, rows: Index) -> None:
-        start = group.first[pictures, rows] if group.group.window is not None else np.zeros_like(rows)
-        count = np.maximum(group.held[pictures, rows] - start, 0)
-        self.of = np.repeat(np.arange(len(rows)), count)
-        self.index = np.arange(len(self.of)) - np.repeat(np.cumsum(count) - count - start, count)
-        self.picture, self.row = pictures[self.of], rows[self.of]
-        self.block = group.table[self.picture, self.row, self.index]
+        self._pictures = pictures
+        self._start = group.first[pictures, rows] if group.group.window is not None else np.zeros_like(rows)
+        self._count = np.maximum(group.held[pictures, rows] - self._start, 0)
+        self._offset = np.cumsum(self._count) - self._count
+        _, num_rows, width = group.table.shape
+        begin = (pictures * num_rows + rows) * width + self._start
+        self.row = self.spread(rows)
+        place = np.arange(len(self.row)) + self.spread(begin - self._offset)
+        self.block = group.table.reshape(-1)[place]
         if len(self.block) and not 0 <= int(self.block.min()) <= int(self.block.max()) < group.num_blocks:
             raise IndexError(f"a table of group {group.group.index} holds a block that does not exist")
-        self.cell = self.picture * group.num_blocks + self.block  # place in a flat [picture, block]
+        self.cell = self.block
+        if len(group.pictures) > 1:
+            self.cell = self.block + self.spread(pictures * group.num_blocks)
+
+    def spread(self, values: Index) -> Index:
+        """A value per row, for each of its entries."""
+        spread: Index = np.repeat(values, self._count)
+        return spread
+
+    @cached_property
+    def picture(self) -> Index:
+        return self.spread(self._pictures)
+
+    @cached_property
+    def index(self) -> Index:
+        """The place in the row's table."""
+        return np.arange(len(self.row)) + self.spread(self._start - self._offset)
 
 
 class Writes:
@@ -320,6 +346,17 @@ class Writes:
         """The first and the last block of each write."""
         first = group.table[self.picture, self.row, self.start // block_size]
         return first, group.table[self.picture, self.row, (self.end - 1) // block_size]
+
+
+def _different(lists: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Each list once, and which of them each picture has."""
+    place: dict[int, int] = {}
+    which = [place.setdefault(id(blocks), len(place)) for blocks in lists]
+    return which, [lists[which.index(number)] for number in range(len(place))]
+
+
+def _flat(lists: Sequence[list[int]]) -> Index:
+    return np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
 
 
 def first_true(mask: Mask) -> int | None:

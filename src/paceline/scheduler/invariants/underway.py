@@ -23,7 +23,7 @@ def remember(frames: Frames) -> None:
     flat = touched.reshape(-1)
     for group, start in zip(frames.groups, starts.tolist(), strict=False):
         entries = Entries(group, writes.picture, writes.row)
-        place = writes.number[entries.of] * starts[-1] + start + entries.block
+        place = entries.block + entries.spread(writes.number * starts[-1] + start)
         flat[place] = entries.row
         flat[place[flat[place] != entries.row]] = SEVERAL
     for planned, mine in zip(writes.plans, touched, strict=True):
