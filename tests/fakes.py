@@ -258,7 +258,7 @@ class FakeRunner:
                 outcomes.append((0, 0, RUNNING_ON))
             else:
                 outcomes.append(self._advance(row, spans[number] if at >= len(self._decoding) else 1))
-        tokens, count, finished = np.array(outcomes or [(0, 0, 0)], np.int32)[: len(rows)].T
+        tokens, count, finished = np.array(outcomes, np.int32).reshape(-1, 3).T
         finite = np.ones(len(rows), np.bool_)
         if self.faults.nan_row and rows and self.faults.rng.random() < self.faults.nan_row:
             finite[self.faults.rng.randrange(len(rows))] = False

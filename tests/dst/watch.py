@@ -102,8 +102,9 @@ class WatchedRunner(FakeRunner):
             assert self.found is not None
             self.found(violation)
             raise
-        for at in np.flatnonzero(~result.finite).tolist() if not all(result.finite.tolist()) else ():
-            self._distrust(int(result.rows[at]), int(result.generation[at]))
+        if np.count_nonzero(result.finite) < len(result.finite):
+            for at in np.flatnonzero(~result.finite).tolist():
+                self._distrust(int(result.rows[at]), int(result.generation[at]))
         return result
 
     def check_distrusted(self) -> None:

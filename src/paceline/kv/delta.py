@@ -74,9 +74,18 @@ def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
             np.full(length, part, np.int32) if isinstance(part, int) else part.astype(np.int32)
             for part in entries[0]
         )
-    columns: list[list[int]] = [[] for _ in range(width)]
-    for entry in entries:
-        length = len(entry[-1]) if isinstance(entry[-1], np.ndarray) else 1
-        for column, part in zip(columns, entry, strict=True):
-            column += [part] * length if isinstance(part, int) else part.tolist()
-    return tuple(np.array(column, np.int32) for column in columns)
+    lengths = [len(entry[-1]) if isinstance(entry[-1], np.ndarray) else 1 for entry in entries]
+    columns = []
+    for position in range(width):
+        parts = [entry[position] for entry in entries]
+        if all(isinstance(part, int) for part in parts):
+            column = np.repeat(np.array(parts, np.int32), lengths)
+        elif any(isinstance(part, int) for part in parts):
+            values: list[int] = []
+            for part, length in zip(parts, lengths, strict=True):
+                values += [part] * length if isinstance(part, int) else part.tolist()
+            column = np.array(values, np.int32)
+        else:
+            column = np.concatenate(parts).astype(np.int32)
+        columns.append(column)
+    return tuple(columns)

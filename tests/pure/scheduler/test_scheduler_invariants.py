@@ -11,7 +11,7 @@ from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.invariants import INVARIANTS
-from paceline.scheduler.invariants.frames import Underway
+from paceline.scheduler.invariants.pictures import Underway
 from paceline.scheduler.invariants.registry import Look
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import blocks, progress, requests, underway
-from paceline.scheduler.invariants.frames import (
+from paceline.scheduler.invariants.frames import Frames
+from paceline.scheduler.invariants.pictures import (
     NOBODY,
     SEVERAL,
     Blocks,
     Frame,
-    Frames,
     Planned,
     Underway,
     take_frame,

@@ -6,13 +6,8 @@ from itertools import chain
 
 import numpy as np
 
-from paceline.scheduler.invariants.frames import (
-    NOBODY,
-    SEVERAL,
-    Entries,
-    Frames,
-    in_time,
-)
+from paceline.scheduler.invariants.frames import Entries, Frames, in_time
+from paceline.scheduler.invariants.pictures import NOBODY, SEVERAL
 from paceline.scheduler.invariants.registry import PLANNED, Findings, Look, invariant, sweep
 
 
