@@ -46,21 +46,22 @@ def reference_output(prompt: list[int], sampling: SamplingParams) -> tuple[list[
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5."""
     value = 0
     for token in prompt:
-        value = extend_hash(value, token)
-    output: list[int] = []
+        value = (value * PRIME + token + 1) & MASK
+    seed, output = sampling.seed or 0, []
+    stop_below = stop_bound(sampling)
     while True:
-        token = pick_token(value, sampling.seed or 0)
+        token = pick_token(value, seed)
         output.append(token)
-        if is_stop(token, sampling):
+        if token < stop_below:
             return output, "stop"
         if len(output) == sampling.max_tokens:
             return output, "length"
         value = extend_hash(value, token)
 
 
-def is_stop(token: int, sampling: SamplingParams) -> bool:
+def stop_bound(sampling: SamplingParams) -> int:
     """Tokens below the first stop id stop: a range, so that random tokens hit it with a chosen probability."""
-    return bool(sampling.stop_token_ids) and token < sampling.stop_token_ids[0]
+    return sampling.stop_token_ids[0] if sampling.stop_token_ids else 0
 
 
 @dataclass
@@ -88,12 +89,16 @@ class _Row:
     generation: int = 0
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # the shadow: what the KV of its tokens must hold
+    full: list[list[int]] = field(default_factory=list)  # the same, cut into full blocks
     computed: int = 0
     limit: int = 0
     seed: int = 0
     stop_below: int = 0
     ended: bool = False
     tables: list[list[int]] = field(default_factory=list)
+    kv: list[tuple[list[int], list[list[int]]]] = field(
+        default_factory=list
+    )  # each table and the memory it is for
     changed: bool = True  # its tables changed since they were last compared whole
 
 
@@ -202,18 +207,21 @@ class FakeRunner:
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
             value, hashes = 0, []
             for token in tokens:
-                value = extend_hash(value, token)
+                value = (value * PRIME + token + 1) & MASK
                 hashes.append(value)
-            sampling = joins.sampling[at]
+            size, sampling = self._size, joins.sampling[at]
+            tables: list[list[int]] = [[] for _ in self._windows]
             self._rows[row] = _Row(
                 generation=int(joins.generation[at]),
                 tokens=tokens,
                 hashes=hashes,
+                full=[hashes[end - size : end] for end in range(size, count + 1, size)],
                 computed=int(joins.num_computed[at]),
                 limit=int(joins.limit[at]),
                 seed=sampling.seed or 0,
-                stop_below=sampling.stop_token_ids[0] if sampling.stop_token_ids else 0,
-                tables=[[] for _ in self._windows],
+                stop_below=stop_bound(sampling),
+                tables=tables,
+                kv=list(zip(tables, self._kv, strict=True)),
             )
 
     def _start_copies(self, swaps: Swaps, *, incoming: bool, seq: int) -> None:
@@ -242,17 +250,15 @@ class FakeRunner:
         if self.check:
             self._check_step(spans)
         rows = self._decoding + list(spans)
-        tokens, count, finished = [], [], []
+        outcomes, generations = [], []
         for at, number in enumerate(rows):
             row = self._rows[number]
+            generations.append(row.generation)
             if row.ended:  # masked: computes into the null block
-                outcome = (0, 0, RUNNING_ON)
+                outcomes.append((0, 0, RUNNING_ON))
             else:
-                num = spans[number] if at >= len(self._decoding) else 1
-                outcome = self._advance(row, num)
-            tokens.append(outcome[0])
-            count.append(outcome[1])
-            finished.append(outcome[2])
+                outcomes.append(self._advance(row, spans[number] if at >= len(self._decoding) else 1))
+        tokens, count, finished = np.array(outcomes, np.int32).reshape(-1, 3).T
         finite = np.ones(len(rows), np.bool_)
         if self.faults.nan_row and rows and self.faults.rng.random() < self.faults.nan_row:
             finite[self.faults.rng.randrange(len(rows))] = False
@@ -260,10 +266,10 @@ class FakeRunner:
         return StepResult(
             seq=plan.seq,
             rows=np.array(rows, np.int32),
-            generation=np.array([self._rows[row].generation for row in rows], np.int32),
-            tokens=np.array(tokens, np.int32)[:, None],
-            count=np.array(count, np.int32),
-            finished=np.array(finished, np.uint8),
+            generation=np.array(generations, np.int32),
+            tokens=tokens[:, None],
+            count=count,
+            finished=finished.astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
         )
@@ -275,10 +281,11 @@ class FakeRunner:
         assert end <= len(row.tokens), "a row computes beyond what it knows"
         value = 0
         if start:
-            value = self._kv[0][row.tables[0][(start - 1) // size]][(start - 1) % size]
+            table, memory = row.kv[0]
+            value = memory[table[(start - 1) // size]][(start - 1) % size]
         for position in range(start, end):
-            value = extend_hash(value, row.tokens[position])
-            for table, memory in zip(row.tables, self._kv, strict=True):
+            value = (value * PRIME + row.tokens[position] + 1) & MASK
+            for table, memory in row.kv:
                 memory[table[position // size]][position % size] = value
         row.computed = end
         if end < len(row.tokens):
@@ -286,6 +293,8 @@ class FakeRunner:
         token = pick_token(value, row.seed)
         row.tokens.append(token)
         row.hashes.append(extend_hash(row.hashes[-1], token))
+        if len(row.tokens) % size == 0:
+            row.full.append(row.hashes[-size:])
         if token < row.stop_below:
             row.ended = True
             return token, 1, STOPPED
@@ -297,36 +306,52 @@ class FakeRunner:
     def _check_step(self, spans: dict[int, int]) -> None:
         """S26: all a row can see is what its own tokens say. S7: no slot is written twice in one step."""
         size = self._size
-        written: set[tuple[int, int]] = set()
+        written: set[int] = set()
         total = 0
         for number in [*self._decoding, *spans]:
             row = self._rows[number]
             if row.ended:
                 continue
             # Whole after a change of its tables and every fourth token, else what was written last.
-            whole = row.changed or not row.computed & 3
-            self._check_row(number, row, 0 if whole else row.computed - 1)
-            row.changed = False
-            for position in range(row.computed, row.computed + spans.get(number, 1)):
-                table = row.tables[0]
-                block = table[position // size] if position // size < len(table) else 0
+            start = row.computed
+            if row.changed or not start & 3:
+                self._check_all(number, row)
+                row.changed = False
+            else:
+                self._check_last(number, row)
+            table = row.tables[0]
+            num = spans.get(number, 1)
+            for position in range(start, start + num):
+                index = position // size
+                block = table[index] if index < len(table) else 0
                 if block == 0:
                     raise KVCorruption("S7", f"row {number} writes position {position} into the null block")
-                written.add((block, position % size))
-                total += 1
+                written.add(block * size + position % size)
+            total += num
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
-    def _check_row(self, number: int, row: _Row, low: int) -> None:
-        size = self._size
-        for window, table, memory in zip(self._windows, row.tables, self._kv, strict=True):
-            if window is not None:
-                low = max(low, row.computed - window + 1)
-            for index in range(low // size, -(-row.computed // size)):
-                first, end = max(low, index * size), min(row.computed, (index + 1) * size)
-                seen = memory[table[index]][first - index * size : end - index * size]
-                if seen != row.hashes[first:end]:
-                    raise KVCorruption("S26", f"row {number} reads foreign KV in positions {first} to {end}")
+    def _check_last(self, number: int, row: _Row) -> None:
+        position = row.computed - 1
+        index, slot = divmod(position, self._size)
+        for table, memory in row.kv:
+            if memory[table[index]][slot] != row.hashes[position]:
+                raise KVCorruption("S26", f"row {number} reads foreign KV in position {position}")
+
+    def _check_all(self, number: int, row: _Row) -> None:
+        """Everything the row can see: the blocks that are full and inside its window at once, then the two ends."""
+        size, end = self._size, row.computed
+        for window, (table, memory) in zip(self._windows, row.kv, strict=True):
+            low = 0 if window is None else max(0, end - window + 1)
+            first, last = -(-low // size), end // size
+            good = first >= last or [memory[block] for block in table[first:last]] == row.full[first:last]
+            if last * size < end:
+                start = max(low - last * size, 0)
+                good &= memory[table[last]][start : end % size] == row.hashes[last * size + start : end]
+            if low < min(first, last) * size:
+                good &= memory[table[first - 1]][low % size :] == row.hashes[low : first * size]
+            if not good:
+                raise KVCorruption("S26", f"row {number} reads foreign KV in positions {low} to {end}")
 
 
 class _Pending:

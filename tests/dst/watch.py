@@ -1,11 +1,12 @@
 """Looks at what the engine's own invariants cannot see: refusals, endings nobody asked for, distrusted blocks.
 
-A watch that stands inside the engine's error boundary keeps the first violation it sees, because the boundary
-would take it for a failing request; the world raises it before anything that follows from it.
+A watch that stands inside the engine's error boundary leaves what it sees with the checker, because the boundary
+would take it for a failing request; the world has it raised before anything that follows from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,9 +48,9 @@ class Expectation:
 class AdmissionWatch:
     """S18: an admission that is refused, or fails, leaves everything as it was."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.violation: InvariantViolation | None = None
+    def __init__(self, scheduler: Scheduler, found: Callable[[InvariantViolation], None]) -> None:
         self._scheduler = scheduler
+        self._found = found
         admission = scheduler.composer.admission
         self._admit = admission.admit
         admission.admit = self._watched  # type: ignore[method-assign]
@@ -81,8 +82,8 @@ class AdmissionWatch:
         return reason
 
     def _compare(self, before: object, request: Request) -> None:
-        if self.violation is None and (self.state(), request.state, request.row) != before:
-            self.violation = InvariantViolation("S18", f"refusing request {request.id} left something behind")
+        if (self.state(), request.state, request.row) != before:
+            self._found(InvariantViolation("S18", f"refusing request {request.id} left something behind"))
 
 
 class WatchedRunner(FakeRunner):
@@ -91,14 +92,19 @@ class WatchedRunner(FakeRunner):
     def __init__(self, config: EngineConfig, faults: Faults) -> None:
         super().__init__(config, faults)
         self.scheduler: Scheduler | None = None
+        self.found: Callable[[InvariantViolation], None] | None = None
         self._distrusted: list[tuple[int, int, BlockKey]] = []  # group, block, key
 
     def finish_until(self, seq: int) -> StepResult:
-        result = super().finish_until(seq)
-        for row, generation in zip(
-            result.rows[~result.finite].tolist(), result.generation[~result.finite].tolist(), strict=True
-        ):
-            self._distrust(row, generation)
+        try:
+            result = super().finish_until(seq)
+        except InvariantViolation as violation:  # the engine takes it for a failed step
+            assert self.found is not None
+            self.found(violation)
+            raise
+        if np.count_nonzero(result.finite) < len(result.finite):
+            for at in np.flatnonzero(~result.finite).tolist():
+                self._distrust(int(result.rows[at]), int(result.generation[at]))
         return result
 
     def check_distrusted(self) -> None:

@@ -7,46 +7,26 @@ import gc
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline.config import EngineConfig
 from paceline.core.clock import ManualClock
-from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
-from paceline.core.recorder import Inputs, StepRecord, StepRecorder
+from paceline.core.events import Finished, StepEvents
+from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidTransition, NeverFits, QueueFull
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
+from paceline.scheduler.scheduler import Scheduler
+from tests.dst.coverage import Coverage
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.settings import draw_config, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
-
-class Coverage:
-    """Counts what happened; also the recorder of the run, which may pass everything on to another."""
-
-    def __init__(self, further: StepRecorder | None = None) -> None:
-        self.counts: Counter[str] = Counter()
-        self._further = further
-
-    def step(self, record: StepRecord) -> None:
-        counts, plan = self.counts, record.plan
-        counts["steps"] += 1
-        rows = plan.work.decode_rows + len(plan.spans.row)
-        counts["steps with 8 or more rows"] += rows >= 8
-        counts["copy-on-write"] += len(plan.block_copies.row)
-        for decision in record.decisions:
-            if decision.kind is DecisionKind.RESUME:
-                counts["resume"] += 1
-        if self._further is not None:
-            self._further.step(record)
-
-    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        if self._further is not None:
-            self._further.close(inputs, decisions)
+HALF_STEPS_AT_ONCE = 64  # looked at together: few enough to stay in the processor's cache
 
 
 class World:
@@ -80,10 +60,11 @@ class World:
             hooks=self.hooks,
             recorder=self.coverage,
             make_pool=self.shortage.make_pool,
-            make_checker=InvariantChecker,
+            make_checker=self._make_checker,
         )
         self.runner.scheduler = self.engine.scheduler
-        self.admissions = AdmissionWatch(self.engine.scheduler)
+        self.runner.found = self.checker.found
+        self.admissions = AdmissionWatch(self.engine.scheduler, self.checker.found)
         self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
@@ -93,14 +74,35 @@ class World:
             [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
         ]
         self.overlapped = self.config.depth > 0
+        self.acts = self._acts()
+
+    def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
+        self.checker = InvariantChecker(scheduler, batch=HALF_STEPS_AT_ONCE)
+        return self.checker
 
     # -- running -------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> Counter[str]:
+        """Run, and raise what went wrong first."""
+        try:
+            counts = self._run(steps)
+        except Exception:
+            self.checker.flush()
+            raise
+        self.checker.flush()
+        return counts
+
+    def _run(self, steps: int) -> Counter[str]:
         """Traffic for `steps` steps, then quiet until everything has ended and nothing is left."""
+        was_empty = False
         for _ in range(steps):
             self._traffic()
-            self._step()
+            empty = not self.engine.has_requests and self.engine.is_idle
+            if empty and was_empty:  # one look at an empty engine tells what the next would
+                self._rest()
+            else:
+                self._step()
+            was_empty = empty
         self._drain()
         self.engine.close()
         self._check_idle()
@@ -118,14 +120,20 @@ class World:
         self.batches.after_step(events.finished)
         self._receive(events)
         self._check_deadlines()
+        self._pass_time()
+
+    def _rest(self) -> None:
+        """The time of a step passes, and nothing else."""
+        self.shortage.draw()
+        self._pass_time()
+
+    def _pass_time(self) -> None:
         self.clock.advance(self.rng.choice((0.001, 0.002, 0.01)))
 
     def _raise_first(self) -> None:
         """What went wrong inside the engine's error boundaries comes before what follows from it."""
-        if self.admissions.violation is not None:
-            raise self.admissions.violation
-        if self.runner.violation is not None:
-            raise self.runner.violation
+        if self.checker.first is not None:
+            self.checker.flush()
         error = self.engine.last_error
         if error is not None and not isinstance(error, DeviceFault):
             raise error
@@ -251,7 +259,14 @@ class World:
         if rng.random() < traffic.add and (not full or rng.random() < 0.05):
             for _ in range(rng.randint(1, traffic.burst)):
                 self._add()
-        for chance, act in (
+        for chance, act in self.acts:
+            if rng.random() < chance:
+                act()
+
+    def _acts(self) -> list[tuple[float, Callable[[], None]]]:
+        """What may happen beside arrivals, with its chance per step; what never does is left out."""
+        traffic = self.traffic
+        acts = (
             (traffic.abort, self._abort),
             (traffic.fork, self._fork),
             (traffic.prune, self._prune),
@@ -262,9 +277,8 @@ class World:
             (traffic.deadline, self._deadline),
             (traffic.stop_string, self._stop_string),
             (traffic.reset_cache, self.engine.scheduler.reset_prefix_cache),
-        ):
-            if chance and rng.random() < chance:
-                act()
+        )
+        return [(chance, act) for chance, act in acts if chance]
 
     def _add(self) -> None:
         rng, traffic = self.rng, self.traffic

@@ -48,7 +48,7 @@ class LeastRecentlyFreed:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
+        return iter(dict.keys(self._blocks))  # the same order, without the ordered dict's slow iterator
 
 
 class BlockPool:
@@ -91,7 +91,11 @@ class BlockPool:
     def free_blocks(self) -> Blocks:
         """All free blocks, cached ones last in the order they will be evicted. For checks."""
         waiting = np.fromiter(iter(self.evictable), np.int64, len(self.evictable))
-        return np.concatenate([self._stack[: self._depth], waiting])
+        return np.concatenate([self.free_stack(), waiting])
+
+    def free_stack(self) -> Blocks:
+        """The free blocks that hold nothing. For checks."""
+        return self._stack[: self._depth]
 
     def allocate(self, count: int) -> Blocks:
         """Take `count` blocks, each with one reference. The caller has checked `available`."""

@@ -408,8 +408,8 @@ class Composer:
         if not np.count_nonzero(changed):
             return _SAME_ROWS
         return RowSet(
-            added=np.flatnonzero(changed & mask).astype(np.int32),
-            removed=np.flatnonzero(changed & last).astype(np.int32),
+            added=(changed & mask).nonzero()[0].astype(np.int32),
+            removed=(changed & last).nonzero()[0].astype(np.int32),
         )
 
 

@@ -68,7 +68,7 @@ def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool] | None
 def first_in_order(state: SchedulerState) -> int | None:
     """The running row that goes before all others: it always makes progress."""
     rows = state.rows
-    live = np.flatnonzero(rows.live[: rows.high] & ~rows.done[: rows.high])
+    live = (rows.live[: rows.high] & ~rows.done[: rows.high]).nonzero()[0]
     return int(state.in_order(live)[0]) if len(live) else None
 
 

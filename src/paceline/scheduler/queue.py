@@ -26,6 +26,7 @@ class WaitingQueue:
         self._counts: NDArray[np.int64] = np.zeros((7, 64), np.int64)
         self._arrival_s = np.zeros(64, np.float64)
         self.num_tokens = 0
+        self._view: RequestView | None = None  # the last one asked for, while it still holds
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -44,6 +45,7 @@ class WaitingQueue:
         if place == len(self._arrival_s):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
             self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
+        self._view = None
         self._requests.append(request)
         self._place[request.id] = place
         num_tokens = request.num_tokens
@@ -62,6 +64,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
+        self._view = None
         place = self._place.pop(request.id)
         last = self._requests.pop()
         if last is not request:
@@ -76,10 +79,12 @@ class WaitingQueue:
         self._counts[PRIORITY, self._place[request.id]] = request.priority
 
     def view(self, now_s: float) -> RequestView:
+        if self._view is not None and self._view.now_s == now_s:
+            return self._view
         count = len(self._requests)
         counts, arrival_s = self._counts[:, :count], self._arrival_s[:count]
         counts.flags.writeable = arrival_s.flags.writeable = False
-        return RequestView(
+        self._view = RequestView(
             now_s=now_s,
             row=counts[ROW],
             order=counts[ORDER],
@@ -90,6 +95,7 @@ class WaitingQueue:
             max_total=counts[MAX_TOTAL],
             preemptions=counts[PREEMPTIONS],
         )
+        return self._view
 
 
 def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:

@@ -18,6 +18,23 @@ from paceline.core.request import NO_ROW, Request
 # Row counters are 64 bit: they are used as indices, and numpy is fastest with its own index type.
 Count = NDArray[np.int64]
 Flag = NDArray[np.bool_]
+# The columns of each kind, in the order they lie behind one another.
+COUNTS = (
+    "request_id",
+    "num_prompt",
+    "known",
+    "num_tokens",
+    "computed",
+    "upper",
+    "limit",
+    "pad",
+    "pad_left",
+    "order",
+    "priority",
+    "tenant",
+    "preemptions",
+)
+FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
 
 
 class Rows:
@@ -29,7 +46,7 @@ class Rows:
         self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.arrival_s = np.zeros(num_rows, np.float64)
         # One array behind the columns of a kind, so that a join writes all of them at once.
-        self._counts: Count = np.zeros((13, num_rows), np.int64)
+        self._counts: Count = np.zeros((len(COUNTS), num_rows), np.int64)
         self.request_id: Count
         self.num_prompt: Count
         self.known: Count  # tokens the row joined with
@@ -43,22 +60,9 @@ class Rows:
         self.priority: Count
         self.tenant: Count
         self.preemptions: Count
-        (
-            self.request_id,
-            self.num_prompt,
-            self.known,
-            self.num_tokens,
-            self.computed,
-            self.upper,
-            self.limit,
-            self.pad,
-            self.pad_left,
-            self.order,
-            self.priority,
-            self.tenant,
-            self.preemptions,
-        ) = self._counts
-        self._flags: Flag = np.zeros((7, num_rows), np.bool_)
+        for name, count in zip(COUNTS, self._counts, strict=True):
+            setattr(self, name, count)
+        self._flags: Flag = np.zeros((len(FLAGS), num_rows), np.bool_)
         self.live: Flag
         self.needs_host: Flag
         self.decoding: Flag  # takes part in plain decode
@@ -66,15 +70,8 @@ class Rows:
         self.done: Flag  # has ended, waits for its batch to leave
         self.sharing: Flag  # may write into a block that others read
         self.reserved: Flag  # never preempted
-        (
-            self.live,
-            self.needs_host,
-            self.decoding,
-            self.padding,
-            self.done,
-            self.sharing,
-            self.reserved,
-        ) = self._flags
+        for name, flag in zip(FLAGS, self._flags, strict=True):
+            setattr(self, name, flag)
         self.outputs: NDArray[np.int32] = np.zeros(
             (num_rows, max_len), np.int32
         )  # tokens delivered since the row joined
@@ -146,6 +143,10 @@ class Rows:
         """Step `seq` and all before it have completed: rows that waited for them are free."""
         while self._fenced and self._fenced[0][0] <= seq:
             heapq.heappush(self._free, self._fenced.popleft()[1])
+
+    def columns(self) -> tuple[bytes, bytes]:
+        """A copy of all counts and of all flags, as `COUNTS` and `FLAGS` name them. For checks."""
+        return self._counts.tobytes(), self._flags.tobytes()
 
     def free_rows(self) -> list[int]:
         return list(self._free)

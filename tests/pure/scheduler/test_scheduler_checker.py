@@ -56,6 +56,51 @@ def test_what_is_skipped_because_nothing_changed_is_looked_at_when_something_doe
         checker.after_update(None)
 
 
+def with_a_reference_too_many_for_a_moment(batch: int) -> tuple[Scene, InvariantChecker]:
+    """One half-step out of two is broken, and the checker has not looked at it yet."""
+    broken = scene()
+    checker = InvariantChecker(broken.bench.scheduler, batch)
+    checker.after_schedule(broken.plan)
+    block = broken.group.blocks_of(0)[0]
+    broken.pool.refs[block] += 1
+    checker.after_update(None)
+    broken.pool.refs[block] -= 1
+    return broken, checker
+
+
+def test_what_was_wrong_for_a_moment_is_raised_when_the_pictures_are_looked_at() -> None:
+    _, checker = with_a_reference_too_many_for_a_moment(batch=5)
+    for _ in range(2):
+        checker.after_update(None)
+    with pytest.raises(InvariantViolation, match="S4"):
+        checker.after_update(None)
+
+
+def test_the_first_violation_in_time_is_raised_before_one_that_is_seen_at_once() -> None:
+    broken, checker = with_a_reference_too_many_for_a_moment(batch=64)
+    a_request_vanishes(broken)
+    with pytest.raises(InvariantViolation, match="S4"):
+        checker.after_update(None)
+    with pytest.raises(InvariantViolation, match="S4"):  # it stays the first
+        checker.flush()
+
+
+def test_a_violation_seen_elsewhere_comes_after_what_the_pictures_show() -> None:
+    elsewhere = InvariantViolation("S18", "seen by a watch")
+    _, checker = with_a_reference_too_many_for_a_moment(batch=64)
+    checker.found(elsewhere)
+    with pytest.raises(InvariantViolation, match="S4"):
+        checker.flush()
+    sound = scene()
+    checker = InvariantChecker(sound.bench.scheduler, batch=64)
+    checker.after_schedule(sound.plan)
+    checker.flush()
+    checker.found(elsewhere)
+    a_reference_too_many(sound)
+    with pytest.raises(InvariantViolation, match="S18"):
+        checker.after_update(None)
+
+
 def test_a_block_used_by_a_step_under_way_is_remembered() -> None:
     """S22 through the checker: a block is handed on before the step that writes it has completed."""
     bench = Bench(engine_config(depth=1))

@@ -11,6 +11,7 @@ from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.invariants import INVARIANTS
+from paceline.scheduler.invariants.pictures import Underway
 from paceline.scheduler.invariants.registry import Look
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -29,7 +30,7 @@ class Scene:
         self.group = self.kv.groups[0]
         self.pool = self.group.pool
         self.decisions = list(self.state.decisions)
-        self.in_flight: list[Any] = []
+        self.in_flight: list[Underway] = []
 
     def row(self, number: int) -> int:
         return self.state.requests[RequestId(number)].row
@@ -225,7 +226,7 @@ def a_block_is_offered_before_it_is_computed(scene: Scene) -> None:
 def a_block_in_flight_is_written_by_another_row(scene: Scene) -> None:
     touched = np.full(scene.pool.num_blocks, -1, np.int64)
     touched[scene.group.table[0, int(scene.rows.upper[0] - 1) // 4]] = 1
-    scene.in_flight.append(touched)
+    scene.in_flight.append(Underway(touched))
 
 
 @breaks("tenants_never_share_blocks", forked)

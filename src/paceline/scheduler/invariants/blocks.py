@@ -2,103 +2,118 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.request import RequestState
 from paceline.kv.block_pool import NULL_BLOCK
-from paceline.scheduler.invariants.registry import BLOCKS, CHANGES, PLANNED, Look, invariant
+from paceline.scheduler.invariants.frames import Frames, first_true, in_time
+from paceline.scheduler.invariants.registry import (
+    BLOCKS,
+    CHANGES,
+    HOST,
+    PLANNED,
+    Findings,
+    Look,
+    invariant,
+    sweep,
+)
+
+_MAY_HAVE_PLACES = (RequestState.SWAPPED, RequestState.PAUSED)
+_MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 
 
-@invariant("S1", moment=BLOCKS)
-def every_block_is_free_or_live(look: Look) -> str | None:
-    for group in look.scheduler.state.kv.groups:
-        pool = group.pool
-        live = int(np.count_nonzero(pool.refs > 0))
-        if pool.num_free + live != pool.num_blocks:
-            return f"group {group.index}: {pool.num_free} free + {live} live blocks are not {pool.num_blocks}"
-    return None
+@sweep("S1", moment=BLOCKS)
+def every_block_is_free_or_live(frames: Frames) -> Findings:
+    for group in frames.groups:
+        live = np.array([np.count_nonzero(refs) for refs in group.refs > 0])
+        free = np.array([picture.num_free for picture in group.pictures])
+        wrong = first_true(free + live != group.num_blocks)
+        if wrong is not None:
+            counted = f"{free[wrong]} free + {live[wrong]} live blocks are not {group.num_blocks}"
+            yield int(frames.step_of[wrong]), f"group {group.group.index}: {counted}"
 
 
-@invariant("S3", moment=BLOCKS)
-def the_free_list_has_each_free_block_once(look: Look) -> str | None:
-    for group in look.scheduler.state.kv.groups:
-        free = group.pool.free_blocks()
-        counts = np.bincount(free, minlength=group.pool.num_blocks)
-        wrong = counts != (group.pool.refs == 0)  # S2: free exactly when nobody holds it
-        if np.count_nonzero(wrong):
-            block = int(wrong.argmax())
-            return f"block {block} is free {counts[block]} times and has {group.pool.refs[block]} references"
-    return None
-
-
-@invariant("S4", moment=BLOCKS)
-def references_are_what_holds_blocks(look: Look) -> str | None:
-    kv = look.scheduler.state.kv
-    for group in kv.groups:
-        others = [fence.blocks for fence in kv.fences if fence.group == group.index]
-        others += [ticket.blocks[group.index] for ticket in kv.tickets.open.values()]
-        expected = look.held[group.index].holders
-        if others:
-            expected = expected + np.bincount(np.concatenate(others), minlength=group.pool.num_blocks)
-        expected[NULL_BLOCK] = 1
-        differ = expected != group.pool.refs
-        if np.count_nonzero(differ):
-            wrong = int(differ.argmax())
-            return (
-                f"group {group.index}: block {wrong} has {group.pool.refs[wrong]} references, "
-                f"{expected[wrong]} holders"
+@sweep("S3", moment=BLOCKS)
+def the_free_list_has_each_free_block_once(frames: Frames) -> Findings:
+    for group in frames.groups:
+        wrong = first_true(group.free != (group.refs == 0))  # S2: free exactly when nobody holds it
+        if wrong is not None:
+            picture, block = divmod(wrong, group.num_blocks)
+            says = (
+                f"is free {group.free[picture, block]} times and has {group.refs[picture, block]} references"
             )
-    return None
+            yield int(frames.step_of[picture]), f"block {block} {says}"
 
 
-@invariant("S5", moment=BLOCKS)
-def no_row_holds_a_block_twice(look: Look) -> str | None:
-    for group in look.scheduler.state.kv.groups:
-        held = look.held[group.index]
-        pairs = np.sort(held.row * group.pool.num_blocks + held.block)
-        if np.count_nonzero(pairs[1:] == pairs[:-1]):
-            return f"group {group.index}: a row holds a block twice"
-    return None
+@sweep("S4", moment=BLOCKS)
+def references_are_what_holds_blocks(frames: Frames) -> Findings:
+    for group in frames.groups:
+        index = group.group.index
+        others = [
+            [fence.blocks for fence in blocks.picture.fences if fence.group == index]
+            + [parts[index] for parts in blocks.ticket_blocks]
+            for blocks in frames.blocks
+        ]
+        lengths = [sum(map(len, parts)) for parts in others]
+        expected = group.holders
+        if sum(lengths):
+            expected = expected + group.count(np.concatenate(list(chain.from_iterable(others))), lengths)
+        differ = expected != group.refs
+        differ[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
+        wrong = first_true(differ)
+        if wrong is not None:
+            picture, block = divmod(wrong, group.num_blocks)
+            says = f"has {group.refs[picture, block]} references, {expected[picture, block]} holders"
+            yield int(frames.step_of[picture]), f"group {index}: block {block} {says}"
 
 
-@invariant("S8", moment=PLANNED)
-def tables_cover_what_is_computed(look: Look) -> str | None:
-    state = look.scheduler.state
-    live, size = look.live, state.kv.block_size
-    upper = state.rows.upper[live]
-    for group in state.kv.groups:
-        held = group.held[live]
-        if np.count_nonzero(held * size < upper):
-            return f"row {live[int((held * size < upper).argmax())]}: its table is too short"
+@sweep("S5", moment=BLOCKS)
+def no_row_holds_a_block_twice(frames: Frames) -> Findings:
+    for group in frames.groups:
+        entries, shared = group.entries, group.shared
+        pairs = np.sort(entries.cell[shared] * frames.num_rows + entries.row[shared])
+        wrong = first_true(pairs[1:] == pairs[:-1])
+        if wrong is not None:
+            picture = int(pairs[wrong]) // (frames.num_rows * group.num_blocks)
+            yield int(frames.step_of[picture]), f"group {group.group.index}: a row holds a block twice"
+
+
+@sweep("S8", moment=PLANNED)
+def tables_cover_what_is_computed(frames: Frames) -> Findings:
+    state, at = frames.state, frames.scheduled
+    size = state.kv.block_size
+    upper, live = frames.counts["upper"][at], frames.flags["live"][at]
+    for group in frames.groups:
+        held = group.held[frames.picture_of[at]]
+        wrong = first_true((held * size < upper) & live)
+        if wrong is not None:
+            place, row = divmod(wrong, frames.num_rows)
+            yield int(at[place]), f"row {row}: its table is too short"
         if state.mode.keeps_finished:
             continue
-        if np.count_nonzero((held - 1) * size > upper):
-            return "a row holds blocks beyond what it computes"
-    return None
+        wrong = first_true(((held - 1) * size > upper) & live)
+        if wrong is not None:
+            yield int(at[wrong // frames.num_rows]), "a row holds blocks beyond what it computes"
 
 
-@invariant("S6", moment=PLANNED)
-def nothing_is_written_where_others_read(look: Look) -> str | None:
+@sweep("S6", moment=PLANNED)
+def nothing_is_written_where_others_read(frames: Frames) -> Findings:
     """Others may hold the block a row writes only if they see none of the positions written."""
-    if look.plan is None:
-        return None
-    state = look.scheduler.state
-    size = state.kv.block_size
-    rows, start, end = _writes(look)
-    for group in state.kv.groups:
-        held = look.held[group.index]
-        holders = held.holders
-        holders[NULL_BLOCK] = -1
-        last = group.table[rows, (end - 1) // size]  # a prompt's earlier blocks are new, or S7 would see them
-        first = group.table[rows, start // size]
-        suspect = (holders[last] != 1) | (holders[first] != 1)
-        for at in np.flatnonzero(suspect).tolist():
-            for block in (int(first[at]), int(last[at])):
-                others = [other for other in held.row[held.block == block].tolist() if other != rows[at]]
-                if block == NULL_BLOCK or any(state.rows.upper[other] > start[at] for other in others):
-                    return f"row {rows[at]} writes tokens {start[at]} to {end[at]} where rows {others} read"
-    return None
+    writes = frames.writes
+    upper = frames.counts["upper"]
+    for group in frames.groups:
+        # A prompt's blocks between its first and last are new, or S7 would see them.
+        written = writes.blocks_of(group, frames.state.kv.block_size)
+        alone = [(group.holders[writes.picture, blocks] == 1) & (blocks != NULL_BLOCK) for blocks in written]
+        for at in in_time(writes.step, ~(alone[0] & alone[1])):
+            step, row, start = int(writes.step[at]), int(writes.row[at]), int(writes.start[at])
+            for block in (int(blocks[at]) for blocks in written):
+                others = [other for other in group.rows_with(writes.picture[at], block) if other != row]
+                if block == NULL_BLOCK or any(upper[step, other] > start for other in others):
+                    what = f"writes tokens {start} to {writes.end[at]} where rows {others} read"
+                    yield step, f"row {row} {what}"
 
 
 @invariant("S10", moment=CHANGES)
@@ -110,24 +125,23 @@ def who_does_not_run_owns_nothing(look: Look) -> str | None:
         if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
             return f"group {group.index}: a row that is not in use holds blocks"
     for request in state.requests.values():
-        if request.host_places and request.state not in (RequestState.SWAPPED, RequestState.PAUSED):
+        if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"
-        if request.row >= 0 and request.state not in (RequestState.RUNNING, RequestState.BLOCKED):
+        if request.row >= 0 and request.state not in _MAY_HAVE_A_ROW:
             return f"request {request.id} is {request.state.value} and has row {request.row}"
     return None
 
 
-@invariant("S10", moment=BLOCKS)
-def promised_blocks_are_there(look: Look) -> str | None:
-    for group in look.scheduler.state.kv.groups:
-        if group.reserved > group.pool.num_free:
-            return (
-                f"group {group.index}: {group.reserved} blocks are promised, {group.pool.num_free} are free"
-            )
-    return None
+@sweep("S10", moment=BLOCKS)
+def promised_blocks_are_there(frames: Frames) -> Findings:
+    for group in frames.groups:
+        for at, picture in enumerate(group.pictures):
+            if picture.reserved > picture.num_free:
+                promise = f"{picture.reserved} blocks are promised, {picture.num_free} are free"
+                yield int(frames.step_of[at]), f"group {group.group.index}: {promise}"
 
 
-@invariant("S4h", moment=CHANGES)
+@invariant("S4h", moment=HOST)
 def host_places_are_free_or_taken_once(look: Look) -> str | None:
     state = look.scheduler.state
     kv = state.kv
@@ -146,96 +160,51 @@ def host_places_are_free_or_taken_once(look: Look) -> str | None:
     return None
 
 
-@invariant("S15", moment=BLOCKS)
-def the_cache_and_its_blocks_agree(look: Look) -> str | None:
-    for group in look.scheduler.state.kv.groups:
-        entries = group.cache.entries()
-        if len(entries) != len(group.cache) or len(entries) != int(np.count_nonzero(group.pool.cached)):
-            return f"group {group.index}: {len(group.cache)} keys, {len(entries)} blocks, flags differ"
-        if not all(map(entries.__contains__, group.pool.evictable)):
-            return f"group {group.index}: a block waits for eviction without a key"
-    return None
+@sweep("S15", moment=BLOCKS)
+def the_cache_and_its_blocks_agree(frames: Frames) -> Findings:
+    for group in frames.groups:
+        for at, (picture, lists) in enumerate(zip(group.pictures, group.lists, strict=True)):
+            if picture.num_keys != len(lists.entries):
+                counted = f"{picture.num_keys} keys, {len(lists.entries)} blocks"
+                yield int(frames.step_of[at]), f"group {group.group.index}: {counted}"
+        wrong = first_true(group.keyed != group.cached)
+        if wrong is not None:
+            picture_at, block = divmod(wrong, group.num_blocks)
+            yield int(frames.step_of[picture_at]), f"block {block} has a key or a flag, and not the other"
+        wrong = first_true(group.evictable > group.keyed) if group.any_evictable else None
+        if wrong is not None:
+            step = int(frames.step_of[wrong // group.num_blocks])
+            yield step, f"group {group.group.index}: a block waits for eviction without a key"
 
 
-@invariant("S16", moment=BLOCKS)
-def only_computed_blocks_are_cached(look: Look) -> str | None:
+@sweep("S16", moment=BLOCKS)
+def only_computed_blocks_are_cached(frames: Frames) -> Findings:
     """Of the rows that hold a cached block, at least one knows that all of it has been computed."""
-    state = look.scheduler.state
-    for group in state.kv.groups:
-        if not len(group.cache):
+    computed = frames.counts["computed"] // frames.state.kv.block_size  # full blocks
+    for group in frames.groups:
+        entries = group.entries
+        behind = entries.index >= entries.spread(computed[frames.step_of[group.live[0]], group.live[1]])
+        wrong = behind & group.cached.reshape(-1)[entries.cell]
+        if not np.count_nonzero(wrong):
             continue
-        held = look.held[group.index]
-        behind = (held.index + 1) * state.kv.block_size > state.rows.computed[held.row]
-        wrong = behind & group.pool.cached[held.block]
-        if np.count_nonzero(wrong):
-            known = np.zeros(group.pool.num_blocks, np.bool_)
-            known[held.block[~behind]] = True
-            wrong &= ~known[held.block]
-        if np.count_nonzero(wrong):
-            return f"block {int(held.block[wrong][0])} is cached before it was computed"
-    return None
+        known = np.zeros(group.cached.size, np.bool_)
+        known[entries.cell[~behind]] = True
+        at = first_true(wrong & ~known[entries.cell])
+        if at is not None:
+            step = int(frames.step_of[entries.picture[at]])
+            yield step, f"block {entries.block[at]} is cached before it was computed"
 
 
-@invariant("S22", moment=PLANNED)
-def no_block_changes_hands_under_a_step(look: Look) -> str | None:
-    """What a plan writes is not touched by an earlier step of another row, nor by a copy, still under way."""
-    if look.plan is None or not look.in_flight:
-        return None
-    size = look.scheduler.state.kv.block_size
-    rows, start, end = _writes(look)
-    copies, swap_in = look.plan.block_copies, look.plan.swap_in
-    offset = 0
-    for group in look.scheduler.state.kv.groups:
-        written = (group.table[rows, start // size], group.table[rows, (end - 1) // size])
-        fresh = copies.target[copies.group == group.index]
-        if len(swap_in.block):
-            fresh = np.concatenate([fresh, swap_in.block[swap_in.group == group.index]])
-        for touched in look.in_flight:
-            for blocks in written:
-                owner = touched[offset + blocks]
-                wrong = (owner != -1) & (owner != rows)
-                if np.count_nonzero(wrong):
-                    return f"row {rows[wrong][0]} writes a block that a step under way still uses"
-            if len(fresh) and np.count_nonzero(touched[offset + fresh] != -1):
-                return "a copy goes into a block that a step under way still uses"
-        offset += group.pool.num_blocks
-    return None
-
-
-@invariant("S26t", moment=BLOCKS)
-def tenants_never_share_blocks(look: Look) -> str | None:
-    state = look.scheduler.state
-    for group in state.kv.groups:
-        held = look.held[group.index]
-        owner = np.empty(group.pool.num_blocks, np.int64)
-        tenants = state.rows.tenant[held.row]
-        owner[held.block] = tenants
-        if np.count_nonzero(owner[held.block] != tenants):
-            return f"group {group.index}: two tenants hold one block"
-    return None
-
-
-@invariant("S22r", moment=PLANNED)
-def no_row_changes_hands_under_a_step(look: Look) -> str | None:
-    """A row that joins takes part in no earlier step whose result is still to come."""
-    flights = look.scheduler.state.flights
-    if look.plan is None or len(flights) < 2:
-        return None
-    joined = look.plan.joins.row
-    for flight in list(flights)[:-1] if len(joined) else ():
-        busy = {row for row, _, _ in flight.spans}.union(np.flatnonzero(flight.mask).tolist())
-        if not busy.isdisjoint(joined.tolist()):
-            return f"rows {sorted(busy.intersection(joined.tolist()))} join while step {flight.seq} uses them"
-    return None
-
-
-def _writes(look: Look) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Row, first position and end of every write of the plan just made."""
-    flight = look.scheduler.state.flights[-1]
-    rows = np.flatnonzero(flight.mask)
-    count = np.ones(len(rows), np.int64)
-    if flight.spans:
-        rows = np.concatenate([rows, np.array([row for row, _, _ in flight.spans])])
-        count = np.concatenate([count, np.array([num for _, _, num in flight.spans])])
-    end = look.scheduler.state.rows.upper[rows]
-    return rows, end - count, end
+@sweep("S26t", moment=BLOCKS)
+def tenants_never_share_blocks(frames: Frames) -> Findings:
+    tenant = frames.counts["tenant"]
+    for group in frames.groups:
+        entries, shared = group.entries, group.shared
+        cell, picture = entries.cell[shared], entries.picture[shared]
+        tenants = tenant[frames.step_of[picture], entries.row[shared]]
+        owner = np.empty(group.cached.size, np.int64)
+        owner[cell] = tenants
+        wrong = first_true(owner[cell] != tenants)
+        if wrong is not None:
+            step = int(frames.step_of[picture[wrong]])
+            yield step, f"group {group.group.index}: two tenants hold one block"

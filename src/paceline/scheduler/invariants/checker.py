@@ -3,99 +3,206 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, progress, requests
+from paceline.scheduler.invariants import blocks, progress, requests, underway
+from paceline.scheduler.invariants.frames import Frames
+from paceline.scheduler.invariants.pictures import (
+    NOBODY,
+    SEVERAL,
+    Blocks,
+    Frame,
+    Planned,
+    Underway,
+    take_frame,
+)
 from paceline.scheduler.invariants.registry import (
     ALWAYS,
     BLOCKS,
     CHANGES,
+    HOST,
     INVARIANTS,
     PLANNED,
+    Invariant,
     InvariantViolation,
     Look,
 )
 from paceline.scheduler.scheduler import Scheduler
 
-_PARTS = (blocks, progress, requests)  # importing them fills the registry
+_PARTS = (blocks, progress, requests, underway)  # importing them fills the registry
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
 class InvariantChecker:
-    """Checks everything after every schedule and update, and raises on the first violation."""
+    """Checks everything after every schedule and update, and raises on the first violation.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    What lies in arrays is looked at `batch` half-steps at a time, from pictures taken after each. A violation
+    may so be raised late, but never out of turn: `flush` raises the first in time, and has to be called when
+    anything else goes wrong, and at the end.
+    """
+
+    def __init__(self, scheduler: Scheduler, batch: int = 1) -> None:
         self.num_checks = 0
+        self.first: InvariantViolation | None = None  # the earliest violation known
         self.overlapped = scheduler.state.rows.num_rows > scheduler.state.config.max_num_seqs
         self._scheduler = scheduler
+        self._batch = batch
         mode = scheduler.state.config.mode
-        mine = [entry for entry in INVARIANTS if mode in entry.modes]
-        self._at = {
-            moment: [entry for entry in mine if entry.moment == moment]
-            for moment in (ALWAYS, BLOCKS, CHANGES, PLANNED)
-        }
-        self._blocks_seen: object = None
-        self._places_seen: object = None
-        self._touched: deque[tuple[int, NDArray[np.int64]]] = deque()
+        moments = (ALWAYS, BLOCKS, CHANGES, HOST, PLANNED)
+        mine = sorted((e for e in INVARIANTS if mode in e.modes), key=lambda e: moments.index(e.moment))
+        self._order = {entry: place for place, entry in enumerate(mine)}
+        self._sweeps = [entry for entry in mine if entry.sweep is not None]
+        self._at = {moment: [e for e in mine if e.moment == moment and e.sweep is None] for moment in moments}
+        self._without_room = [entry for entry in self._at[PLANNED] if entry.name[0] not in "LF"]
+        self._frames: list[Frame] = []
+        self._last: Frame | None = None
+        self._swept: Blocks | None = None  # blocks that are known to be sound
+        self._seen: object = None  # where every request was at the last look that found nothing
+        self._host_seen: object = None
+        self._underway: deque[Planned] = deque()
         self._copying: dict[int, NDArray[np.int64]] = {}  # swap ticket -> its blocks
         sizes = [group.pool.num_blocks for group in scheduler.state.kv.groups]
-        # Where each group's blocks are in `Look.in_flight`, and the end.
-        self._offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
+        # Where each group's blocks begin when all are numbered one after another, and the end.
+        self._starts: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._num_added = 0
         self._silent = 0
+        config, budget = scheduler.state.config, scheduler.state.config.max_num_batched_tokens
+        self._patience = -(-config.max_model_len // budget) + config.max_num_seqs + SILENT_STEPS
+        self._padding = 0
+        if scheduler.state.mode.keeps_finished:
+            self._padding = -(-config.max_num_seqs * 2 * config.max_model_len // budget)
         self._seen_decisions = 0
 
     def after_schedule(self, plan: StepPlan | None) -> None:
         state = self._scheduler.state
         decisions = state.decisions
         self._note_arrivals()
+        planned = None
         if plan is not None:
             self._note_copies(plan.swap_out)
-        look = self._look(plan)
+            planned = Planned(plan, state.flights[-1], self._in_flight())
+        look = Look(self._scheduler, plan)
+        look.arrived = self._arrived
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
-        self._always_true(look)  # first: a plan made from a broken state says little about the plan
         # While free blocks are withheld, promises that speak of room do not hold.
-        excused = any(group.pool.withheld for group in state.kv.groups)
-        for entry in self._at[PLANNED]:
-            if not (excused and entry.name[0] in "LF"):
-                self._report(entry.name, entry.check(look))
+        withheld = any(group.pool.withheld for group in state.kv.groups)
+        due = self._without_room if withheld else self._at[PLANNED]
+        self._check(look, due, after_schedule=True, planned=planned)
         if plan is not None:
             self._note_copies(plan.swap_in)
-            if self.overlapped:
-                self._remember(plan, look)
+        if planned is not None and self.overlapped:
+            self._underway.append(planned)
         self._seen_decisions = 0  # the engine takes them with the plan
         self._progress(plan)
 
     def after_update(self, result: StepResult | None) -> None:
         if result is None:
-            self._touched.clear()
+            self._underway.clear()
             self._copying.clear()
         else:
             for ticket in result.copies_done.tolist():
                 self._copying.pop(ticket, None)
-            while self._touched and self._touched[0][0] <= result.seq:
-                self._touched.popleft()
-            if (result.count > 0).any():
+            while self._underway and self._underway[0].plan.seq <= result.seq:
+                self._underway.popleft()
+            if np.count_nonzero(result.count):
                 self._silent = 0
-        self._always_true(self._look(None))
+        self._check(Look(self._scheduler, None), [], after_schedule=False, planned=None)
         self._seen_decisions = len(self._scheduler.state.decisions)
 
-    def _look(self, plan: StepPlan | None) -> Look:
-        in_flight = [touched for _, touched in self._touched]
-        if self._copying:
-            touched = np.full(self._offsets[-1], -1, np.int64)
-            # Not even its own row may write there until the copy is done.
-            touched[np.concatenate(list(self._copying.values()))] = -2
-            in_flight.append(touched)
-        look = Look(self._scheduler, plan, in_flight)
-        look.arrived = self._arrived
-        return look
+    def flush(self) -> None:
+        """Look at what has not been looked at; raises the first violation there is."""
+        if self.first is None:
+            self._sweep()
+        if self.first is not None:
+            self._frames = []  # the rest follows from it
+            raise self.first
+
+    def found(self, violation: InvariantViolation) -> None:
+        """Somebody else has seen a violation just now: the first, unless something was wrong before."""
+        if self.first is None:
+            self._sweep()
+        if self.first is None:
+            self.first = violation
+
+    def _check(
+        self, look: Look, planned_due: list[Invariant], *, after_schedule: bool, planned: Planned | None
+    ) -> None:
+        """Take a picture, and look at once at what no picture shows."""
+        self.num_checks += 1
+        state = self._scheduler.state
+        self._last = take_frame(state, self._last, after_schedule=after_schedule, planned=planned)
+        self._frames.append(self._last)
+        due = self._at[ALWAYS].copy()
+        seen, host = _places(self._scheduler), self._host_seen
+        if seen != self._seen:
+            due += self._at[CHANGES]
+            host = _host_places(self._scheduler)
+            if host != self._host_seen:
+                due += self._at[HOST]
+        self._seen = self._host_seen = None
+        try:
+            # First what is always true: a plan made from a broken state says little about the plan.
+            for entry in chain(due, planned_due):
+                message = entry.check(look)
+                if message is not None:
+                    self._sweep((entry, message))
+                    break
+            else:
+                self._seen, self._host_seen = seen, host
+        except Exception:
+            self.flush()  # a state too broken to be looked at may be known by name
+            raise
+        if self.first is not None or len(self._frames) >= self._batch:
+            self.flush()
+
+    def _sweep(self, seen: tuple[Invariant, str] | None = None) -> None:
+        """Look at the pictures. `seen` is a violation found at the last of them."""
+        if not self._frames:
+            return
+        found = []
+        if seen is not None:
+            found.append((len(self._frames) - 1, self._order[seen[0]], *seen))
+        frames, self._frames = Frames(self._scheduler.state, self._frames), []
+        unreadable: Exception | None = None
+        try:
+            if self.overlapped:
+                underway.remember(frames)
+        except Exception as error:
+            unreadable = error
+        known = len(frames.blocks) == 1 and frames.blocks[0] is self._swept
+        for entry in self._sweeps:
+            if known and entry.moment == BLOCKS:
+                continue
+            assert entry.sweep is not None
+            try:
+                found += [(at, self._order[entry], entry, message) for at, message in entry.sweep(frames)]
+            except Exception as error:  # what is too broken for one check may be known by name to another
+                unreadable = error
+        for frame in frames.frames:
+            if frame.planned is not None:
+                frame.planned.in_flight = ()  # looked at: it need not keep the plans before it
+        self._swept = None if found or unreadable is not None else frames.blocks[-1]
+        if found:
+            _, _, entry, message = min(found, key=lambda finding: finding[:2])
+            self.first = InvariantViolation(entry.name, message)
+        elif unreadable is not None:
+            raise unreadable
+
+    def _in_flight(self) -> Sequence[Planned | Underway]:
+        if not self._copying:
+            return tuple(self._underway)
+        touched = np.full(self._starts[-1], NOBODY, np.int64)
+        # Not even its own row may write there until the copy is done.
+        touched[np.concatenate(list(self._copying.values()))] = SEVERAL
+        return (*self._underway, Underway(touched))
 
     def _note_arrivals(self) -> None:
         """Each request's place in the order of arrival, as it was when it came."""
@@ -111,91 +218,36 @@ class InvariantChecker:
 
     def _note_copies(self, swaps: Swaps) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
-        for ticket in set(swaps.ticket.tolist()):
+        for ticket in set(swaps.ticket.tolist()) if len(swaps.ticket) else ():
             mine = swaps.ticket == ticket
-            self._copying[ticket] = self._offsets[swaps.group[mine]] + swaps.block[mine]
-
-    def _always_true(self, look: Look) -> None:
-        self.num_checks += 1
-        due = self._at[ALWAYS].copy()
-        blocks = _block_bytes(self._scheduler)
-        if blocks != self._blocks_seen:
-            due += self._at[BLOCKS]
-        places = _places(self._scheduler)
-        if places != self._places_seen:
-            due += self._at[CHANGES]
-        for entry in due:
-            self._report(entry.name, entry.check(look))
-        self._blocks_seen, self._places_seen = blocks, places
-
-    def _remember(self, plan: StepPlan, look: Look) -> None:
-        """Which row of this step touches which block, for the steps planned while it runs."""
-        state = self._scheduler.state
-        touched = np.full(self._offsets[-1], -1, np.int64)
-        flight = state.flights[-1]
-        part = np.zeros(state.rows.num_rows, np.bool_)
-        part[: len(flight.mask)] = flight.mask
-        part[[row for row, _, _ in flight.spans]] = True
-        for held, offset in zip(look.held, self._offsets.tolist(), strict=False):
-            mine = part[held.row]
-            blocks, rows = held.block[mine] + offset, held.row[mine]
-            touched[blocks] = rows
-            touched[blocks[touched[blocks] != rows]] = -2  # several rows
-        copies = plan.block_copies
-        touched[self._offsets[copies.group] + copies.source] = -2
-        self._touched.append((plan.seq, touched))
+            self._copying[ticket] = self._starts[swaps.group[mine]] + swaps.block[mine]
 
     def _progress(self, plan: StepPlan | None) -> None:
         """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
-        state = self._scheduler.state
         self._silent = self._silent + 1 if plan is not None else 0
-        config = state.config
-        allowed = (
-            -(-config.max_model_len // config.max_num_batched_tokens) + config.max_num_seqs + SILENT_STEPS
-        )
-        allowed *= 2 * (1 + len(state.flights))
-        if state.mode.keeps_finished:
-            allowed += -(-config.max_num_seqs * 2 * config.max_model_len // config.max_num_batched_tokens)
-        if self._silent > allowed:
-            self._report("L2", f"{self._silent} steps without a token")
-
-    def _report(self, name: str, message: str | None) -> None:
-        if message is not None:
-            raise InvariantViolation(name, message)
+        if self._silent > self._patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
+            self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
+            self.flush()
 
 
-def _block_bytes(scheduler: Scheduler) -> object:
-    """Everything the block invariants read, as comparable bytes."""
-    state = scheduler.state
-    seen: list[object] = [
-        len(state.kv.tickets.open),
-        [(f.seq, f.group, len(f.blocks)) for f in state.kv.fences],
-        state.rows.live.tobytes(),
-    ]
-    high = state.rows.high
-    for group in state.kv.groups:
-        pool = group.pool
-        seen += [
-            pool.refs.tobytes(),
-            pool.cached.tobytes(),
-            pool.num_free,
-            len(pool.evictable),
-            len(group.cache),
-            group.reserved,
-        ]
-        seen += [group.held[:high].tobytes(), group.first[:high].tobytes(), group.table[:high].tobytes()]
-    return seen
+_PLACE = attrgetter("state", "row", "priority")
 
 
 def _places(scheduler: Scheduler) -> object:
     """Where every request is: changes whenever one comes, goes or moves."""
     state = scheduler.state
-    counters = state.counters
-    where = [
-        (request.state, request.row, request.priority, len(request.host_places))
-        for request in state.requests.values()
-    ]
-    return [counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open), where]
+    counters, requests = state.counters, state.requests.values()
+    on_host = [request.id for request in requests if request.host_places]
+    totals = (counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open))
+    return totals, on_host, list(map(_PLACE, requests))
+
+
+def _host_places(scheduler: Scheduler) -> object:
+    """Which host places are free, and who keeps the others."""
+    state = scheduler.state
+    tickets = [(number, ticket.free_places) for number, ticket in state.kv.tickets.open.items()]
+    owners = [request.id for request in state.requests.values() if request.host_places]
+    return [host.free_places() for host in state.kv.places], tickets, owners
 
 
 class SampledChecker:
@@ -225,5 +277,6 @@ class SampledChecker:
             self._tell(InvariantViolation("unreadable", repr(error)))
 
     def _tell(self, violation: InvariantViolation) -> None:
+        self._checker.first = None  # it goes on looking
         self.violations[violation.name] += 1
         self._on_violation(violation)

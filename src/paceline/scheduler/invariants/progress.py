@@ -12,6 +12,8 @@ from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Loo
 from paceline.scheduler.preemption import first_in_order
 from paceline.scheduler.queue import first
 
+_LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
+
 
 @invariant("L1", moment=PLANNED)
 def work_is_done_when_there_is_any(look: Look) -> str | None:
@@ -36,14 +38,12 @@ def work_is_done_when_there_is_any(look: Look) -> str | None:
 def who_fits_is_in_the_plan(look: Look) -> str | None:
     """Bounded waiting: the first waiting request is admitted unless a row, tokens or blocks are missing."""
     state = look.scheduler.state
-    if not len(state.queue) or look.scheduler.composer.tokens_left < 1:
+    composer = look.scheduler.composer
+    if not len(state.queue) or composer.tokens_left < 1 or composer.admission.rows_left() < 1:
         return None
     view = state.queue.view(state.now_s)
     head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
-    if (
-        head.id not in look.scheduler.composer.passed
-        and look.scheduler.composer.admission.refusal(head) is None
-    ):
+    if head.id not in composer.passed and composer.admission.refusal(head) is None:
         return f"request {head.id} fits and is first, and was not admitted"
     return None
 
@@ -51,8 +51,8 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
 @invariant("F1", moment=PLANNED)
 def the_last_in_order_gives_way(look: Look) -> str | None:
     state = look.scheduler.state
-    victims = [d.request for d in look.decisions if d.kind is DecisionKind.PREEMPT and "blocks:" in d.reason]
-    victims = [v for v in victims if v in state.requests]
+    gave_way = [d for d in look.decisions if d.reason.startswith("blocks:")]
+    victims = [d.request for d in gave_way if d.kind is DecisionKind.PREEMPT and d.request in state.requests]
     if not victims:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
@@ -77,9 +77,11 @@ def nobody_is_passed_over(look: Look) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = look.scheduler.state
-    admitted = [d.request for d in look.decisions if d.kind in (DecisionKind.ADMIT, DecisionKind.RESUME)]
+    if not look.decisions or not len(state.queue):
+        return None
+    admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
-    if not runners or not len(state.queue):
+    if not runners:
         return None
     waiting_requests = list(state.queue)
     view = _view_of(look, waiting_requests)
@@ -101,15 +103,16 @@ def nobody_is_passed_over(look: Look) -> str | None:
 @invariant("F3", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def the_first_always_progresses(look: Look) -> str | None:
     state = look.scheduler.state
-    if look.plan is None:
-        return None
-    row = first_in_order(state)
-    if row is None or state.kv.fences or state.kv.tickets.open:
+    if look.plan is None or state.kv.fences or state.kv.tickets.open:
         return None  # blocks are on their way back: it goes in the next plan
-    rows = state.rows
+    flight, rows = state.flights[-1], state.rows
+    if np.count_nonzero(flight.mask) + len(flight.spans) == rows.num_live:
+        return None  # everybody is in the plan (S14: nobody twice)
+    row = first_in_order(state)
+    if row is None:
+        return None
     request = rows.requests[row]
     assert request is not None
-    flight = state.flights[-1]
     if row < len(flight.mask) and flight.mask[row]:
         return None
     if any(row == span[0] for span in flight.spans):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,14 @@ from paceline.config import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
-from paceline.kv.group import LayerGroup
+from paceline.scheduler.invariants.frames import Frames
+from paceline.scheduler.invariants.pictures import Planned, Underway, take_frame
 from paceline.scheduler.scheduler import Scheduler
 
-# When an invariant is looked at. BLOCKS and CHANGES are after every half-step too, but skipped when what they
-# speak of is byte for byte what it was at the last look, or when no request came, went or moved.
-ALWAYS, BLOCKS, CHANGES, PLANNED = "always", "blocks", "changes", "planned"
+# When an invariant is looked at: after every half-step, or after every schedule. BLOCKS, CHANGES and HOST are after
+# every half-step, but skipped when what they speak of is byte for byte what it was at the last look: blocks; where
+# every request is; and with that, the host places.
+ALWAYS, BLOCKS, CHANGES, HOST, PLANNED = "always", "blocks", "changes", "host", "planned"
 CONTINUOUS_ONLY = ("continuous",)
 
 
@@ -30,44 +32,38 @@ class InvariantViolation(AssertionError):
         self.name = name
 
 
-class Held:
-    """The blocks in the tables of live rows of one group, flat: block, row and table index of each."""
-
-    def __init__(self, group: LayerGroup, live: NDArray[np.int64]) -> None:
-        held, first = group.held[live], group.first[live]
-        columns = np.arange(int(held.max(initial=0)))
-        mask = columns < held[:, None]
-        if group.window is not None:
-            mask &= columns >= first[:, None]
-        at, self.index = mask.nonzero()
-        self.row = live[at]
-        self.block = group.table[self.row, self.index]
-        self.holders = np.bincount(self.block, minlength=group.pool.num_blocks)  # rows per block
-
-
 class Look:
     """The state at one moment, with what several checks need computed once, when the first asks."""
 
     def __init__(
-        self, scheduler: Scheduler, plan: StepPlan | None, in_flight: list[NDArray[np.int64]]
+        self, scheduler: Scheduler, plan: StepPlan | None, in_flight: Sequence[Underway | Planned] = ()
     ) -> None:
-        rows = scheduler.state.rows
         self.scheduler = scheduler
-        self.live: NDArray[np.int64] = rows.live[: rows.high].nonzero()[0]
         self.plan = plan
         self.decisions: list[Decision] = []  # made by the schedule just done
-        # Per earlier step and copy under way: the row that touches each block, those of the groups one after
-        # another; -1 nobody, -2 several.
-        self.in_flight = in_flight
+        self._in_flight = in_flight
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
 
     @cached_property
-    def held(self) -> list[Held]:
-        return [Held(group, self.live) for group in self.scheduler.state.kv.groups]
+    def live(self) -> NDArray[np.int64]:
+        """Rows in use."""
+        rows = self.scheduler.state.rows
+        return rows.live[: rows.high].nonzero()[0]
+
+    @cached_property
+    def frames(self) -> Frames:
+        """This moment alone, as the sweeps see it."""
+        state = self.scheduler.state
+        planned = None
+        if self.plan is not None:
+            planned = Planned(self.plan, state.flights[-1], self._in_flight)
+        return Frames(state, [take_frame(state, None, after_schedule=True, planned=planned)])
 
 
 Check = Callable[[Look], str | None]
+Findings = Iterator[tuple[int, str]]  # places among the frames where something is wrong, and what
+Sweep = Callable[[Frames], Findings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +72,31 @@ class Invariant:
     check: Check
     moment: str
     modes: tuple[str, ...]
+    sweep: Sweep | None = None  # the same check over many half-steps
 
 
 INVARIANTS: list[Invariant] = []
 
 
 def invariant(name: str, *, moment: str = ALWAYS, modes: tuple[str, ...] = MODES) -> Callable[[Check], Check]:
-    """Register a check under its name; `modes` are the batching modes it holds for."""
+    """Register a check of the present state under its name; `modes` are the batching modes it holds for."""
 
     def register(check: Check) -> Check:
         INVARIANTS.append(Invariant(name, check, moment, modes))
+        return check
+
+    return register
+
+
+def sweep(name: str, *, moment: str = ALWAYS, modes: tuple[str, ...] = MODES) -> Callable[[Sweep], Sweep]:
+    """Register a check of arrays, which looks at the pictures of many half-steps at once."""
+
+    def register(check: Sweep) -> Sweep:
+        @wraps(check)
+        def now(look: Look) -> str | None:
+            return next((message for _, message in check(look.frames)), None)
+
+        INVARIANTS.append(Invariant(name, now, moment, modes, check))
         return check
 
     return register

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
-from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Look, invariant
+from paceline.scheduler.invariants.frames import Frames, first_true
+from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Findings, Look, invariant, sweep
+
+# Members of an enum are slow to look up, and these are asked for all requests.
+RUNNING, WAITING, SWAPPED, BLOCKED = (
+    RequestState.RUNNING,
+    RequestState.WAITING,
+    RequestState.SWAPPED,
+    RequestState.BLOCKED,
+)
 
 
-@invariant("S9")
-def counters_are_in_order(look: Look) -> str | None:
-    rows, live = look.scheduler.state.rows, look.live
-    computed, upper, tokens = rows.computed[live], rows.upper[live], rows.num_tokens[live]
-    done = rows.done[live]
-    limit = rows.limit[live]
-    wrong = (
-        (computed > upper) | ((computed > tokens) & ~done) | (tokens > limit) | (tokens < rows.known[live])
-    )
-    wrong |= (limit > look.scheduler.state.config.max_model_len) | (computed < 0)
-    if np.count_nonzero(wrong):
-        at = int(wrong.argmax())
-        return f"row {live[at]}: computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
-    return None
+@sweep("S9")
+def counters_are_in_order(frames: Frames) -> Findings:
+    counts, flags = frames.counts, frames.flags
+    computed, upper, tokens, limit = (counts[name] for name in ("computed", "upper", "num_tokens", "limit"))
+    wrong = (computed > upper) | ((computed > tokens) & ~flags["done"])
+    wrong |= (tokens > limit) | (tokens < counts["known"])
+    wrong |= (limit > frames.state.config.max_model_len) | (computed < 0)
+    place = first_true(wrong & flags["live"])
+    if place is not None:
+        at = divmod(place, frames.num_rows)
+        says = f"computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
+        yield at[0], f"row {at[1]}: {says}"
 
 
 @invariant("S11", moment=CHANGES)
 def each_request_is_in_one_place(look: Look) -> str | None:
     state = look.scheduler.state
-    queue = state.queue
+    queue, owners = state.queue, state.rows.requests
     counts = 0
     for request in state.requests.values():
         queued, on_row, now = request.id in queue, request.row != NO_ROW, request.state
         counts += queued + on_row
-        if now is RequestState.RUNNING:
-            good = on_row and not queued and state.rows.requests[request.row] is request
-        elif now is RequestState.WAITING or now is RequestState.SWAPPED:
-            good = queued and not on_row and bool(request.host_places) == (now is RequestState.SWAPPED)
+        if now is RUNNING:
+            good = on_row and not queued and owners[request.row] is request
+        elif now is WAITING or now is SWAPPED:
+            good = queued and not on_row and bool(request.host_places) == (now is SWAPPED)
         else:
-            good = not queued and (not on_row or now is RequestState.BLOCKED)
+            good = not queued and (not on_row or now is BLOCKED)
         if not good:
             return f"request {request.id} says {now.value}, its place does not"
     if counts != len(queue) + state.rows.num_live:
@@ -69,48 +78,32 @@ def families_list_live_children(look: Look) -> str | None:
     return None
 
 
+# What a request says about itself, and the columns of its row that say the same.
+_SAYS = attrgetter(
+    "id", "tokens.size", "num_prompt", "priority", "preemptions", "reserved", "needs_host", "row"
+)
+_COLUMNS = attrgetter(
+    "request_id", "known", "num_prompt", "priority", "preemptions", "reserved", "needs_host"
+)
+
+
 @invariant("S23", moment=CHANGES)
 def rows_are_what_their_requests_say(look: Look) -> str | None:
-    state = look.scheduler.state
+    state, live = look.scheduler.state, look.live
     rows = state.rows
-    if len(look.live) > state.config.max_num_seqs:
-        return f"{len(look.live)} rows are live, {state.config.max_num_seqs} are allowed"
-    owners = [rows.requests[row] for row in look.live.tolist()]
-    says = [
-        (
-            r.id,
-            r.num_tokens,
-            r.max_total,
-            r.num_prompt,
-            r.priority,
-            state.orders[r.id],
-            r.preemptions,
-            r.reserved,
-            r.needs_host,
-            state.tenant_index(r.tenant),
-            r.row,
-        )
-        for r in owners
-        if r is not None
-    ]
-    if len(says) != len(owners):
+    if len(live) > state.config.max_num_seqs:
+        return f"{len(live)} rows are live, {state.config.max_num_seqs} are allowed"
+    numbers = live.tolist()
+    owners = [owner for row in numbers if (owner := rows.requests[row]) is not None]
+    if len(owners) < len(numbers):
         return "a live row has no owner"
-    live = look.live
-    columns = (
-        rows.request_id[live],
-        rows.known[live],
-        rows.limit[live],
-        rows.num_prompt[live],
-        rows.priority[live],
-        rows.order[live],
-        rows.preemptions[live],
-        rows.reserved[live],
-        rows.needs_host[live],
-        rows.tenant[live],
-        live,
-    )
-    if says and np.count_nonzero(np.array(columns, np.int64) != np.array(says, np.int64).T):
+    columns = [column[live].tolist() for column in _COLUMNS(rows)]
+    if list(map(_SAYS, owners)) != list(zip(*columns, numbers, strict=True)):
         return "a column of a row is not what its request says"
+    derived = [(r.max_total, state.orders[r.id], state.tenant_index(r.tenant)) for r in owners]
+    columns = [column[live].tolist() for column in (rows.limit, rows.order, rows.tenant)]
+    if derived != list(zip(*columns, strict=True)):
+        return "the limit, order or tenant of a row is not its request's"
     free = rows.free_rows() + rows.fenced_rows()
     if len(free) + len(live) != rows.num_rows or len(set(free)) != len(free):
         return "a row is lost or free twice"
@@ -126,7 +119,7 @@ def gauges_are_what_they_count(look: Look) -> str | None:
         ("live rows", rows.num_live, len(look.live)),
         ("reserved rows", rows.num_reserved, int(np.count_nonzero(rows.reserved[look.live]))),
         ("rows that need the host", rows.num_needs_host, int(np.count_nonzero(rows.needs_host[look.live]))),
-        ("queued tokens", queue.num_tokens, sum(request.num_tokens for request in queue)),
+        ("queued tokens", queue.num_tokens, sum([request.num_tokens for request in queue])),
     ]
     for group in state.kv.groups:
         if group.reserved or rows.num_reserved:
@@ -138,28 +131,28 @@ def gauges_are_what_they_count(look: Look) -> str | None:
     return None
 
 
-@invariant("S14", moment=PLANNED)
-def the_plan_keeps_its_bounds(look: Look) -> str | None:
-    plan = look.plan
-    if plan is None:
-        return None
-    state = look.scheduler.state
-    flight = state.flights[-1]
-    decode = np.flatnonzero(flight.mask)
-    spans = plan.spans.row
-    total = plan.work.decode_rows + int(plan.spans.num_scheduled.sum()) + plan.pad_tokens
-    if total > state.config.max_num_batched_tokens:
-        return f"{total} tokens are planned, {state.config.max_num_batched_tokens} are allowed"
-    if len(spans) and (plan.spans.num_scheduled < 1).any():
-        return "a span is empty"
-    planned = np.bincount(np.concatenate([decode, spans]), minlength=1)
-    if planned.max() > 1:
-        return "a row is planned twice"
-    if np.count_nonzero(planned.astype(np.bool_) & ~state.rows.live[: len(planned)]):
-        return "a row that is not in use is planned"
-    if plan.work.logit_rows > plan.work.decode_rows + len(spans):
-        return "more rows are sampled than planned"
-    return None
+@sweep("S14", moment=PLANNED)
+def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
+    writes, allowed = frames.writes, frames.state.config.max_num_batched_tokens
+    planned = writes.decoding.astype(np.int64)  # how often each row is planned: [plan, row]
+    for number, (step, one) in enumerate(zip(writes.steps, writes.plans, strict=True)):
+        plan, scheduled = one.plan, one.plan.spans.num_scheduled.tolist()
+        total = plan.work.decode_rows + sum(scheduled) + plan.pad_tokens
+        if total > allowed:
+            yield step, f"{total} tokens are planned, {allowed} are allowed"
+        if min(scheduled, default=1) < 1:
+            yield step, "a span is empty"
+        if plan.work.logit_rows > plan.work.decode_rows + len(scheduled):
+            yield step, "more rows are sampled than planned"
+        for row in plan.spans.row.tolist():
+            planned[number, row] += 1
+    steps = np.array(writes.steps, np.int64)
+    wrong = first_true(planned > 1)
+    if wrong is not None:
+        yield int(steps[wrong // frames.num_rows]), "a row is planned twice"
+    wrong = first_true(planned.astype(np.bool_) & ~frames.flags["live"][steps])
+    if wrong is not None:
+        yield int(steps[wrong // frames.num_rows]), "a row that is not in use is planned"
 
 
 @invariant("S14h", moment=PLANNED)
@@ -201,7 +194,7 @@ def preemptions_are_bounded(look: Look) -> str | None:
             continue
         if request.preemptions > state.config.max_preemptions:
             return f"request {request.id} gave way {request.preemptions} times"
-        if request.state is RequestState.RUNNING and not request.reserved:
+        if request.state is RUNNING and not request.reserved:
             return f"request {request.id} runs unreserved after {request.preemptions} preemptions"
     return None
 

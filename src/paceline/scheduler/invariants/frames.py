@@ -1,0 +1,251 @@
+"""The pictures of many half-steps behind one another, as arrays.
+
+A check over them is a few operations for all half-steps together, and so costs little even at the few rows of a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kv.group import LayerGroup
+from paceline.scheduler.invariants.pictures import Blocks, Frame
+from paceline.scheduler.rows import COUNTS, FLAGS
+from paceline.scheduler.state import SchedulerState
+
+Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+class Frames:
+    """Half-steps behind one another. `step` is always a place among them, `picture` one among `blocks`."""
+
+    def __init__(self, state: SchedulerState, frames: Sequence[Frame]) -> None:
+        self.state = state
+        self.frames = frames
+        self.num_rows = len(state.rows.live)
+        self.blocks: list[Blocks] = []
+        first_seen = []
+        picture_of = []
+        for step, frame in enumerate(frames):
+            if not self.blocks or frame.blocks is not self.blocks[-1]:
+                self.blocks.append(frame.blocks)
+                first_seen.append(step)
+            picture_of.append(len(self.blocks) - 1)
+        self.step_of = np.array(first_seen, np.int64)  # per picture
+        self.picture_of = np.array(picture_of, np.int64)  # per step
+        self.scheduled = np.array([at for at, frame in enumerate(frames) if frame.after_schedule], np.int64)
+        self.groups = [GroupFrames(group, self.blocks, self.num_rows) for group in state.kv.groups]
+        # Where the blocks of each group begin when all are numbered one after another, and the end.
+        self.block_starts: Index = np.cumsum([0, *(group.num_blocks for group in self.groups)])
+
+    @cached_property
+    def counts(self) -> dict[str, Index]:
+        """Each count of the rows by name: [step, row]."""
+        stack = np.frombuffer(b"".join([frame.counts for frame in self.frames]), np.int64)
+        columns = stack.reshape(len(self.frames), len(COUNTS), self.num_rows)
+        return {name: columns[:, at] for at, name in enumerate(COUNTS)}
+
+    @cached_property
+    def flags(self) -> dict[str, Mask]:
+        stack = np.frombuffer(b"".join([frame.flags for frame in self.frames]), np.bool_)
+        columns = stack.reshape(len(self.frames), len(FLAGS), self.num_rows)
+        return {name: columns[:, at] for at, name in enumerate(FLAGS)}
+
+    @cached_property
+    def writes(self) -> Writes:
+        return Writes(self)
+
+
+class GroupFrames:
+    """The pictures of one layer group behind one another."""
+
+    def __init__(self, group: LayerGroup, blocks: Sequence[Blocks], num_rows: int) -> None:
+        self.group = group
+        self.num_blocks = group.pool.num_blocks
+        self.pictures = [one.picture.groups[group.index] for one in blocks]
+        self.lists = [one.lists[group.index] for one in blocks]
+        self._live = [one.picture.live for one in blocks]
+        self._row_shape = (len(self.pictures), num_rows)
+
+    @cached_property
+    def table(self) -> Index:
+        width = self.group.table.shape[1]
+        return self._per_row([p.table for p in self.pictures], width).reshape(*self._row_shape, width)
+
+    @cached_property
+    def held(self) -> Index:
+        return self._per_row([p.held for p in self.pictures], 1).reshape(self._row_shape)
+
+    @cached_property
+    def first(self) -> Index:
+        return self._per_row([p.first for p in self.pictures], 1).reshape(self._row_shape)
+
+    @cached_property
+    def refs(self) -> NDArray[np.int32]:
+        stack = np.frombuffer(b"".join([p.refs for p in self.pictures]), np.int32)
+        return stack.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def cached(self) -> Mask:
+        stack = np.frombuffer(b"".join([p.cached for p in self.pictures]), np.bool_)
+        return stack.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def live(self) -> tuple[Index, Index]:
+        """Picture and row of every row in use."""
+        live = np.frombuffer(b"".join(self._live), np.bool_)
+        pictures, rows = live.reshape(self._row_shape).nonzero()
+        return pictures, rows
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The blocks in the tables of live rows."""
+        return Entries(self, *self.live)
+
+    @cached_property
+    def holders(self) -> Index:
+        """Rows that hold each block: [picture, block]."""
+        counts: Index = np.bincount(self.entries.cell, minlength=len(self.pictures) * self.num_blocks)
+        return counts.reshape(len(self.pictures), self.num_blocks)
+
+    @cached_property
+    def shared(self) -> Index:
+        """The entries whose block is in more than one table, or twice in one."""
+        shared: Mask = self.holders.reshape(-1)[self.entries.cell] > 1
+        return shared.nonzero()[0]
+
+    def rows_with(self, picture: int, block: int) -> list[int]:
+        """Rows that hold a block."""
+        entries = self.entries
+        low, high = np.searchsorted(entries.picture, (picture, picture + 1))
+        rows: list[int] = entries.row[low:high][entries.block[low:high] == block].tolist()
+        return rows
+
+    @cached_property
+    def free(self) -> Index:
+        """How often each block is free: [picture, block]."""
+        lengths = [len(lists.stack) // 8 for lists in self.lists]
+        free = self.count(np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64), lengths)
+        if self.any_evictable:
+            free += self.evictable
+        return free
+
+    @cached_property
+    def any_evictable(self) -> bool:
+        return any(lists.evictable for lists in self.lists)
+
+    @cached_property
+    def evictable(self) -> Index:
+        """How often each block waits for eviction: [picture, block]."""
+        which, each = _different([lists.evictable for lists in self.lists])
+        return self.count(_flat(each), [len(blocks) for blocks in each])[which]
+
+    @cached_property
+    def keyed(self) -> Mask:
+        """Which blocks have a key: [picture, block]."""
+        which, each = _different([lists.entries for lists in self.lists])
+        keyed = np.zeros((len(each), self.num_blocks), np.bool_)
+        keyed[np.repeat(np.arange(len(each)), [len(blocks) for blocks in each]), _flat(each)] = True
+        return keyed[which]
+
+    def count(self, blocks: Index, lengths: list[int]) -> Index:
+        """How often each block is in the list of its picture; the lists lie one after another."""
+        if len(lengths) > 1:
+            blocks = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
+        counts: Index = np.bincount(blocks, minlength=len(lengths) * self.num_blocks)
+        return counts.reshape(len(lengths), self.num_blocks)
+
+    def _per_row(self, parts: list[bytes], width: int) -> Index:
+        """Rows that were never used are not in a picture; their entries are 0."""
+        size = self._row_shape[1] * width * 8
+        return np.frombuffer(b"".join([part.ljust(size, b"\0") for part in parts]), np.int64)
+
+
+class Entries:
+    """The table entries of some rows in some pictures, flat: row, block, and place in a flat [picture, block]."""
+
+    def __init__(self, group: GroupFrames, pictures: Index, rows: Index) -> None:
+        self._pictures = pictures
+        self._start = group.first[pictures, rows] if group.group.window is not None else np.zeros_like(rows)
+        self._count = np.maximum(group.held[pictures, rows] - self._start, 0)
+        self._offset = np.cumsum(self._count) - self._count
+        _, num_rows, width = group.table.shape
+        begin = (pictures * num_rows + rows) * width + self._start
+        self.row = self.spread(rows)
+        place = np.arange(len(self.row)) + self.spread(begin - self._offset)
+        self.block = group.table.reshape(-1)[place]
+        if len(self.block) and not 0 <= int(self.block.min()) <= int(self.block.max()) < group.num_blocks:
+            raise IndexError(f"a table of group {group.group.index} holds a block that does not exist")
+        self.cell = self.block
+        if len(group.pictures) > 1:
+            self.cell = self.block + self.spread(pictures * group.num_blocks)
+
+    def spread(self, values: Index) -> Index:
+        """A value per row, for each of its entries."""
+        spread: Index = np.repeat(values, self._count)
+        return spread
+
+    @cached_property
+    def picture(self) -> Index:
+        return self.spread(self._pictures)
+
+    @cached_property
+    def index(self) -> Index:
+        """The place in the row's table."""
+        return np.arange(len(self.row)) + self.spread(self._start - self._offset)
+
+
+class Writes:
+    """Every write of the plans, flat: step, row, first position and end."""
+
+    def __init__(self, frames: Frames) -> None:
+        at = [step for step, frame in enumerate(frames.frames) if frame.planned is not None]
+        self.plans = [frame.planned for frame in frames.frames if frame.planned is not None]
+        masks = b"".join([plan.flight.mask.tobytes().ljust(frames.num_rows, b"\0") for plan in self.plans])
+        self.decoding = np.frombuffer(masks, np.bool_).reshape(len(at), frames.num_rows)  # [plan, row]
+        number, rows = self.decoding.nonzero()
+        spans = [(n, row, num) for n, plan in enumerate(self.plans) for row, _, num in plan.flight.spans]
+        count = np.ones(len(rows) + len(spans), np.int64)
+        if spans:
+            more = np.array(spans, np.int64)
+            count[len(rows) :] = more[:, 2]
+            number, rows = np.concatenate([number, more[:, 0]]), np.concatenate([rows, more[:, 1]])
+        self.number, self.row = number, rows  # which of `plans`, which row
+        self.steps = at  # per plan
+        self.step = np.array(at, np.int64)[number]
+        self.picture = frames.picture_of[self.step]
+        self.end = frames.counts["upper"][self.step, rows]
+        self.start = self.end - count
+
+    def blocks_of(self, group: GroupFrames, block_size: int) -> tuple[Index, Index]:
+        """The first and the last block of each write."""
+        first = group.table[self.picture, self.row, self.start // block_size]
+        return first, group.table[self.picture, self.row, (self.end - 1) // block_size]
+
+
+def _different(lists: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Each list once, and which of them each picture has."""
+    place: dict[int, int] = {}
+    which = [place.setdefault(id(blocks), len(place)) for blocks in lists]
+    return which, [lists[which.index(number)] for number in range(len(place))]
+
+
+def _flat(lists: Sequence[list[int]]) -> Index:
+    return np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
+
+
+def first_true(mask: Mask) -> int | None:
+    """Place of the first True in a mask, read row by row; time is the first dimension."""
+    return int(mask.argmax()) if np.count_nonzero(mask) else None
+
+
+def in_time(step: Index, mask: Mask) -> list[int]:
+    """The places where `mask` is True, those of earlier steps first."""
+    places = mask.nonzero()[0]
+    ordered: list[int] = places[step[places].argsort(kind="stable")].tolist()
+    return ordered
