@@ -80,7 +80,7 @@ GOOD = [
     ),
     line("biased", COMPLETIONS, prompt="x", max_tokens=3, temperature=0, logit_bias={"50": 100}, top_p=None),
     line(
-        "stopped", COMPLETIONS, prompt="x", max_tokens=9, temperature=0, logit_bias={"50": 100}, stop=["RR"]
+        "stopped", COMPLETIONS, prompt="x", max_tokens=9, temperature=0, logit_bias={"50": 100}, stop=["MM"]
     ),
 ]
 
