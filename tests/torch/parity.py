@@ -347,17 +347,20 @@ class Play:
         self.counts["steps"] += 1
         assert self.counts["steps"] < 20_000, "the run does not end"
         events = self.engine.step_overlapped() if self.scenario.depth else self.engine.step()
+        self._hear(events)
+        self._look_for_errors()
+        self._disturb(events)
+
+    def _look_for_errors(self) -> None:
         if self.engine.last_error is not None:
             raise self.engine.last_error
-        self._hear(events)
-        self._disturb(events)
 
     def _hear(self, events: StepEvents) -> None:
         for batch in events.tokens:
             for request, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 self.heard[RequestId(request)].tokens.append(token)
         for finished in events.finished:
-            self.heard[finished.request].ended = finished.reason.value
+            self.heard[finished.request].ended = finished.detail or finished.reason.value
 
     # -- what happens between two steps --------------------------------------------------------------------
 

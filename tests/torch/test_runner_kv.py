@@ -95,6 +95,14 @@ def test_writes_and_wipes_are_by_slot(kv: KVTensors) -> None:
     assert content(kv, 0) == list(range(NUM_BLOCKS))
 
 
+def test_wiping_leaves_what_was_swapped_out(kv: KVTensors) -> None:
+    kv.swap_out(0, index(3), index(1))
+    kv.wipe()
+    assert content(kv, 0) == content(kv, 1) == content(kv, 2) == [0] * NUM_BLOCKS
+    kv.swap_in(0, index(5), index(1))
+    assert content(kv, 1) == [0, 0, 0, 0, 0, 3, 0]
+
+
 def _expect(pool: Tensor, before: Tensor, changed: dict[tuple[int, int], Tensor]) -> None:
     expected = before.clone()
     for (block, place), heads in changed.items():

@@ -56,6 +56,10 @@ class CPURunner:
     # -- the runner seam -----------------------------------------------------------------------------------
 
     def reset(self, full: StepPlan) -> None:
+        if not len(
+            full.joins.row
+        ):  # nobody's keys and values are to survive, and what is there may be anything
+            self._kv.wipe()
         self._queue.clear()
         self._done.clear()
         self._next_seq = full.seq + 1

@@ -68,6 +68,12 @@ class KVTensors:
             pools.keys.flatten(1, 2).index_fill_(1, slots, 0.0)
             pools.values.flatten(1, 2).index_fill_(1, slots, 0.0)
 
+    def wipe(self) -> None:
+        """Wipe every block on the device. Host places keep what was swapped out."""
+        for pools in self.layers:
+            pools.keys.zero_()
+            pools.values.zero_()
+
     def copy_blocks(self, group: int, source: Index, target: Index) -> None:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
         first: dict[int, int] = {}  # where the content of a block that is written here comes from
