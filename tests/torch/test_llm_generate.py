@@ -240,20 +240,22 @@ def test_ids_alone_need_no_tokenizer(folder: Path) -> None:
 
 def test_an_interrupt_leaves_the_engine_idle(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm._front.engine
-    step, steps = engine.step, 0
+    step, begun, completed = engine.step, 0, 0
 
     def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 5:
-            signal.raise_signal(signal.SIGINT)  # arrives inside a step, acts behind it
-        return step()
+        nonlocal begun, completed
+        begun += 1
+        if begun == 5:
+            signal.raise_signal(signal.SIGINT)
+        events = step()
+        completed += 1
+        return events
 
     expected = one(llm, "hello", GREEDY).outputs[0].text
     monkeypatch.setattr(engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["hello"] * 30, GREEDY, use_tqdm=False)
-    assert steps == 5
+    assert (begun, completed) == (5, 5), "it arrives inside a step and acts behind it"
     assert is_at_rest(engine)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert one(llm, "hello", GREEDY).outputs[0].text == expected
