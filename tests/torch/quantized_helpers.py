@@ -64,9 +64,12 @@ def tiny_spec(*, tied: bool = False, window: int | None = None) -> ModelSpec:
 
 
 class QuantizedSource:
-    """Random tensors of a spec: matrices in `dtype`, the embedding in eight bits, norms as float32."""
+    """Random tensors of a spec: matrices in `dtype`, the embedding in eight bits, norms as float32.
 
-    def __init__(self, spec: ModelSpec, dtype: str, seed: int = 0) -> None:
+    `mixed`: values have eight bits too, as in many files, so that a product is made of two kinds.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: str, seed: int = 0, *, mixed: bool = False) -> None:
         self.spec = spec
         rng = np.random.default_rng(seed)
         self._tensors: dict[str, StoredTensor] = {}
@@ -75,7 +78,7 @@ class QuantizedSource:
             if len(shape) == 1:
                 self._tensors[name] = quantized(name, 1 + 0.5 * values, "F32")
             else:
-                kind = "Q8_0" if "embed" in name or "v_proj" in name else dtype
+                kind = "Q8_0" if "embed" in name or (mixed and "v_proj" in name) else dtype
                 self._tensors[name] = quantized(name, values, kind)
 
     def names(self) -> frozenset[str]:

@@ -75,7 +75,7 @@ def test_greedy_text_is_that_of_transformers() -> None:
         assert first is None or reference.gaps[first] < TOLERANCE, (prompt, first, output, reference.output)
 
 
-@pytest.mark.skipif(fast_product() is None, reason="this machine has no fast 4-bit product")
+@pytest.mark.skipif(fast_product() != "dynamic", reason="the output matrix is kept dense on this machine")
 def test_quantised_arithmetic_gives_the_same_bits_in_any_batch() -> None:
     product = fast_product()
     assert product is not None

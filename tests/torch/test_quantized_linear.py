@@ -44,7 +44,10 @@ def inputs(num_rows: int, width: int, seed: int = 1) -> Tensor:
 
 def make(dtype: str, shape: tuple[int, int]) -> tuple[Linear, Tensor]:
     stored = stored_matrix(shape_for(dtype, shape), dtype)
-    return storage().linear([stored], None), torch.from_numpy(stored.to_float32())
+    linear = storage().linear([stored], None)
+    if isinstance(linear, DenseLinear):
+        pytest.skip(f"{dtype} is kept dense on this machine")
+    return linear, torch.from_numpy(stored.to_float32())
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

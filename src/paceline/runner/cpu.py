@@ -56,9 +56,8 @@ class CPURunner:
     # -- the runner seam -----------------------------------------------------------------------------------
 
     def reset(self, full: StepPlan) -> None:
-        if not len(
-            full.joins.row
-        ):  # nobody's keys and values are to survive, and what is there may be anything
+        # A plan without rows follows a failed step: what that left on the device may be anything.
+        if not len(full.joins.row):
             self._kv.wipe()
         self._queue.clear()
         self._done.clear()
