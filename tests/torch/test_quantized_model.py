@@ -86,7 +86,7 @@ def test_a_neighbour_that_is_not_a_number_changes_no_bit() -> None:
         return torch.where((x == poison)[:, None], torch.nan, embed(x))
 
     poisoned = Decoder(clean.spec, replace(clean.parts, embedding=embedding), MAX_LEN)
-    bad = [(poison,), (*prompts()[8][:40], poison, 5, 6)]
+    bad = [(poison,), (*prompts()[8][40:0:-1], poison, 5, 6)]
     run = record(poisoned, [bad[0], *prompts(), bad[1]], Circumstances(budget=50), num_new=NUM_NEW)
     assert run.outputs[0] == run.outputs[-1] == ()
     run.outputs = run.outputs[1:-1]
