@@ -9,6 +9,8 @@ DST_ARGS ?= --seeds 0:240 --steps 700 --require 1000 --jobs 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One thread each: the tests themselves run side by side.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
@@ -24,11 +26,12 @@ serve: ## Start the server (not built yet: says so and fails)
 	@exit 1
 
 test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
-	@$(BIN)/python -m pytest tests -q
+	@$(PYTEST) tests --ignore=tests/mutants -n auto
+	@$(PYTEST) tests/mutants
 	@$(BIN)/python -m tests.dst $(DST_ARGS)
 
 check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
-	@$(BIN)/python -m pytest tests/pure -q
+	@$(PYTEST) tests/pure -n auto
 
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)

@@ -114,15 +114,17 @@ def load_model(
     """
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
+
+    # Before torch is loaded: what is wrong with a model is told at once.
+    path = resolve(model.model, model.revision, model.download_dir)
+    checkpoint = open_checkpoint(path, load_format=model.load_format)
+    tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
+
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
     from paceline.runner.sizing import choose_sizes
     from paceline.runner.storage import choose_storage
 
-    checkpoint = open_checkpoint(
-        resolve(model.model, model.revision, model.download_dir), load_format=model.load_format
-    )
-    tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
     spec = checkpoint.spec
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, spec.max_positions, storage)

@@ -13,6 +13,8 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def default_sampling(generation: GenerationDefaults, **changes: Any) -> SamplingParams:
     """Recommended sampling with `changes` on top."""
     given = {name: getattr(generation, name) for name in _NAMES if getattr(generation, name) is not None}
+    if generation.do_sample is False:
+        given["temperature"] = 0.0
     if generation.max_new_tokens is not None:
         given["max_tokens"] = generation.max_new_tokens
     return SamplingParams(**given | changes)

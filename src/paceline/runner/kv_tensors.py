@@ -43,16 +43,14 @@ class KVTensors:
         counts = [group.num_blocks or config.num_blocks for group in config.groups]
         assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
 
+        def pool(num_blocks: int) -> Tensor:
+            # numpy's zeros are pages the system hands out when they are first written (torch writes them at
+            # once): a cache that is not used costs nothing.
+            shape = (spec.num_kv_heads, num_blocks, config.block_size, spec.head_dim)
+            return torch.from_numpy(np.zeros(shape, np.float32))
+
         def pools(counts: list[int]) -> list[LayerPools]:
-            # Zeros are pages the system hands out when they are first written: an idle cache costs nothing.
-            shape = (config.block_size, spec.head_dim)
-            return [
-                LayerPools(
-                    torch.zeros(spec.num_kv_heads, counts[group], *shape),
-                    torch.zeros(spec.num_kv_heads, counts[group], *shape),
-                )
-                for group in spec.layer_groups
-            ]
+            return [LayerPools(pool(counts[group]), pool(counts[group])) for group in spec.layer_groups]
 
         self.layers = pools(counts)
         self._host = pools([config.num_host_blocks] * len(counts)) if config.num_host_blocks else []
