@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check sim clean lint
+.PHONY: help serve chat test check sim clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ help: ## List the targets
 # Fails on purpose: nothing was served, and a script or supervisor that called this must not read success.
 serve: ## Start the server (not built yet: says so and fails)
 	@echo "The server is not built yet: there is nothing to start in this version." >&2
-	@echo "What runs today is the simulator, on the same scheduler and engine: make sim" >&2
+	@echo "What runs today: make chat (a model on this machine) and make sim (the simulator)." >&2
 	@exit 1
 
 test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
@@ -32,6 +32,9 @@ test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation see
 
 check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
 	@$(PYTEST) tests/pure -n auto
+
+chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
+	@$(BIN)/paceline chat $(ARGS)
 
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
