@@ -19,10 +19,12 @@ from torch import Tensor
 from paceline.runner.batch import NOWHERE, Batch
 from paceline.runner.kv_tensors import KVTensors
 from paceline.runner.rows import DeviceRows
+from paceline.runner.workers import Workers
 
 Index = NDArray[np.int64]
 PIECE = 256
 MAX_WASTE = 1.5  # of a bucket: padded size over real size
+SMALL = 1024  # pairs of a query and a place it may look at that are done sooner than handed over
 
 
 @dataclass(slots=True)
@@ -49,13 +51,16 @@ class Members:
 class StepAttention:
     """What `Decoder.forward` calls for each layer; made once per step."""
 
-    def __init__(self, kv: KVTensors, rows: DeviceRows, batch: Batch, scale: float) -> None:
+    def __init__(
+        self, kv: KVTensors, rows: DeviceRows, batch: Batch, *, scale: float, workers: Workers
+    ) -> None:
         self._kv = kv
         self._scale = scale
+        self._workers = workers
         kept = [slots != NOWHERE for slots in batch.slots]
         self._kept = [None if mask.all() else torch.from_numpy(mask.nonzero()[0]) for mask in kept]
         self._slots = [torch.from_numpy(slots[mask]) for slots, mask in zip(batch.slots, kept, strict=True)]
-        self._members = [_members(kv, rows, batch, which) for which in _split(batch)]
+        self._members = [_members(kv, rows, batch, which) for which in _split(batch, workers.count)]
         self._all_stored = len(batch.row_of) == int(batch.count.sum())
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -69,9 +74,12 @@ class StepAttention:
             members = self._members[0]
             return self._attend(layer, members, members.buckets[group], queries).flatten(1)
         out = torch.zeros_like(queries) if not self._all_stored else torch.empty_like(queries)
-        for members in self._members:
+
+        def attend(members: Members) -> None:
             seen = self._attend(layer, members, members.buckets[group], queries)
             out[members.real] = seen[members.first]
+
+        self._workers.run(attend, self._members)
         return out.flatten(1)
 
     def _attend(self, layer: int, members: Members, bucket: Bucket, queries: Tensor) -> Tensor:
@@ -117,24 +125,28 @@ def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
     return out.div_(total)
 
 
-def _split(batch: Batch) -> list[Index]:
+def _split(batch: Batch, num_workers: int) -> list[Index]:
     """Rows in buckets: like numbers of queries and like contexts together, so that little is padding."""
-    if not len(batch.rows):
-        return []
     ends = batch.start + batch.count
-    order = np.lexsort((ends, batch.count))
-    buckets, members, real = [], [int(order[0])], 0.0
-    for row in order.tolist():
-        size = float(batch.count[row] * ends[row])
-        padded = float(batch.count[row] * max(ends[row], int(ends[members].max()))) * (len(members) + 1)
-        if real and padded > MAX_WASTE * (real + size) + 4096:
-            buckets.append(np.sort(members))
-            members, real = [row], size
-        else:
-            members = [*members, row] if real else [row]
-            real += size
-    buckets.append(np.sort(members))
-    return buckets
+    buckets: list[Index] = []
+    members: list[int] = []
+    real = longest = 0
+    for row in np.lexsort((ends, batch.count)).tolist():
+        size = int(batch.count[row] * ends[row])
+        padded = int(batch.count[row]) * max(longest, int(ends[row])) * (len(members) + 1)
+        if members and padded > MAX_WASTE * (real + size) + SMALL:
+            buckets += _shares(members, real, num_workers)
+            members, real, longest = [], 0, 0
+        members.append(row)
+        real += size
+        longest = max(longest, int(ends[row]))
+    return buckets + _shares(members, real, num_workers) if members else buckets
+
+
+def _shares(members: list[int], work: int, num_workers: int) -> list[Index]:
+    """One bucket, or as many as can be done beside each other where the work is worth the handing over."""
+    count = num_workers if work > num_workers * SMALL and len(members) >= num_workers else 1
+    return [np.sort(members[share::count]) for share in range(count)]  # long and short ones in each
 
 
 def _members(kv: KVTensors, rows: DeviceRows, batch: Batch, which: Index) -> Members:

@@ -32,6 +32,7 @@ from paceline.runner.batch import Batch, make_batch
 from paceline.runner.kv_tensors import KVTensors
 from paceline.runner.rows import DeviceRows
 from paceline.runner.sampling import Sampler, prompt_logprobs
+from paceline.runner.workers import Workers
 
 Bool = NDArray[np.bool_]
 
@@ -49,6 +50,7 @@ class CPURunner:
         self._rows = DeviceRows(config)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
+        self._workers = Workers()
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self._next_seq = 1
@@ -134,7 +136,9 @@ class CPURunner:
             move(group, swaps.block[mine].astype(np.int64), swaps.place[mine].astype(np.int64))  # type: ignore[operator]
 
     def _forward(self, batch: Batch) -> Tensor:
-        attend = StepAttention(self._kv, self._rows, batch, self._decoder.spec.softmax_scale)
+        attend = StepAttention(
+            self._kv, self._rows, batch, scale=self._decoder.spec.softmax_scale, workers=self._workers
+        )
         return self._decoder.forward(
             torch.from_numpy(batch.tokens),
             torch.from_numpy(batch.positions),
