@@ -148,7 +148,7 @@ BAD: list[tuple[object, int, str | None, str]] = [
         *(400, "response_format", "is not supported"),
     ),
     (line("stream", CHAT, messages=HELLO, stream=True), 400, "stream", "stream is not supported"),
-    (line("echo", COMPLETIONS, prompt="x", echo=True), 400, "echo", "echo is not supported"),
+    (line("echo", COMPLETIONS, prompt="x", echo="yes"), 400, "echo", "echo must be true or false"),
     (line("typo", COMPLETIONS, prompt="x", max_token=5), 400, "max_token", "did you mean max_tokens"),
     (line("hot", COMPLETIONS, prompt="x", temperature=9), 400, "temperature", "between 0 and 2"),
     (line("kind", COMPLETIONS, prompt="x", max_tokens="5"), 400, "max_tokens", "whole number"),
@@ -162,6 +162,30 @@ BAD: list[tuple[object, int, str | None, str]] = [
     (line("long", COMPLETIONS, prompt="x" * CONTEXT), 400, "prompt", "maximum context length"),
     (line("one bad", COMPLETIONS, prompt=["fine", ""]), 400, "prompt", "empty"),
 ]
+
+
+def test_a_completion_can_begin_with_its_prompt(model: Path, tmp_path: Path) -> None:
+    asked = {"prompt": [77, 74, 81], "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    lines = [
+        line("plain", COMPLETIONS, max_tokens=2, **asked),
+        line("echo", COMPLETIONS, max_tokens=2, echo=True, **asked),
+        line("only", COMPLETIONS, max_tokens=0, echo=True, **asked),
+    ]
+    batch(model, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    plain, echo, only = (
+        next(found for found in results(tmp_path / "out.jsonl") if found["custom_id"] == name)["response"][
+            "body"
+        ]["choices"][0]
+        for name in ("plain", "echo", "only")
+    )
+    assert echo["text"] == only["text"] + plain["text"] and only["text"]
+    logprobs = echo["logprobs"]
+    assert logprobs["tokens"] == only["logprobs"]["tokens"] + plain["logprobs"]["tokens"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert len(only["logprobs"]["tokens"]) == 3 and len(logprobs["token_logprobs"]) == 5
+    assert logprobs["token_logprobs"][3:] == plain["logprobs"]["token_logprobs"]
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert only["finish_reason"] == "length"
 
 
 def test_a_bad_line_gives_an_error_and_stops_nothing(model: Path, tmp_path: Path) -> None:

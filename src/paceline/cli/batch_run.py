@@ -141,10 +141,11 @@ class BatchRun:
 
     def _body(self, line: Line, outputs: list[RequestOutput]) -> dict[str, Any]:
         num_top = line.body.sampling.logprobs
+        tokenizer = self._front.tokenizer
+        assert tokenizer is not None
         if line.url == COMPLETIONS:
-            return completion_body(line.body.model, outputs, num_top)
-        assert self._front.tokenizer is not None
-        return chat_body(line.body.model, outputs[0], self._front.tokenizer, num_top)
+            return completion_body(line.body.model, outputs, num_top, tokenizer, echo=line.body.echo)
+        return chat_body(line.body.model, outputs[0], tokenizer, num_top)
 
     def _refuse(self, number: int, custom_id: str | None, error: Exception) -> None:
         if not isinstance(error, InvalidRequest):

@@ -105,9 +105,6 @@ def _chat(values: Mapping[str, Any]) -> None:
         if quick is not None:
             _ask_once(session, quick)
             return
-        if on_terminal:
-            for notice in talker.llm.loaded.notices:
-                print(f"({notice})")
         with open_lines(on_terminal) as lines:
             _talk(session, lines, on_terminal=on_terminal)
 

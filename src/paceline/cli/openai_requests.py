@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.checkpoint.generation import GenerationDefaults
@@ -26,7 +26,7 @@ SAMPLED = (
 )
 OWN = {
     CHAT: ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
-    COMPLETIONS: ("prompt",),
+    COMPLETIONS: ("prompt", "echo"),
 }
 COMMON = ("model", "logit_bias", "logprobs")
 WITHOUT_EFFECT = (
@@ -42,7 +42,6 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
 }
@@ -65,6 +64,14 @@ class UnknownModel(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """Whether a completion begins with its prompt, and whether it ends there too (max_tokens 0)."""
+
+    prompt: bool = False
+    nothing_else: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
     """One request: a conversation, or prompts that are answered side by side."""
 
@@ -73,6 +80,7 @@ class ParsedBody:
     messages: Sequence[Any] | None = None
     prompts: tuple[str | list[int], ...] = ()
     switches: Mapping[str, object] | None = None  # for the chat template
+    echo: Echo = field(default_factory=Echo)
 
 
 def parse_body(url: str, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
@@ -80,9 +88,13 @@ def parse_body(url: str, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBo
     given = {name: value for name, value in body.items() if value is not None}
     _refuse_fields(url, given)
     model = _model(given.get("model"), facts)
-    sampling = _sampling(url, given, facts)
     if url == COMPLETIONS:
-        return ParsedBody(model=model, sampling=sampling, prompts=_prompts(given.get("prompt")))
+        echo = _echo(given)
+        sampling = _sampling(url, given | {"max_tokens": 1} if echo.nothing_else else given, facts)
+        if echo.prompt:
+            sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        return ParsedBody(model=model, sampling=sampling, prompts=_prompts(given.get("prompt")), echo=echo)
+    sampling = _sampling(url, given, facts)
     messages, switches = given.get("messages"), given.get("chat_template_kwargs")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
@@ -125,6 +137,13 @@ def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> Sampling
         changes["logit_bias"] = _bias(given["logit_bias"])
     changes["logprobs"] = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
     return default_sampling(facts.generation, **changes)
+
+
+def _echo(given: Mapping[str, Any]) -> Echo:
+    wanted = given.get("echo", False)
+    if not isinstance(wanted, bool):
+        raise InvalidRequest("echo must be true or false", param="echo")
+    return Echo(prompt=wanted, nothing_else=wanted and given.get("max_tokens") == 0)
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:

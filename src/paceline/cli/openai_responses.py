@@ -7,12 +7,15 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.cli.openai_requests import Echo
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.text.tokenizer import Tokenizer
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
 
 Json = dict[str, Any]
+Entry = dict[int, Logprob] | None
+NO_ECHO = Echo()
 
 
 def chat_body(model: str, output: RequestOutput, tokenizer: Tokenizer, num_top: int | None) -> Json:
@@ -29,19 +32,34 @@ def chat_body(model: str, output: RequestOutput, tokenizer: Tokenizer, num_top: 
     return _body("chatcmpl", "chat.completion", model, choices, [output])
 
 
-def completion_body(model: str, outputs: Sequence[RequestOutput], num_top: int | None) -> Json:
+def completion_body(
+    model: str,
+    outputs: Sequence[RequestOutput],
+    num_top: int | None,
+    tokenizer: Tokenizer,
+    *,
+    echo: Echo = NO_ECHO,
+) -> Json:
     """The branches of every prompt, one prompt after the other."""
-    parts = [part for output in outputs for part in output.outputs]
-    choices = [
-        {
-            "index": index,
-            "text": part.text,
-            "logprobs": None if num_top is None else _completion_logprobs(part, num_top),
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
-        for index, part in enumerate(parts)
-    ]
+    choices: list[Json] = []
+    for output in outputs:
+        prompt = _prompt_tokens(output, tokenizer) if echo.prompt else []
+        for part in output.outputs:
+            shown = [] if echo.nothing_else else list(zip(part.token_ids, part.logprobs or [], strict=False))
+            text = (_prompt_text(output, tokenizer) if echo.prompt else "") + (
+                "" if echo.nothing_else else part.text
+            )
+            choices.append(
+                {
+                    "index": len(choices),
+                    "text": text,
+                    "logprobs": None
+                    if num_top is None
+                    else _completion_logprobs([*prompt, *shown], num_top, tokenizer),
+                    "finish_reason": "length" if echo.nothing_else else part.finish_reason,
+                    "stop_reason": None if echo.nothing_else else part.stop_reason,
+                }
+            )
     return _body("cmpl", "text_completion", model, choices, outputs)
 
 
@@ -79,15 +97,32 @@ def _chat_logprobs(part: CompletionOutput, tokenizer: Tokenizer, num_top: int) -
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(part: CompletionOutput, num_top: int) -> Json:
-    texts, values, tops, offsets, at = [], [], [], [], 0
-    for token, found in zip(part.token_ids, part.logprobs or [], strict=True):
-        text = found[token].decoded_token or ""
-        texts.append(text)
-        values.append(_finite(found[token].logprob))
-        tops.append({value.decoded_token: _finite(value.logprob) for _, value in _top(found, num_top)})
+def _prompt_text(output: RequestOutput, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+
+def _prompt_tokens(output: RequestOutput, tokenizer: Tokenizer) -> list[tuple[int, Entry]]:
+    known = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+    return list(zip(output.prompt_token_ids, known, strict=True))
+
+
+def _completion_logprobs(tokens: Sequence[tuple[int, Entry]], num_top: int, tokenizer: Tokenizer) -> Json:
+    """Four lists, one entry for each token; nothing is known of how likely a first token was."""
+    texts: list[str] = []
+    values: list[float | None] = []
+    tops: list[Json | None] = []
+    offsets: list[int] = []
+    at = 0
+    for token, found in tokens:
+        texts.append(tokenizer.token_text(token))
+        values.append(None if found is None else _finite(found[token].logprob))
+        tops.append(
+            None
+            if found is None
+            else {value.decoded_token or "": _finite(value.logprob) for _, value in _top(found, num_top)}
+        )
         offsets.append(at)
-        at += len(text)
+        at += len(texts[-1])
     return {
         "tokens": texts,
         "token_logprobs": values,

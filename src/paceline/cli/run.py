@@ -92,8 +92,7 @@ def _run(values: Mapping[str, Any]) -> None:
             answer = talker.reply(messages, sampling, printer.show)
         printer.end_line()
         if values["stats"]:
-            for line in (*talker.llm.loaded.notices, answer.describe()):
-                note(line)
+            note(answer.describe())
     if answer.is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if answer.error is not None:

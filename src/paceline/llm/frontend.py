@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from paceline.llm.collector import Collector
 from paceline.llm.defaults import default_sampling
 from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
 
+_logger = logging.getLogger("paceline")
+
 
 class Frontend:
     """Everything around one engine that knows text."""
@@ -20,6 +23,8 @@ class Frontend:
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
         model_config, given = split_arguments(model, options)
         self.loaded = loaded = load_model(model_config, given)
+        for notice in loaded.notices:
+            _logger.warning(notice)
         self.engine = loaded.engine
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
