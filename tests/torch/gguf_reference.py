@@ -113,7 +113,7 @@ def _gemma3_config(spec: ModelSpec) -> Any:
         **_sizes(spec),
         layer_types=kinds,
         sliding_window=next(window for window in spec.windows if window is not None),
-        query_pre_attn_scalar=spec.attention_scale**-2,
+        query_pre_attn_scalar=round(spec.attention_scale**-2),
         hidden_activation="gelu_pytorch_tanh",
         rope_parameters=ropes,
     )
