@@ -35,8 +35,7 @@ class LeastRecentlyFreed:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def add(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._blocks[block] = None
+        self._blocks.update(dict.fromkeys(blocks))
 
     def remove(self, block: int) -> None:
         del self._blocks[block]
@@ -67,6 +66,7 @@ class BlockPool:
         self.refs[NULL_BLOCK] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
+        self.num_free = num_blocks - 1  # on the stack and waiting for eviction
         self.num_evicted = 0
         self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
@@ -80,13 +80,9 @@ class BlockPool:
         return self.num_blocks - 1
 
     @property
-    def num_free(self) -> int:
-        return self._depth + len(self.evictable)
-
-    @property
     def available(self) -> int:
         """Blocks that `allocate` will give now."""
-        return max(0, self.num_free - self.withheld)
+        return max(0, self.num_free - self.withheld) if self.withheld else self.num_free
 
     def free_blocks(self) -> Blocks:
         """All free blocks, cached ones last in the order they will be evicted. For checks."""
@@ -102,6 +98,7 @@ class BlockPool:
         taken = min(count, self._depth)
         blocks = self._stack[self._depth - taken : self._depth][::-1].copy()
         self._depth -= taken
+        self.num_free -= count
         if taken < count:
             evicted = self.evictable.pick(count - taken)
             self.num_evicted += len(evicted)
@@ -118,18 +115,22 @@ class BlockPool:
         if np.count_nonzero(counts) < len(counts):
             for block in blocks[counts == 0].tolist():
                 self.evictable.remove(block)  # only a cached block can be found without a reference
+                self.num_free -= 1
 
     def release(self, blocks: Blocks) -> None:
         """Drop one reference for each entry of `blocks`; the first given is the first evicted.
 
         A block may be given more than once when several holders let go together.
         """
-        np.subtract.at(self.refs, blocks, 1)
+        each = dict.fromkeys(blocks.tolist())
+        if len(each) < len(blocks):
+            np.subtract.at(self.refs, blocks, 1)
+            blocks = np.fromiter(each, np.int64, len(each))
+        else:
+            self.refs[blocks] -= 1
         counts = self.refs[blocks]
         zero = blocks[counts == 0] if np.count_nonzero(counts) else blocks
-        each = dict.fromkeys(zero.tolist())
-        if len(each) < len(zero):
-            zero = np.fromiter(each, np.int64, len(each))
+        self.num_free += len(zero)
         is_cached = self.cached[zero]
         num_plain = len(zero) - int(np.count_nonzero(is_cached))
         if num_plain:

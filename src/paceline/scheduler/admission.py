@@ -23,9 +23,9 @@ NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP, NO_BLOCKS = "rows", "budget
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Beginning:
-    """What a request can start from: cached blocks, or the blocks of a running parent."""
+    """What a request can start from: cached blocks, or the blocks of a running parent. Never changed."""
 
     num_computed: int
     match: Match
@@ -163,39 +163,44 @@ class Admission:
         kv = self._state.kv
         if beginning.parent_row != NO_ROW:
             fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(beginning.num_computed)
-            return tuple(fresh + 1 for _ in kv.groups)  # one more for the copy of the shared last block
+            return (fresh + 1,) * len(kv.groups)  # one more for the copy of the shared last block
         return kv.cost(beginning.match, request.num_tokens)
 
     def _fits(self, request: Request, cost: Needs) -> bool:
         """Room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
-        kv = state.kv
-        full = kv.full_need(request.max_total)
+        full = state.kv.full_need(request.max_total)
         reserved = self._reserved_full()
-        promised = sum(self._prompt_rest(request.row) for request in state.prefilling.values())
-        protect = self._protects(request)
-        for index, group in enumerate(kv.groups):
+        promised = self._promised() if state.prefilling else 0
+        if self._protects(request):
+            return self._fits_for_good(full, reserved, promised)
+        watermark = state.config.watermark if state.rows.num_live else 0.0
+        for group, need, most, taken in zip(state.kv.groups, cost, full, reserved, strict=True):
             usable = group.pool.usable
-            free = group.free_for(None)
-            if protect:
-                need = min(full[index] + 1, usable)
-                if need > free - promised or (reserved[index] and reserved[index] + need > usable // 2):
-                    return False
-                if self._largest_unreserved(index) + reserved[index] + need > usable:
-                    return False
-            else:
-                if full[index] + reserved[index] > usable:
-                    return False
-                margin = int(usable * state.config.watermark) if state.rows.num_live else 0
-                if cost[index] + promised + margin > free:
-                    return False
+            if most + taken > usable or need + promised + int(usable * watermark) > group.free_for(None):
+                return False
         return True
+
+    def _fits_for_good(self, full: Needs, reserved: Needs, promised: int) -> bool:
+        """Room to set a request's full length aside, with enough left that somebody else can complete beside it."""
+        for group, most, taken in zip(self._state.kv.groups, full, reserved, strict=True):
+            usable = group.pool.usable
+            need = min(most + 1, usable)
+            if need > group.free_for(None) - promised or (taken and taken + need > usable // 2):
+                return False
+            if self._largest_unreserved(group.index) + taken + need > usable:
+                return False
+        return True
+
+    def _promised(self) -> int:
+        """Blocks the prompts under way still need."""
+        return sum([self._prompt_rest(request.row) for request in self._state.prefilling.values()])
 
     def _prompt_rest(self, row: int) -> int:
         """Blocks a prompt under way still needs, those aside that are reserved for it."""
         kv = self._state.kv
-        missing = kv.missing(row, int(self._state.rows.known[row]))
-        return max(0, missing - int(kv.groups[0].reserved_for[row]))
+        missing = kv.missing(row, self._state.rows.known.item(row))
+        return max(0, missing - kv.groups[0].reserved_for.item(row))
 
     def _protects(self, request: Request) -> bool:
         return request.preemptions >= self._state.config.max_preemptions > 0
@@ -214,16 +219,16 @@ class Admission:
             tuple(min(need + 1, group.pool.usable) for need, group in zip(full, kv.groups, strict=True)),
         )
 
-    def _reserved_full(self) -> list[int]:
+    def _reserved_full(self) -> Needs:
         """Blocks the reserved rows may hold at most, per group."""
         rows, kv = self._state.rows, self._state.kv
-        totals = [0] * len(kv.groups)
         if not rows.num_reserved:
-            return totals
+            return (0,) * len(kv.groups)
+        totals = [0] * len(kv.groups)
         for row in np.flatnonzero(rows.live & rows.reserved).tolist():
             for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
                 totals[index] += min(need + 1, kv.groups[index].pool.usable)
-        return totals
+        return tuple(totals)
 
     def _largest_unreserved(self, group: int) -> int:
         """Most blocks one of the running rows without a reservation may come to need."""

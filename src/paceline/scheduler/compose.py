@@ -226,14 +226,14 @@ class Composer:
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows, kv = self._state.rows, self._state.kv
-        pad = min(int(rows.pad_left[row]), limit)
+        pad = min(rows.pad_left.item(row), limit)
         if pad > 0:
             rows.pad_left[row] -= pad
             self._pad_tokens += pad
             self._left -= pad
             self._products += pad * pad // 2
-        upper = int(rows.upper[row])
-        count = min(int(rows.known[row]) - upper, limit - pad)
+        upper = rows.upper.item(row)
+        count = min(rows.known.item(row) - upper, limit - pad)
         if count <= 0:
             return
         room = kv.room(row)
@@ -244,7 +244,7 @@ class Composer:
                 kv.copy_on_write(row, upper)
                 room -= 1
             rows.sharing[row] = False
-        count = min(count, (int(kv.groups[0].held[row]) + max(0, room)) * kv.block_size - upper)
+        count = min(count, (kv.groups[0].held.item(row) + max(0, room)) * kv.block_size - upper)
         if count > 0:
             kv.extend(row, upper + count)
             self._advance(row, upper, count)
@@ -257,17 +257,17 @@ class Composer:
         rows.upper[row] = upper + count
         self._spans[row] = self._spans.get(row, 0) + count
         self._left -= count
-        self._products += count * (upper + int(rows.pad[row])) + count * (count + 1) // 2
-        if upper + count < rows.known[row]:
+        self._products += count * (upper + rows.pad.item(row)) + count * (count + 1) // 2
+        if upper + count < rows.known.item(row):
             state.decide(DecisionKind.CHUNK, request, "budget", count)
             return
         del state.prefilling[request.id]
         self._logit_rows += 1
-        ends = upper + count + 1 >= rows.limit[row]
+        ends = upper + count + 1 >= rows.limit.item(row)
         if ends and state.mode.keeps_finished:
             rows.padding[row] = True
         if not ends or state.mode.keeps_finished:
-            state.promoted.append((row, int(rows.generation[row])))
+            state.promoted.append((row, rows.generation.item(row)))
 
     # -- new requests --------------------------------------------------------------------------------------
 
@@ -363,16 +363,14 @@ class Composer:
         rows = state.rows
         seq = state.kv.submitted + 1
         context = int(np.dot(rows.upper[: len(mask)], mask))
-        spans = tuple((row, int(rows.generation[row]), count) for row, count in self._spans.items())
+        spans = tuple([(row, rows.generation.item(row), count) for row, count in self._spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)
         plan = StepPlan(
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
-            spans=RowSpans(row=i32(self._spans), num_scheduled=i32(self._spans.values()))
-            if self._spans
-            else _NO_SPANS,
+            spans=_row_spans(self._spans) if self._spans else _NO_SPANS,
             decode_rows=self._change(mask),
             new_blocks=appends,
             block_copies=copies,
@@ -413,26 +411,33 @@ class Composer:
         )
 
 
+def _row_spans(spans: dict[int, int]) -> RowSpans:
+    row, num_scheduled = np.array((list(spans), list(spans.values())), np.int32)
+    return RowSpans(row=row, num_scheduled=num_scheduled)
+
+
 def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
     """The joins of a plan as columns, and the row copies of those that are forks."""
     if not joins:
         return _NO_JOINS, _NO_ROW_COPIES
     rows = state.rows
-    at = i32(join.row for join in joins)
+    at = np.array([join.row for join in joins], np.int64)
     forks = [join for join in joins if join.source != NO_ROW]
     joined = RowJoins(
-        row=at,
+        row=at.astype(np.int32),
         generation=rows.generation[at],
-        num_prompt=i32(join.request.num_prompt for join in joins),
-        num_tokens=i32(join.request.num_tokens for join in joins),
-        num_computed=i32(join.num_computed for join in joins),
+        num_prompt=rows.num_prompt[at].astype(np.int32),
+        num_tokens=rows.known[at].astype(np.int32),
+        num_computed=rows.computed[at].astype(np.int32),
         limit=rows.limit[at].astype(np.int32),
         pad=rows.pad[at].astype(np.int32),
-        model=i32(join.request.model for join in joins),
-        adapter=i32(join.request.adapter for join in joins),
-        sampling=tuple(join.request.sampling for join in joins),
-        tokens=tuple(join.request.tokens if join.source == NO_ROW else EMPTY for join in joins),
+        model=np.array([join.request.model for join in joins], np.int32),
+        adapter=np.array([join.request.adapter for join in joins], np.int32),
+        sampling=tuple([join.request.sampling for join in joins]),
+        tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
     )
+    if not forks:
+        return joined, _NO_ROW_COPIES
     copies = RowCopies(
         source=i32(join.source for join in forks),
         target=i32(join.row for join in forks),

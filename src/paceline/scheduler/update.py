@@ -117,18 +117,17 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
 
 def _spans_done(state: SchedulerState, flight: Flight) -> None:
     """Prompt tokens are computed: their full blocks may be shared from now on."""
-    rows = state.rows
+    rows, kv = state.rows, state.kv
     for row, generation, count in flight.spans:
-        if rows.generation[row] != generation or not rows.live[row]:
+        if rows.generation[row] != generation:  # leaving raises it
             continue
         request = _owner(state, row)
-        before = int(rows.computed[row]) // state.kv.block_size
-        rows.computed[row] += count
-        computed = int(rows.computed[row])
-        state.kv.publish(row, request.keys, computed)
-        for key in request.keys[before : computed // state.kv.block_size]:
-            if state.computing.get(key.key) == request.id:
-                del state.computing[key.key]
+        before = rows.computed.item(row)
+        computed = before + count
+        rows.computed[row] = computed
+        kv.publish(row, request.keys, computed)
+        if state.computing:
+            state.computed_keys(request, before // kv.block_size, computed // kv.block_size)
 
 
 def _swap_done(state: SchedulerState, number: int) -> None:
