@@ -7,7 +7,6 @@ admission had added. Owns no blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +78,13 @@ def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> tup
     ]
     if appends:
         rows, groups, starts, blocks = zip(*appends, strict=True)
-        lengths = [len(part) for part in blocks]
-        ends = list(accumulate(lengths))
-        # Entry i of all these blocks has index `start + i - (entries before its append)`.
-        shifts = [start + length - end for start, length, end in zip(starts, lengths, ends, strict=True)]
-        row, group, index = np.repeat(np.array((rows, groups, shifts), np.int32), lengths, axis=1)
-        index += np.arange(ends[-1], dtype=np.int32)
-        parts.append((row, group, index, np.concatenate(blocks)))
+        block = np.concatenate(blocks)
+        lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
+        row, group, index = np.array((rows, groups, starts), np.int32).repeat(lengths, axis=1)
+        # What was appended with a block comes behind it: count on from the start of each append.
+        index += np.arange(len(block), dtype=np.int32)
+        index -= (lengths.cumsum() - lengths).repeat(lengths).astype(np.int32)
+        parts.append((row, group, index, block))
     if len(parts) == 1:
         return tuple(column.astype(np.int32, copy=False) for column in parts[0])
     return tuple(np.concatenate(columns).astype(np.int32, copy=False) for columns in zip(*parts, strict=True))

@@ -23,7 +23,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._place: dict[RequestId, int] = {}
-        self._counts: NDArray[np.int64] = np.zeros((7, 64), np.int64)
+        # One line per request: requests come and go far more often than a policy looks at a whole column.
+        self._counts: NDArray[np.int64] = np.zeros((64, 7), np.int64)
         self._arrival_s = np.zeros(64, np.float64)
         self.num_tokens = 0
         self._view: RequestView | None = None  # the last one asked for, while it still holds
@@ -43,7 +44,7 @@ class WaitingQueue:
     def push(self, request: Request, order: int, tenant: int) -> None:
         place = len(self._requests)
         if place == len(self._arrival_s):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
         self._view = None
         self._requests.append(request)
@@ -58,7 +59,7 @@ class WaitingQueue:
             request.preemptions,
             NO_ROW,
         )
-        self._counts[:, place] = numbers
+        self._counts[place] = numbers
         self._arrival_s[place] = request.arrival_s
         self.num_tokens += num_tokens
 
@@ -71,18 +72,18 @@ class WaitingQueue:
             self._requests[place] = last
             self._place[last.id] = place
             end = len(self._requests)
-            self._counts[:, place] = self._counts[:, end]
+            self._counts[place] = self._counts[end]
             self._arrival_s[place] = self._arrival_s[end]
         self.num_tokens -= request.num_tokens
 
     def set_priority(self, request: Request) -> None:
-        self._counts[PRIORITY, self._place[request.id]] = request.priority
+        self._counts[self._place[request.id], PRIORITY] = request.priority
 
     def view(self, now_s: float) -> RequestView:
         if self._view is not None and self._view.now_s == now_s:
             return self._view
         count = len(self._requests)
-        counts, arrival_s = self._counts[:, :count], self._arrival_s[:count]
+        counts, arrival_s = self._counts[:count].T, self._arrival_s[:count]
         counts.flags.writeable = arrival_s.flags.writeable = False
         self._view = RequestView(
             now_s=now_s,
