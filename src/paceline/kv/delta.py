@@ -7,6 +7,7 @@ admission had added. Owns no blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ Growth = tuple[Blocks, int, Blocks, Blocks]  # one block for each of many rows: 
 Append = tuple[int, int, int, Blocks]  # several blocks for one row: row, group, index of the first, blocks
 Copy = tuple[int, int, int, int, int]  # row, group, index, source, target
 Swap = tuple[int, int, Blocks, Blocks]  # ticket, group, blocks, places
+FEW = 4  # appends that are cheaper to write out one by one
 
 
 class KVDelta:
@@ -70,24 +72,35 @@ class KVDelta:
 _NO_APPENDS, _NO_COPIES, _NO_SWAPS = BlockAppends(), BlockCopies(), Swaps()
 
 
-def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> tuple[I32, ...]:
-    """Row, group, index and block of every block appended."""
-    parts = [
-        (rows.astype(np.int32), np.full(len(rows), group, np.int32), indices, blocks)
-        for rows, group, indices, blocks in growths
-    ]
-    if appends:
-        rows, groups, starts, blocks = zip(*appends, strict=True)
-        block = np.concatenate(blocks)
-        lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
-        row, group, index = np.array((rows, groups, starts), np.int32).repeat(lengths, axis=1)
-        # What was appended with a block comes behind it: count on from the start of each append.
-        index += np.arange(len(block), dtype=np.int32)
-        index -= (lengths.cumsum() - lengths).repeat(lengths).astype(np.int32)
-        parts.append((row, group, index, block))
-    if len(parts) == 1:
-        return tuple(column.astype(np.int32, copy=False) for column in parts[0])
-    return tuple(np.concatenate(columns).astype(np.int32, copy=False) for columns in zip(*parts, strict=True))
+def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> I32:
+    """Row, group, index and block of every block appended: [4, blocks]."""
+    parts = [_columns(*growth) for growth in growths]
+    if len(appends) > FEW:
+        parts.append(_many_appends(appends))
+    else:
+        parts += [
+            _columns(row, group, np.arange(start, start + len(blocks)), blocks)
+            for row, group, start, blocks in appends
+        ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def _columns(row: Blocks | int, group: int, index: Blocks, block: Blocks) -> I32:
+    columns = np.empty((4, len(block)), np.int32)
+    columns[0], columns[1], columns[2], columns[3] = row, group, index, block
+    return columns
+
+
+def _many_appends(appends: Sequence[Append]) -> I32:
+    """The same columns as one by one, with a number of operations that does not grow with the appends."""
+    rows, groups, starts, blocks = zip(*appends, strict=True)
+    lengths = [len(part) for part in blocks]
+    ends = accumulate(lengths)
+    shifts = [start + length - end for start, length, end in zip(starts, lengths, ends, strict=True)]
+    columns = np.array((rows, groups, shifts, shifts), np.int32).repeat(lengths, axis=1)
+    columns[2] += np.arange(len(columns[2]), dtype=np.int32)
+    columns[3] = np.concatenate(blocks)
+    return columns
 
 
 def _swaps(entries: Sequence[Swap]) -> Swaps:

@@ -70,7 +70,7 @@ class Admission:
         row = self._seat(request, beginning.num_computed, source)
         if beginning.parent_row != NO_ROW:
             state.kv.share(beginning.parent_row, row, beginning.num_computed)
-            state.rows.sharing[[row, beginning.parent_row]] = True
+            state.rows.share([row, beginning.parent_row])
             state.counters.forked += 1
             state.decide(DecisionKind.FORK, request, "shares its parent's blocks", beginning.num_computed)
         else:

@@ -21,6 +21,7 @@ from paceline.scheduler.state import Flight, Join, SchedulerState
 
 Mask = NDArray[np.bool_]
 _NO_JOINS, _NO_ROW_COPIES, _NO_SPANS, _SAME_ROWS = RowJoins(), RowCopies(), RowSpans(), RowSet()
+_NO_MASK: Mask = np.zeros(0, np.bool_)
 
 
 class Composer:
@@ -29,7 +30,8 @@ class Composer:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.admission = Admission(state)
-        self._last_mask: Mask = np.zeros(0, np.bool_)  # plain decode rows of the last plan
+        self._last_mask = _NO_MASK  # plain decode rows of the last plan
+        self._last_context = 0  # tokens of KV they read
         self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
         self._spans: dict[int, int] = {}
         self.tokens_left = 0  # of the budget of the last plan, for checks
@@ -39,7 +41,8 @@ class Composer:
         self._products = 0
         self._logit_rows = 0
         self._decode_count = 0
-        self._advancing: Mask = self._last_mask
+        self._advancing = _NO_MASK
+        self._at_length = False
 
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
@@ -48,10 +51,11 @@ class Composer:
         self.passed = set()
         self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
+        self._at_length = False
         self._promote()
         if state.kv.windowed:
             high = state.rows.high
-            state.kv.slide_each(np.flatnonzero(state.rows.live[:high]), state.rows.computed)
+            state.kv.slide_each(state.rows.live[:high].nonzero()[0], state.rows.computed)
         mask = self._decode()
         prompts = self._prompts()
         cap = self._cap(len(prompts))
@@ -74,7 +78,7 @@ class Composer:
 
     def forget(self) -> None:
         """The runner has been reset: no row is in plain decode there."""
-        self._last_mask = np.zeros(0, np.bool_)
+        self._last_mask = _NO_MASK
 
     def decode_rows(self) -> NDArray[np.int64]:
         """Rows in plain decode as of the last plan."""
@@ -111,6 +115,7 @@ class Composer:
         ended &= advancing
         self._advancing = advancing
         if np.count_nonzero(ended):
+            self._at_length = True
             self._end_of_length(ended)
         count = int(np.count_nonzero(mask))
         self._decode_count = count
@@ -132,13 +137,17 @@ class Composer:
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
         crossing = full.nonzero()[0]
-        shared: list[int] = []
-        if np.count_nonzero(rows.sharing[:high]):
-            candidates = np.flatnonzero(mask & rows.sharing[:high])
-            is_shared = kv.shared_writes(candidates, rows.upper[candidates])
-            rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
-            shared = candidates[is_shared].tolist()
-        return mask, crossing, shared
+        return mask, crossing, self._shared_writes(mask) if rows.any_sharing else []
+
+    def _shared_writes(self, mask: Mask) -> list[int]:
+        """Those of the rows in `mask` that would write into a block others read."""
+        rows, high = self._state.rows, len(mask)
+        candidates = (mask & rows.sharing[:high]).nonzero()[0]
+        is_shared = self._state.kv.shared_writes(candidates, rows.upper[candidates])
+        rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
+        rows.any_sharing = bool(np.count_nonzero(rows.sharing[:high]))
+        shared: list[int] = candidates[is_shared].tolist()
+        return shared
 
     def _trim(self, mask: Mask) -> None:
         """More rows than tokens: the first in order decode. A prompt that goes before them keeps a token."""
@@ -264,6 +273,7 @@ class Composer:
         del state.prefilling[request.id]
         self._logit_rows += 1
         ends = upper + count + 1 >= rows.limit.item(row)
+        self._at_length |= ends
         if ends and state.mode.keeps_finished:
             rows.padding[row] = True
         if not ends or state.mode.keeps_finished:
@@ -362,7 +372,14 @@ class Composer:
         state = self._state
         rows = state.rows
         seq = state.kv.submitted + 1
-        context = int(np.dot(rows.upper[: len(mask)], mask))
+        advancing = self._decode_count
+        if state.mode.keeps_finished:
+            advancing = int(np.count_nonzero(self._advancing))
+        decode_rows = self._change(mask)
+        if decode_rows is _SAME_ROWS:
+            self._last_context += advancing
+        else:
+            self._last_context = int(np.dot(rows.upper[: len(mask)], mask))
         spans = tuple([(row, rows.generation.item(row), count) for row, count in self._spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)
@@ -371,17 +388,17 @@ class Composer:
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
             spans=_row_spans(self._spans) if self._spans else _NO_SPANS,
-            decode_rows=self._change(mask),
+            decode_rows=decode_rows,
             new_blocks=appends,
             block_copies=copies,
             row_copies=row_copies,
             swap_out=swap_out,
             swap_in=swap_in,
             pad_tokens=self._pad_tokens,
-            padding_rows=self._decode_count - int(np.count_nonzero(self._advancing)),
+            padding_rows=self._decode_count - advancing,
             work=StepWork(
                 decode_rows=self._decode_count,
-                decode_context=context,
+                decode_context=self._last_context,
                 prefill_tokens=sum(self._spans.values()) + self._pad_tokens,
                 prefill_context_products=self._products,
                 logit_rows=self._logit_rows,
@@ -390,21 +407,21 @@ class Composer:
         )
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(Flight(seq, self._advancing, spans))
+        state.flights.append(Flight(seq, self._advancing, spans, self._at_length))
         return plan
 
     def _change(self, mask: Mask) -> RowSet:
         """The decode rows as a change against the last plan."""
-        last = self._last_mask
+        last, leaves = self._last_mask, self._state.leaves
+        self._last_mask = mask
+        if not leaves and mask.tobytes() == last.tobytes():
+            return _SAME_ROWS
         if len(last) < len(mask):
             last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
-        self._last_mask = mask
-        if self._state.leaves:  # leaving takes a row out of the runner's set, whoever joins it next
+        if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
             last = last.copy()
-            last[self._state.leaves] = False
+            last[leaves] = False
         changed = mask != last
-        if not np.count_nonzero(changed):
-            return _SAME_ROWS
         return RowSet(
             added=(changed & mask).nonzero()[0].astype(np.int32),
             removed=(changed & last).nonzero()[0].astype(np.int32),

@@ -79,6 +79,7 @@ class Rows:
         self.num_live = 0
         self.num_reserved = 0
         self.num_needs_host = 0
+        self.any_sharing = False  # False: no flag of `sharing` is set
         self._free = list(range(num_rows))
         self._fenced: deque[tuple[int, int]] = deque()
 
@@ -151,6 +152,11 @@ class Rows:
         """The row is never preempted from now on."""
         self.reserved[row] = True
         self.num_reserved += 1
+
+    def share(self, rows: list[int]) -> None:
+        """The rows may write into a block that others read, until somebody finds that they do not."""
+        self.sharing[rows] = True
+        self.any_sharing = True
 
     def complete(self, seq: int) -> None:
         """Step `seq` and all before it have completed: rows that waited for them are free."""

@@ -35,6 +35,7 @@ class Flight:
     seq: int
     mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
     spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
+    at_length: bool  # some row gets the last token its length allows
 
 
 @dataclass(slots=True)

@@ -25,8 +25,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     rows = state.rows
     state.kv.complete(result.seq)
     rows.complete(result.seq)
-    for ticket in result.copies_done.tolist():
-        _swap_done(state, ticket)
+    if len(result.copies_done):
+        for ticket in result.copies_done.tolist():
+            _swap_done(state, ticket)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     state.counters.late_results += len(current) - int(np.count_nonzero(current))
@@ -40,11 +41,13 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     _spans_done(state, flight)
     if result.logprobs:
         _deliver_logprobs(state, result, set(at[current].tolist()))
-    _deliver(state, result, at, current)
+    _deliver(state, result, flight, at, current)
     state.kv.settle()
 
 
-def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDArray[np.bool_]) -> None:
+def _deliver(
+    state: SchedulerState, result: StepResult, flight: Flight, at: Index, current: NDArray[np.bool_]
+) -> None:
     """Hand out the tokens of the rows that are still there, and end those that are through."""
     rows = state.rows
     wanted = current & (result.count > 0)
@@ -57,21 +60,22 @@ def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDAr
             return
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
+    after = before + 1
     rows.outputs[at, before - rows.known[at]] = tokens
-    rows.num_tokens[at] = before + 1
+    rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
     state.outbox.tokens.append(
         TokenEvents(
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
         )
     )
-    if np.count_nonzero(index) < len(index):
+    if flight.spans:  # who computes known tokens may get its first
         for row in at[index == 0].tolist():
             _owner(state, row).first_token_s = state.now_s
-    stopped = finished == STOPPED
-    ended = before + 1 >= rows.limit[at]
-    ended |= stopped
-    if np.count_nonzero(ended):
+    if flight.at_length or np.count_nonzero(finished):
+        stopped = finished == STOPPED
+        ended = after >= rows.limit[at]
+        ended |= stopped
         _end_rows(state, at[ended], stopped[ended])
 
 
