@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
+from paceline.core.values import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class TokenEvents:
     """The tokens one step delivered: entry i is token `tokens[i]`, number `index[i]` of request `requests[i]`."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
+from paceline.core.values import value
 
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
@@ -35,7 +36,7 @@ def _empty() -> I32:
     return EMPTY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowJoins:
     """Rows that start. Every column of a joined row is written anew; nothing of its former owner survives."""
 
@@ -54,7 +55,7 @@ class RowJoins:
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowSpans:
     """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed."""
 
@@ -62,7 +63,7 @@ class RowSpans:
     num_scheduled: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowSet:
     """The rows in plain decode, as a change against the step before."""
 
@@ -70,7 +71,7 @@ class RowSet:
     removed: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class BlockAppends:
     """`block` becomes entry `index` of the block table of (`group`, `row`)."""
 
@@ -80,7 +81,7 @@ class BlockAppends:
     block: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class BlockCopies:
     """Copy-on-write: entry `index` of a row's table moves from `source` to its copy `target`."""
 
@@ -91,7 +92,7 @@ class BlockCopies:
     target: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowCopies:
     """Forks: the first `num_tokens` tokens of `source` become those of `target`, which joins in this plan."""
 
@@ -100,7 +101,7 @@ class RowCopies:
     num_tokens: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class Swaps:
     """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`."""
 
@@ -110,7 +111,7 @@ class Swaps:
     place: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepWork:
     """How much a step computes: what a cost model and a kernel choice need, summed while planning."""
 
@@ -122,7 +123,7 @@ class StepWork:
     swap_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepPlan:
     """What the runner does in one step."""
 
@@ -157,7 +158,7 @@ class RowLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepTimes:
     """When the step ran, by the runner's clock, in seconds."""
 
@@ -165,7 +166,7 @@ class StepTimes:
     end_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepResult:
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
 
