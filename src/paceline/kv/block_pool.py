@@ -100,11 +100,8 @@ class BlockPool:
         self._depth -= taken
         self.num_free -= count
         if taken < count:
-            evicted = self.evictable.pick(count - taken)
-            self.num_evicted += len(evicted)
-            self._on_evict(evicted)
-            blocks = np.concatenate([blocks, np.array(evicted, np.int64)])
-            self.cached[blocks] = False
+            evicted = self._evict(count - taken)
+            blocks = np.concatenate((blocks, evicted)) if taken else evicted
         self.refs[blocks] = 1
         return blocks
 
@@ -139,6 +136,15 @@ class BlockPool:
             zero = zero[is_cached]
         if len(zero):
             self.evictable.add(zero.tolist())
+
+    def _evict(self, count: int) -> Blocks:
+        """Take `count` blocks out of the eviction order; their prefixes are gone."""
+        evicted = self.evictable.pick(count)
+        self.num_evicted += count
+        self._on_evict(evicted)
+        blocks = np.array(evicted, np.int64)
+        self.cached[blocks] = False
+        return blocks
 
     def forget(self, block: int) -> None:
         """A block no longer holds a cached prefix; when free, it moves to the stack."""

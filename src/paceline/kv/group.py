@@ -98,17 +98,23 @@ class LayerGroup:
             self.reserved_for[row] = 0
         return blocks
 
-    def slide(self, row: int, num_computed: int, block_size: int) -> Blocks:
-        """Blocks no later token can see any more leave the table; their references pass to the caller."""
+    def slide_each(self, rows: Blocks, num_computed: Blocks, block_size: int) -> Blocks:
+        """Blocks no later token can see any more leave the tables; their references pass to the caller."""
         assert self.window is not None
-        keep = max(0, num_computed - self.window + 1) // block_size
-        first = int(self.first[row])
-        keep = min(keep, int(self.held[row]))
-        if keep <= first:
-            return self.table[row, :0].copy()
-        blocks = self.table[row, first:keep].copy()
-        self.table[row, first:keep] = NULL_BLOCK
-        self.first[row] = keep
+        keep = np.maximum(num_computed - self.window + 1, 0) // block_size
+        keep = np.minimum(keep, self.held[rows])
+        first = self.first[rows]
+        passed = keep > first
+        if not np.count_nonzero(passed):
+            return rows[:0]
+        rows, first, keep = rows[passed], first[passed], keep[passed]
+        self.first[rows] = keep
+        # Each row loses the entries from `first` to `keep`: its number so often, and its entries one by one.
+        count = keep - first
+        index = np.arange(int(count.sum())) + (first - count.cumsum() + count).repeat(count)
+        rows = rows.repeat(count)
+        blocks = self.table[rows, index]
+        self.table[rows, index] = NULL_BLOCK
         return blocks
 
     def find(self, keys: Sequence[BlockKey], limit: int) -> list[int]:

@@ -208,19 +208,13 @@ class KVManager:
 
     def slide(self, row: int, num_computed: int) -> None:
         """Let go of what the sliding windows of a row have passed."""
-        for group in self.windowed:
-            self._give_back(group.index, group.slide(row, num_computed, self.block_size), self.submitted)
+        self.slide_each(np.array([row]), np.array([num_computed]))
 
-    def slide_each(self, rows: Blocks, computed: Blocks) -> None:
-        """The same for those of `rows` that have passed a block; `computed` is a column of all rows."""
-        passed = np.zeros(len(rows), np.bool_)
+    def slide_each(self, rows: Blocks, num_computed: Blocks) -> None:
+        """The same for each of `rows`, in one sweep."""
         for group in self.windowed:
-            assert group.window is not None
-            keep = np.maximum(computed[rows] - group.window + 1, 0) // self.block_size
-            passed |= np.minimum(keep, group.held[rows]) > group.first[rows]
-        for row in rows[passed].tolist():
-            self.slide(row, int(computed[row]))
-        self.settle()
+            blocks = group.slide_each(rows, num_computed, self.block_size)
+            self._give_back(group.index, blocks, self.submitted)
 
     def reserve(self, row: int, needs: Needs) -> None:
         """Promise a row the rest of `needs` blocks; free blocks are set aside for it."""

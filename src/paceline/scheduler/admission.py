@@ -225,7 +225,7 @@ class Admission:
         if not rows.num_reserved:
             return (0,) * len(kv.groups)
         totals = [0] * len(kv.groups)
-        for row in np.flatnonzero(rows.live & rows.reserved).tolist():
+        for row in rows.reserved[: rows.high].nonzero()[0].tolist():
             for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
                 totals[index] += min(need + 1, kv.groups[index].pool.usable)
         return tuple(totals)

@@ -54,8 +54,9 @@ class Composer:
         self._at_length = False
         self._promote()
         if state.kv.windowed:
-            high = state.rows.high
-            state.kv.slide_each(state.rows.live[:high].nonzero()[0], state.rows.computed)
+            live = state.rows.live[: state.rows.high].nonzero()[0]
+            state.kv.slide_each(live, state.rows.computed[live])
+            state.kv.settle()
         mask = self._decode()
         prompts = self._prompts()
         cap = self._cap(len(prompts))
