@@ -123,7 +123,7 @@ class StepWork:
     swap_blocks: int = 0
 
 
-@value
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """What the runner does in one step."""
 
@@ -166,7 +166,7 @@ class StepTimes:
     end_s: float = 0.0
 
 
-@value
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
 

@@ -1,7 +1,8 @@
 """How the values that every step makes anew are declared.
 
-A `@value` is a dataclass with slots and keyword arguments that the type checker holds frozen. At run time nothing is
-frozen: that would make every field three times as dear to set, and plans, results and events are made in each step.
+A `@value` is a dataclass with slots and keyword arguments that the type checker holds frozen. At run time it is not:
+freezing makes every field three times as dear to set, and the parts of plans, views and events are made in each
+step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too.
 """
 
 from __future__ import annotations
