@@ -62,6 +62,7 @@ class BlockPool:
     ) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
+        self.usable = num_blocks - 1  # blocks that can ever be handed out
         self.refs = np.zeros(num_blocks, np.int32)
         self.refs[NULL_BLOCK] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
@@ -73,11 +74,6 @@ class BlockPool:
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.
         self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._depth = num_blocks - 1
-
-    @property
-    def usable(self) -> int:
-        """Blocks that can ever be handed out."""
-        return self.num_blocks - 1
 
     @property
     def available(self) -> int:

@@ -107,7 +107,8 @@ class Admission:
         request.host_places = ()  # the ticket gives them back
         request.move(RequestState.BLOCKED)
         request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
-        self._reserve(request)
+        if self._protects(request):
+            self._reserve(request)
         state.decide(DecisionKind.RESUME, request, "swap", request.num_computed)
         return None
 
@@ -121,7 +122,8 @@ class Admission:
     def _after_seating(self, request: Request, num_computed: int) -> None:
         state = self._state
         state.prefilling[request.id] = request
-        self._reserve(request)
+        if self._protects(request):
+            self._reserve(request)
         if request.admitted_s is None:
             request.admitted_s = state.now_s
             request.num_cached = num_computed
@@ -129,8 +131,9 @@ class Admission:
         else:
             state.decide(DecisionKind.RESUME, request, "recompute", num_computed)
         if state.kv.caching and state.config.defer_shared_prefix:
+            computing, owner = state.computing, request.id
             for key in request.keys[num_computed // state.kv.block_size :]:
-                state.computing.setdefault(key.key, request.id)
+                computing.setdefault(key.key, owner)
 
     def _beginning(self, request: Request) -> Beginning | None:
         """Where a request starts; None while another is computing the prefix it could share."""
@@ -156,7 +159,9 @@ class Admission:
     def _next_is_computed(self, request: Request, num_blocks: int) -> bool:
         """Whether another request is computing the block after the first `num_blocks`, and it could be shared."""
         kv = self._state.kv
-        shareable = num_blocks < len(request.keys) and (num_blocks + 1) * kv.block_size < request.num_tokens
+        if not self._state.computing or num_blocks >= len(request.keys):
+            return False
+        shareable = (num_blocks + 1) * kv.block_size < request.num_tokens
         return shareable and request.keys[num_blocks].key in self._state.computing
 
     def _cost(self, request: Request, beginning: Beginning) -> Needs:
@@ -207,8 +212,6 @@ class Admission:
 
     def _reserve(self, request: Request) -> None:
         state, kv = self._state, self._state.kv
-        if not self._protects(request):
-            return
         request.reserved = True
         state.rows.reserve(request.row)
         if state.mode.keeps_finished:

@@ -195,7 +195,7 @@ class SchedulerState:
         """Offer what a request that is about to leave has computed to the prefix cache, its output included."""
         row = request.row
         kv = self.kv
-        if not kv.caching or request.state is RequestState.BLOCKED:  # its blocks are still being copied in
+        if not kv.caching or request.blocked is not None:  # its blocks are still being copied in
             return
         computed = self.rows.computed.item(row)
         if computed // kv.block_size > len(request.keys) and self.rows.collect(request):
@@ -233,19 +233,10 @@ class SchedulerState:
             self.hooks.finish(request)
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, f"finish hook: {type(error).__name__}")
-        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_tokens - request.num_prompt)
-        self.outbox.finished.append(
-            Finished(
-                request=request.id,
-                reason=reason,
-                detail=detail,
-                time_s=self.now_s,
-                num_prompt=request.num_prompt,
-                num_output=num_tokens - request.num_prompt,
-                num_cached=request.num_cached,
-                preemptions=request.preemptions,
-            )
-        )
+        num_output = num_tokens - request.num_prompt
+        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_output)
+        sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
+        self.outbox.finished.append(Finished(request.id, reason, detail, self.now_s, *sizes))
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""

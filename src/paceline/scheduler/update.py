@@ -96,8 +96,9 @@ def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -
             _owner(state, row).fail_detail = "stop" if is_stop else "length"
         retire_batch(state)
         return
+    reasons = (FinishReason.LENGTH, FinishReason.STOP)
     for row, is_stop in zip(ended.tolist(), stopped.tolist(), strict=True):
-        finish(state, _owner(state, row), FinishReason.STOP if is_stop else FinishReason.LENGTH)
+        finish(state, _owner(state, row), reasons[is_stop])
 
 
 def retire_batch(state: SchedulerState) -> None:
