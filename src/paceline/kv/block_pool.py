@@ -35,7 +35,8 @@ class LeastRecentlyFreed:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def add(self, blocks: Iterable[int]) -> None:
-        self._blocks.update(dict.fromkeys(blocks))
+        for block in blocks:
+            self._blocks[block] = None
 
     def remove(self, block: int) -> None:
         del self._blocks[block]
@@ -115,13 +116,14 @@ class BlockPool:
 
         A block may be given more than once when several holders let go together.
         """
-        each = dict.fromkeys(blocks.tolist())
-        if len(each) < len(blocks):
+        given = blocks.tolist()
+        if len(set(given)) < len(given):
             np.subtract.at(self.refs, blocks, 1)
-            blocks = np.fromiter(each, np.int64, len(each))
+            blocks = np.array(list(dict.fromkeys(given)), np.int64)
+            counts = self.refs[blocks]
         else:
-            self.refs[blocks] -= 1
-        counts = self.refs[blocks]
+            counts = self.refs[blocks] - 1
+            self.refs[blocks] = counts
         zero = blocks[counts == 0] if np.count_nonzero(counts) else blocks
         self.num_free += len(zero)
         is_cached = self.cached[zero]

@@ -152,9 +152,9 @@ class LayerGroup:
         until = min(until, len(keys), self.held.item(row))
         if until <= start:
             return
-        cached = self.pool.cached
+        cached, enter = self.pool.cached, self.cache.add
         for block, key in zip(self.table[row, start:until].tolist(), keys[start:until], strict=True):
-            if self.cache.add(block, key):
+            if enter(block, key):
                 cached[block] = True
         self.published[row] = until
 
