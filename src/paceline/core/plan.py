@@ -123,6 +123,11 @@ class StepWork:
     swap_blocks: int = 0
 
 
+# Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
+NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
+NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """What the runner does in one step."""
@@ -132,17 +137,17 @@ class StepPlan:
     leaves: I32 = field(
         default_factory=_empty
     )  # rows set free; used again only when every earlier step has completed
-    joins: RowJoins = RowJoins()
-    spans: RowSpans = RowSpans()
-    decode_rows: RowSet = RowSet()
-    new_blocks: BlockAppends = BlockAppends()
-    block_copies: BlockCopies = BlockCopies()
-    row_copies: RowCopies = RowCopies()
-    swap_out: Swaps = Swaps()
-    swap_in: Swaps = Swaps()
+    joins: RowJoins = NO_JOINS
+    spans: RowSpans = NO_SPANS
+    decode_rows: RowSet = SAME_ROWS
+    new_blocks: BlockAppends = NO_APPENDS
+    block_copies: BlockCopies = NO_BLOCK_COPIES
+    row_copies: RowCopies = NO_ROW_COPIES
+    swap_out: Swaps = NO_SWAPS
+    swap_in: Swaps = NO_SWAPS
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
-    work: StepWork = StepWork()
+    work: StepWork = NO_WORK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +171,9 @@ class StepTimes:
     end_s: float = 0.0
 
 
+NO_TIMES = StepTimes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
@@ -179,7 +187,7 @@ class StepResult:
     finite: Bool  # False: this row's numbers are not usable
     copies_done: I32 = field(default_factory=_empty)  # swap tickets completed
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
-    times: StepTimes = StepTimes()
+    times: StepTimes = NO_TIMES
 
 
 class Pending(Protocol):

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import BlockAppends, BlockCopies, Swaps
+from paceline.core.plan import NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, BlockAppends, BlockCopies, Swaps
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -53,7 +53,7 @@ class KVDelta:
 
     def take(self) -> tuple[BlockAppends, BlockCopies, Swaps, Swaps]:
         """The plan's arrays; the delta is empty afterwards."""
-        appends, copies, swap_out, swap_in = _NO_APPENDS, _NO_COPIES, _NO_SWAPS, _NO_SWAPS
+        appends, copies, swap_out, swap_in = NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_SWAPS
         if self.growths or self.appends:
             row, group, index, block = _append_columns(self.growths, self.appends)
             appends = BlockAppends(row=row, group=group, index=index, block=block)
@@ -67,9 +67,6 @@ class KVDelta:
         if self.swap_in:
             swap_in, self.swap_in = _swaps(self.swap_in), []
         return appends, copies, swap_out, swap_in
-
-
-_NO_APPENDS, _NO_COPIES, _NO_SWAPS = BlockAppends(), BlockCopies(), Swaps()
 
 
 def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> I32:

@@ -113,7 +113,7 @@ class LayerGroup:
         count = keep - first
         index = np.arange(int(count.sum())) + (first - count.cumsum() + count).repeat(count)
         rows = rows.repeat(count)
-        blocks = self.table[rows, index]
+        blocks: Blocks = self.table[rows, index]
         self.table[rows, index] = NULL_BLOCK
         return blocks
 

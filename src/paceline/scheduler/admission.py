@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.core.events import DecisionKind
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestState
 from paceline.kv.manager import Match, Needs

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import DecisionKind
-from paceline.core.plan import EMPTY, RowCopies, RowJoins, RowSet, RowSpans, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, SAME_ROWS, RowSet, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
+from paceline.scheduler.columns import build_joins, build_spans
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
-from paceline.scheduler.state import Flight, Join, SchedulerState
+from paceline.scheduler.state import Flight, SchedulerState
 
 Mask = NDArray[np.bool_]
-_NO_JOINS, _NO_ROW_COPIES, _NO_SPANS, _SAME_ROWS = RowJoins(), RowCopies(), RowSpans(), RowSet()
 _NO_MASK: Mask = np.zeros(0, np.bool_)
 
 
@@ -377,7 +377,7 @@ class Composer:
         if state.mode.keeps_finished:
             advancing = int(np.count_nonzero(self._advancing))
         decode_rows = self._change(mask)
-        if decode_rows is _SAME_ROWS:
+        if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
             self._last_context = int(np.dot(rows.upper[: len(mask)], mask))
@@ -388,7 +388,7 @@ class Composer:
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
-            spans=_row_spans(self._spans) if self._spans else _NO_SPANS,
+            spans=build_spans(self._spans),
             decode_rows=decode_rows,
             new_blocks=appends,
             block_copies=copies,
@@ -416,7 +416,7 @@ class Composer:
         last, leaves = self._last_mask, self._state.leaves
         self._last_mask = mask
         if not leaves and mask.tobytes() == last.tobytes():
-            return _SAME_ROWS
+            return SAME_ROWS
         if len(last) < len(mask):
             last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
         if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
@@ -427,38 +427,3 @@ class Composer:
             added=(changed & mask).nonzero()[0].astype(np.int32),
             removed=(changed & last).nonzero()[0].astype(np.int32),
         )
-
-
-def _row_spans(spans: dict[int, int]) -> RowSpans:
-    row, num_scheduled = np.array((list(spans), list(spans.values())), np.int32)
-    return RowSpans(row=row, num_scheduled=num_scheduled)
-
-
-def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
-    """The joins of a plan as columns, and the row copies of those that are forks."""
-    if not joins:
-        return _NO_JOINS, _NO_ROW_COPIES
-    rows = state.rows
-    at = np.array([join.row for join in joins], np.int64)
-    forks = [join for join in joins if join.source != NO_ROW]
-    joined = RowJoins(
-        row=at.astype(np.int32),
-        generation=rows.generation[at],
-        num_prompt=rows.num_prompt[at].astype(np.int32),
-        num_tokens=rows.known[at].astype(np.int32),
-        num_computed=rows.computed[at].astype(np.int32),
-        limit=rows.limit[at].astype(np.int32),
-        pad=rows.pad[at].astype(np.int32),
-        model=np.array([join.request.model for join in joins], np.int32),
-        adapter=np.array([join.request.adapter for join in joins], np.int32),
-        sampling=tuple([join.request.sampling for join in joins]),
-        tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
-    )
-    if not forks:
-        return joined, _NO_ROW_COPIES
-    copies = RowCopies(
-        source=i32(join.source for join in forks),
-        target=i32(join.row for join in forks),
-        num_tokens=i32(join.request.num_tokens for join in forks),
-    )
-    return joined, copies

@@ -13,7 +13,7 @@ from paceline.core.events import DecisionKind
 from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.delta import KVDelta
-from paceline.scheduler.compose import build_joins
+from paceline.scheduler.columns import build_joins
 from paceline.scheduler.state import Join, SchedulerState
 
 MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more before it ends

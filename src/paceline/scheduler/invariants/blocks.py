@@ -124,18 +124,23 @@ def nothing_is_written_where_others_read(frames: Frames) -> Findings:
 
 @invariant("S10", moment=CHANGES)
 def who_does_not_run_owns_nothing(look: Look) -> str | None:
-    state = look.scheduler.state
-    rows = state.rows
-    high = rows.high
-    for group in state.kv.groups:
-        if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
-            return f"group {group.index}: a row that is not in use holds blocks"
-    for request in state.requests.values():
+    for request in look.scheduler.state.requests.values():
         if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"
         if request.row >= 0 and request.state not in _MAY_HAVE_A_ROW:
             return f"request {request.id} is {request.state.value} and has row {request.row}"
     return None
+
+
+@sweep("S10", moment=BLOCKS)
+def rows_not_in_use_hold_nothing(frames: Frames) -> Findings:
+    for group in frames.groups:
+        held = group.held.astype(np.bool_)
+        held[group.live] = False
+        wrong = first_true(held)
+        if wrong is not None:
+            step = int(frames.step_of[wrong // frames.num_rows])
+            yield step, f"group {group.group.index}: a row that is not in use holds blocks"
 
 
 @sweep("S10", moment=BLOCKS)
