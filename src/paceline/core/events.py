@@ -2,7 +2,7 @@
 
 Tokens of a step come as one columnar event, so that a step costs the same whatever the batch. A request gets
 exactly one `Finished`, and nothing after it. Endings and decisions are named tuples: one of each is made for every
-request that comes or goes inside a step, and a tuple costs a third of a frozen dataclass.
+request that comes or goes inside a step, and a tuple costs less than half of a frozen dataclass.
 """
 
 from __future__ import annotations

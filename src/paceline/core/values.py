@@ -1,7 +1,7 @@
 """How the values that every step makes anew are declared.
 
 A `@value` is a dataclass with slots and keyword arguments that the type checker holds frozen. At run time it is not:
-freezing makes every field three times as dear to set, and the parts of plans, views and events are made in each
+freezing makes a value two to three times as dear to make, and the parts of plans, views and events are made in each
 step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too.
 """
 

@@ -30,7 +30,7 @@ PoolMaker = Callable[..., BlockPool]
 class Match:
     """A cached beginning: `num_blocks` blocks long; per group the table entry it starts at and its blocks.
 
-    Not frozen, and neither is a fence: a request makes several inside a step, and freezing doubles their cost.
+    Not frozen, and neither is a fence: requests make several inside a step, and freezing at least doubles their cost.
     """
 
     num_blocks: int
