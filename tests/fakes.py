@@ -116,6 +116,8 @@ class FakeRunner:
         self._windows = [group.window for group in config.kv.groups]
         self._capacity = Capacity.of(config)
         self._num_blocks = [group.num_blocks or config.kv.num_blocks for group in config.kv.groups]
+        self._finite = np.ones(2 * self._capacity.num_rows, np.bool_)  # most results: all numbers are usable
+        self._finite.flags.writeable = False
         self._host: list[dict[int, list[int]]] = [{} for _ in config.kv.groups]
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
@@ -246,27 +248,28 @@ class FakeRunner:
         return [copy.ticket for copy in due]
 
     def _compute(self, plan: StepPlan, tickets: list[int]) -> StepResult:
-        spans = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
+        spans: dict[int, int] = {}
+        if len(plan.spans.row):
+            spans = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
+        work = [(number, self._rows[number], 1) for number in self._decoding]
+        work += [(number, self._rows[number], num) for number, num in spans.items()]
         if self.check:
-            self._check_step(spans)
-        rows = self._decoding + list(spans)
-        outcomes, generations = [], []
-        for at, number in enumerate(rows):
-            row = self._rows[number]
-            generations.append(row.generation)
-            if row.ended:  # masked: computes into the null block
-                outcomes.append((0, 0, RUNNING_ON))
-            else:
-                outcomes.append(self._advance(row, spans[number] if at >= len(self._decoding) else 1))
-        tokens, count, finished = np.array(outcomes, np.int32).reshape(-1, 3).T
-        finite = np.ones(len(rows), np.bool_)
-        if self.faults.nan_row and rows and self.faults.rng.random() < self.faults.nan_row:
-            finite[self.faults.rng.randrange(len(rows))] = False
+            self._check_step(work)
+        outcomes = [
+            # An ended row is masked: it computes into the null block.
+            (number, row.generation, *((0, 0, RUNNING_ON) if row.ended else self._advance(row, num)))
+            for number, row, num in work
+        ]
+        rows, generation, tokens, count, finished = np.array(outcomes, np.int32).reshape(-1, 5).T.copy()
+        finite = self._finite[: len(work)]
+        if self.faults.nan_row and work and self.faults.rng.random() < self.faults.nan_row:
+            finite = finite.copy()
+            finite[self.faults.rng.randrange(len(work))] = False
             self.nan_rows += 1
         return StepResult(
             seq=plan.seq,
-            rows=np.array(rows, np.int32),
-            generation=np.array(generations, np.int32),
+            rows=rows,
+            generation=generation,
             tokens=tokens[:, None],
             count=count,
             finished=finished.astype(np.uint8),
@@ -283,33 +286,34 @@ class FakeRunner:
         if start:
             table, memory = row.kv[0]
             value = memory[table[(start - 1) // size]][(start - 1) % size]
+        tokens, hashes = row.tokens, row.hashes
         for position in range(start, end):
-            value = (value * PRIME + row.tokens[position] + 1) & MASK
+            value = (value * PRIME + tokens[position] + 1) & MASK
+            index, slot = divmod(position, size)
             for table, memory in row.kv:
-                memory[table[position // size]][position % size] = value
+                memory[table[index]][slot] = value
         row.computed = end
-        if end < len(row.tokens):
+        if end < len(tokens):
             return 0, 0, RUNNING_ON
         token = pick_token(value, row.seed)
-        row.tokens.append(token)
-        row.hashes.append(extend_hash(row.hashes[-1], token))
-        if len(row.tokens) % size == 0:
-            row.full.append(row.hashes[-size:])
+        tokens.append(token)
+        hashes.append(extend_hash(hashes[-1], token))
+        if len(tokens) % size == 0:
+            row.full.append(hashes[-size:])
         if token < row.stop_below:
             row.ended = True
             return token, 1, STOPPED
-        row.ended = len(row.tokens) >= row.limit
+        row.ended = len(tokens) >= row.limit
         return token, 1, AT_LENGTH if row.ended else RUNNING_ON
 
     # -- the shadow ----------------------------------------------------------------------------------------
 
-    def _check_step(self, spans: dict[int, int]) -> None:
+    def _check_step(self, work: list[tuple[int, _Row, int]]) -> None:
         """S26: all a row can see is what its own tokens say. S7: no slot is written twice in one step."""
         size = self._size
         written: set[int] = set()
         total = 0
-        for number in [*self._decoding, *spans]:
-            row = self._rows[number]
+        for number, row, num in work:
             if row.ended:
                 continue
             # Whole after a change of its tables and every fourth token, else what was written last.
@@ -320,7 +324,6 @@ class FakeRunner:
             else:
                 self._check_last(number, row)
             table = row.tables[0]
-            num = spans.get(number, 1)
             for position in range(start, start + num):
                 index = position // size
                 block = table[index] if index < len(table) else 0

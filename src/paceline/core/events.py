@@ -1,22 +1,25 @@
 """What the engine tells the outside: tokens as columns, endings and decisions as values.
 
 Tokens of a step come as one columnar event, so that a step costs the same whatever the batch. A request gets
-exactly one `Finished`, and nothing after it.
+exactly one `Finished`, and nothing after it. Endings and decisions are named tuples: one of each is made for every
+request that comes or goes inside a step, and a tuple costs less than half of a frozen dataclass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
+from paceline.core.values import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class TokenEvents:
     """The tokens one step delivered: entry i is token `tokens[i]`, number `index[i]` of request `requests[i]`."""
 
@@ -27,8 +30,7 @@ class TokenEvents:
     index: NDArray[np.int64]  # 0 is the first token of the output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(NamedTuple):
     """The one terminal event of a request."""
 
     request: RequestId
@@ -71,8 +73,7 @@ class DecisionKind(Enum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """One scheduling decision and the reason for it. `value` is the number the reason speaks of."""
 
     kind: DecisionKind

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
+from paceline.core.values import value
 
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
@@ -35,7 +36,7 @@ def _empty() -> I32:
     return EMPTY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowJoins:
     """Rows that start. Every column of a joined row is written anew; nothing of its former owner survives."""
 
@@ -54,7 +55,7 @@ class RowJoins:
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowSpans:
     """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed."""
 
@@ -62,7 +63,7 @@ class RowSpans:
     num_scheduled: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowSet:
     """The rows in plain decode, as a change against the step before."""
 
@@ -70,7 +71,7 @@ class RowSet:
     removed: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class BlockAppends:
     """`block` becomes entry `index` of the block table of (`group`, `row`)."""
 
@@ -80,7 +81,7 @@ class BlockAppends:
     block: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class BlockCopies:
     """Copy-on-write: entry `index` of a row's table moves from `source` to its copy `target`."""
 
@@ -91,7 +92,7 @@ class BlockCopies:
     target: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class RowCopies:
     """Forks: the first `num_tokens` tokens of `source` become those of `target`, which joins in this plan."""
 
@@ -100,7 +101,7 @@ class RowCopies:
     num_tokens: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class Swaps:
     """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`."""
 
@@ -110,7 +111,7 @@ class Swaps:
     place: I32 = field(default_factory=_empty)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepWork:
     """How much a step computes: what a cost model and a kernel choice need, summed while planning."""
 
@@ -122,6 +123,11 @@ class StepWork:
     swap_blocks: int = 0
 
 
+# Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
+NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
+NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """What the runner does in one step."""
@@ -131,17 +137,17 @@ class StepPlan:
     leaves: I32 = field(
         default_factory=_empty
     )  # rows set free; used again only when every earlier step has completed
-    joins: RowJoins = RowJoins()
-    spans: RowSpans = RowSpans()
-    decode_rows: RowSet = RowSet()
-    new_blocks: BlockAppends = BlockAppends()
-    block_copies: BlockCopies = BlockCopies()
-    row_copies: RowCopies = RowCopies()
-    swap_out: Swaps = Swaps()
-    swap_in: Swaps = Swaps()
+    joins: RowJoins = NO_JOINS
+    spans: RowSpans = NO_SPANS
+    decode_rows: RowSet = SAME_ROWS
+    new_blocks: BlockAppends = NO_APPENDS
+    block_copies: BlockCopies = NO_BLOCK_COPIES
+    row_copies: RowCopies = NO_ROW_COPIES
+    swap_out: Swaps = NO_SWAPS
+    swap_in: Swaps = NO_SWAPS
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
-    work: StepWork = StepWork()
+    work: StepWork = NO_WORK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +163,15 @@ class RowLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepTimes:
     """When the step ran, by the runner's clock, in seconds."""
 
     start_s: float = 0.0
     end_s: float = 0.0
+
+
+NO_TIMES = StepTimes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,7 +187,7 @@ class StepResult:
     finite: Bool  # False: this row's numbers are not usable
     copies_done: I32 = field(default_factory=_empty)  # swap tickets completed
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
-    times: StepTimes = StepTimes()
+    times: StepTimes = NO_TIMES
 
 
 class Pending(Protocol):

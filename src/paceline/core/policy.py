@@ -12,8 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.values import value
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+
+@value
 class RequestView:
     """Read-only columns, one entry per request. `row` is -1 for a request that waits."""
 

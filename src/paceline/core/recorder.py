@@ -7,16 +7,16 @@ The engine fills it in; who writes it where, and how, is the recorder's business
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan, StepResult
+from paceline.core.values import value
 
 Inputs = Sequence[tuple[object, ...]]  # (kind, time, values...)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@value
 class StepRecord:
     """One step, from the first input before it to its result."""
 

@@ -24,6 +24,8 @@ NO_ROW = -1
 
 
 class RequestState(Enum):
+    __hash__ = object.__hash__  # each member exists once; the hash an Enum has is a call of Python code
+
     NEW = "new"
     WAITING = "waiting"  # in the queue, owns nothing
     RUNNING = "running"  # owns a row and blocks

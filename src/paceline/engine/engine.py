@@ -18,7 +18,7 @@ from paceline.core.clock import Clock
 from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
-from paceline.core.recorder import Inputs, NoRecorder, StepRecord, StepRecorder
+from paceline.core.recorder import Inputs, StepRecord, StepRecorder
 from paceline.core.request import DEFAULT_TENANT, Request, RequestId
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.errors import EngineFailed
@@ -58,7 +58,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._hooks = hooks
-        self._recorder = recorder if recorder is not None else NoRecorder()
+        self._recorder = recorder
         self._checker = checker
         self._underway: deque[Underway] = deque()
         self._failures = 0
@@ -167,7 +167,8 @@ class Engine:
     def close(self) -> None:
         """Complete what is under way and close the log."""
         self.drain()
-        self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
+        if self._recorder is not None:
+            self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 
     def _schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
@@ -219,6 +220,8 @@ class Engine:
             self._checker.after_update(None)
 
     def _record(self, step: Underway, result: StepResult | None) -> None:
+        if self._recorder is None:
+            return
         self._recorder.step(
             StepRecord(
                 t_plan=step.t_plan,

@@ -63,10 +63,12 @@ class BlockPool:
     ) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
+        self.usable = num_blocks - 1  # blocks that can ever be handed out
         self.refs = np.zeros(num_blocks, np.int32)
         self.refs[NULL_BLOCK] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
+        self.num_free = num_blocks - 1  # on the stack and waiting for eviction
         self.num_evicted = 0
         self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
@@ -75,18 +77,9 @@ class BlockPool:
         self._depth = num_blocks - 1
 
     @property
-    def usable(self) -> int:
-        """Blocks that can ever be handed out."""
-        return self.num_blocks - 1
-
-    @property
-    def num_free(self) -> int:
-        return self._depth + len(self.evictable)
-
-    @property
     def available(self) -> int:
         """Blocks that `allocate` will give now."""
-        return max(0, self.num_free - self.withheld)
+        return max(0, self.num_free - self.withheld) if self.withheld else self.num_free
 
     def free_blocks(self) -> Blocks:
         """All free blocks, cached ones last in the order they will be evicted. For checks."""
@@ -102,12 +95,10 @@ class BlockPool:
         taken = min(count, self._depth)
         blocks = self._stack[self._depth - taken : self._depth][::-1].copy()
         self._depth -= taken
+        self.num_free -= count
         if taken < count:
-            evicted = self.evictable.pick(count - taken)
-            self.num_evicted += len(evicted)
-            self._on_evict(evicted)
-            blocks = np.concatenate([blocks, np.array(evicted, np.int64)])
-            self.cached[blocks] = False
+            evicted = self._evict(count - taken)
+            blocks = np.concatenate((blocks, evicted)) if taken else evicted
         self.refs[blocks] = 1
         return blocks
 
@@ -118,18 +109,23 @@ class BlockPool:
         if np.count_nonzero(counts) < len(counts):
             for block in blocks[counts == 0].tolist():
                 self.evictable.remove(block)  # only a cached block can be found without a reference
+                self.num_free -= 1
 
     def release(self, blocks: Blocks) -> None:
         """Drop one reference for each entry of `blocks`; the first given is the first evicted.
 
         A block may be given more than once when several holders let go together.
         """
-        np.subtract.at(self.refs, blocks, 1)
-        counts = self.refs[blocks]
+        given = blocks.tolist()
+        if len(set(given)) < len(given):
+            np.subtract.at(self.refs, blocks, 1)
+            blocks = np.array(list(dict.fromkeys(given)), np.int64)
+            counts = self.refs[blocks]
+        else:
+            counts = self.refs[blocks] - 1
+            self.refs[blocks] = counts
         zero = blocks[counts == 0] if np.count_nonzero(counts) else blocks
-        each = dict.fromkeys(zero.tolist())
-        if len(each) < len(zero):
-            zero = np.fromiter(each, np.int64, len(each))
+        self.num_free += len(zero)
         is_cached = self.cached[zero]
         num_plain = len(zero) - int(np.count_nonzero(is_cached))
         if num_plain:
@@ -138,6 +134,15 @@ class BlockPool:
             zero = zero[is_cached]
         if len(zero):
             self.evictable.add(zero.tolist())
+
+    def _evict(self, count: int) -> Blocks:
+        """Take `count` blocks out of the eviction order; their prefixes are gone."""
+        evicted = self.evictable.pick(count)
+        self.num_evicted += count
+        self._on_evict(evicted)
+        blocks = np.array(evicted, np.int64)
+        self.cached[blocks] = False
+        return blocks
 
     def forget(self, block: int) -> None:
         """A block no longer holds a cached prefix; when free, it moves to the stack."""

@@ -1,41 +1,51 @@
 """What the KV side of a plan changes, collected while a step is planned.
 
-Lists of small arrays, turned into the plan's flat arrays once per step. `mark` and `rollback` undo what a failed
+Lists of small changes, turned into the plan's flat arrays once per step. `mark` and `rollback` undo what a failed
 admission had added. Owns no blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import BlockAppends, BlockCopies, Swaps
+from paceline.core.plan import NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, BlockAppends, BlockCopies, Swaps
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
-# One change of several blocks: arrays of one length, or an int that stands for a column of that value.
-Columns = tuple[Blocks | int, ...]
+Growth = tuple[Blocks, int, Blocks, Blocks]  # one block for each of many rows: rows, group, indices, blocks
+Append = tuple[int, int, int, Blocks]  # several blocks for one row: row, group, index of the first, blocks
+Copy = tuple[int, int, int, int, int]  # row, group, index, source, target
+Swap = tuple[int, int, Blocks, Blocks]  # ticket, group, blocks, places
+FEW = 4  # appends that are cheaper to write out one by one
 
 
 class KVDelta:
     """Appends, copies and swaps since the last plan."""
 
     def __init__(self) -> None:
-        self.appends: list[Columns] = []  # row, group, index, block
-        self.copies: list[Columns] = []  # row, group, index, source, target
-        self.swap_out: list[Columns] = []  # ticket, group, block, place
-        self.swap_in: list[Columns] = []
+        self.growths: list[Growth] = []
+        self.appends: list[Append] = []
+        self.copies: list[Copy] = []
+        self.swap_out: list[Swap] = []
+        self.swap_in: list[Swap] = []
 
-    def mark(self) -> tuple[int, int, int, int]:
-        return len(self.appends), len(self.copies), len(self.swap_out), len(self.swap_in)
+    def mark(self) -> tuple[int, int, int, int, int]:
+        return (
+            len(self.growths),
+            len(self.appends),
+            len(self.copies),
+            len(self.swap_out),
+            len(self.swap_in),
+        )
 
-    def rollback(self, mark: tuple[int, int, int, int]) -> None:
-        for entries, length in zip(
-            (self.appends, self.copies, self.swap_out, self.swap_in), mark, strict=True
-        ):
-            del entries[length:]
+    def rollback(self, mark: tuple[int, int, int, int, int]) -> None:
+        growths, appends, copies, swap_out, swap_in = mark
+        del self.growths[growths:], self.appends[appends:], self.copies[copies:]
+        del self.swap_out[swap_out:], self.swap_in[swap_in:]
 
     @property
     def has_copies(self) -> bool:
@@ -43,13 +53,13 @@ class KVDelta:
 
     def take(self) -> tuple[BlockAppends, BlockCopies, Swaps, Swaps]:
         """The plan's arrays; the delta is empty afterwards."""
-        appends, copies, swap_out, swap_in = _NO_APPENDS, _NO_COPIES, _NO_SWAPS, _NO_SWAPS
-        if self.appends:
-            row, group, index, block = _columns(self.appends, 4)
+        appends, copies, swap_out, swap_in = NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_SWAPS
+        if self.growths or self.appends:
+            row, group, index, block = _append_columns(self.growths, self.appends)
             appends = BlockAppends(row=row, group=group, index=index, block=block)
-            self.appends = []
+            self.growths, self.appends = [], []
         if self.copies:
-            row, group, index, source, target = _columns(self.copies, 5)
+            row, group, index, source, target = np.array(self.copies, np.int32).T.copy()
             copies = BlockCopies(row=row, group=group, index=index, source=source, target=target)
             self.copies = []
         if self.swap_out:
@@ -59,33 +69,43 @@ class KVDelta:
         return appends, copies, swap_out, swap_in
 
 
-_NO_APPENDS, _NO_COPIES, _NO_SWAPS = BlockAppends(), BlockCopies(), Swaps()
+def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> I32:
+    """Row, group, index and block of every block appended: [4, blocks]."""
+    parts = [_columns(*growth) for growth in growths]
+    if len(appends) > FEW:
+        parts.append(_many_appends(appends))
+    else:
+        parts += [
+            _columns(row, group, np.arange(start, start + len(blocks)), blocks)
+            for row, group, start, blocks in appends
+        ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
-def _swaps(entries: Sequence[Columns]) -> Swaps:
-    ticket, group, block, place = _columns(entries, 4)
-    return Swaps(ticket=ticket, group=group, block=block, place=place)
+def _columns(row: Blocks | int, group: int, index: Blocks, block: Blocks) -> I32:
+    columns = np.empty((4, len(block)), np.int32)
+    columns[0], columns[1], columns[2], columns[3] = row, group, index, block
+    return columns
 
 
-def _columns(entries: Sequence[Columns], width: int) -> tuple[I32, ...]:
-    if len(entries) == 1 and isinstance(entries[0][-1], np.ndarray):
-        length = len(entries[0][-1])
-        return tuple(
-            np.full(length, part, np.int32) if isinstance(part, int) else part.astype(np.int32)
-            for part in entries[0]
-        )
-    lengths = [len(entry[-1]) if isinstance(entry[-1], np.ndarray) else 1 for entry in entries]
-    columns = []
-    for position in range(width):
-        parts = [entry[position] for entry in entries]
-        if all(isinstance(part, int) for part in parts):
-            column = np.repeat(np.array(parts, np.int32), lengths)
-        elif any(isinstance(part, int) for part in parts):
-            values: list[int] = []
-            for part, length in zip(parts, lengths, strict=True):
-                values += [part] * length if isinstance(part, int) else part.tolist()
-            column = np.array(values, np.int32)
-        else:
-            column = np.concatenate(parts).astype(np.int32)
-        columns.append(column)
-    return tuple(columns)
+def _many_appends(appends: Sequence[Append]) -> I32:
+    """The same columns as one by one, with a number of operations that does not grow with the appends."""
+    rows, groups, starts, blocks = zip(*appends, strict=True)
+    lengths = [len(part) for part in blocks]
+    ends = accumulate(lengths)
+    shifts = [start + length - end for start, length, end in zip(starts, lengths, ends, strict=True)]
+    columns = np.array((rows, groups, shifts, shifts), np.int32).repeat(lengths, axis=1)
+    columns[2] += np.arange(len(columns[2]), dtype=np.int32)
+    columns[3] = np.concatenate(blocks)
+    return columns
+
+
+def _swaps(entries: Sequence[Swap]) -> Swaps:
+    tickets, groups, blocks, places = zip(*entries, strict=True)
+    ticket, group = np.repeat(np.array((tickets, groups), np.int32), [len(part) for part in blocks], axis=1)
+    return Swaps(
+        ticket=ticket,
+        group=group,
+        block=np.concatenate(blocks).astype(np.int32),
+        place=np.concatenate(places).astype(np.int32),
+    )

@@ -43,20 +43,22 @@ class LayerGroup:
 
     def free_for(self, row: int | None) -> int:
         """Blocks a row (None: any row without a reservation) may take now."""
+        if not self.reserved:
+            return self.pool.available
         promised = self.reserved - (int(self.reserved_for[row]) if row is not None else 0)
         return self.pool.available - promised
 
-    def append(self, row: int, count: int) -> tuple[Blocks, Blocks]:
-        """Give a row `count` more blocks; returns their table indices and the blocks."""
+    def append(self, row: int, count: int) -> tuple[int, Blocks]:
+        """Give a row `count` more blocks; returns the table entry of the first and the blocks."""
         blocks = self.pool.allocate(count)
-        start = int(self.held[row])
+        start = self.held.item(row)
         self.table[row, start : start + count] = blocks
         self.held[row] = start + count
         if self.reserved:
             own = min(count, int(self.reserved_for[row]))
             self.reserved_for[row] -= own
             self.reserved -= own
-        return np.arange(start, start + count, dtype=np.int64), blocks
+        return start, blocks
 
     def append_each(self, rows: Blocks) -> tuple[Blocks, Blocks]:
         """Give each of `rows` one more block, in one sweep."""
@@ -96,17 +98,23 @@ class LayerGroup:
             self.reserved_for[row] = 0
         return blocks
 
-    def slide(self, row: int, num_computed: int, block_size: int) -> Blocks:
-        """Blocks no later token can see any more leave the table; their references pass to the caller."""
+    def slide_each(self, rows: Blocks, num_computed: Blocks, block_size: int) -> Blocks:
+        """Blocks no later token can see any more leave the tables; their references pass to the caller."""
         assert self.window is not None
-        keep = max(0, num_computed - self.window + 1) // block_size
-        first = int(self.first[row])
-        keep = min(keep, int(self.held[row]))
-        if keep <= first:
-            return self.table[row, :0].copy()
-        blocks = self.table[row, first:keep].copy()
-        self.table[row, first:keep] = NULL_BLOCK
-        self.first[row] = keep
+        keep = np.maximum(num_computed - self.window + 1, 0) // block_size
+        keep = np.minimum(keep, self.held[rows])
+        first = self.first[rows]
+        passed = keep > first
+        if not np.count_nonzero(passed):
+            return rows[:0]
+        rows, first, keep = rows[passed], first[passed], keep[passed]
+        self.first[rows] = keep
+        # Each row loses the entries from `first` to `keep`: its number so often, and its entries one by one.
+        count = keep - first
+        index = np.arange(int(count.sum())) + (first - count.cumsum() + count).repeat(count)
+        rows = rows.repeat(count)
+        blocks: Blocks = self.table[rows, index]
+        self.table[rows, index] = NULL_BLOCK
         return blocks
 
     def find(self, keys: Sequence[BlockKey], limit: int) -> list[int]:
@@ -137,15 +145,17 @@ class LayerGroup:
 
     def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
         """Offer the row's blocks before entry `until` to the cache."""
-        if until <= self.published[row]:
+        published = self.published.item(row)
+        if until <= published:
             return
-        start = max(int(self.published[row]), int(self.first[row]))
-        until = min(until, len(keys), int(self.held[row]))
+        start = max(published, self.first.item(row))
+        until = min(until, len(keys), self.held.item(row))
         if until <= start:
             return
-        blocks = self.table[row, start:until].tolist()
-        entered = [b for b, key in zip(blocks, keys[start:until], strict=True) if self.cache.add(b, key)]
-        self.pool.cached[entered] = True
+        cached, enter = self.pool.cached, self.cache.add
+        for block, key in zip(self.table[row, start:until].tolist(), keys[start:until], strict=True):
+            if enter(block, key):
+                cached[block] = True
         self.published[row] = until
 
     def quarantine(self, row: int) -> None:

@@ -26,16 +26,19 @@ Needs = tuple[int, ...]  # blocks per group
 PoolMaker = Callable[..., BlockPool]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
-    """A cached beginning: `num_blocks` blocks long; per group the table entry it starts at and its blocks."""
+    """A cached beginning: `num_blocks` blocks long; per group the table entry it starts at and its blocks.
+
+    Not frozen, and neither is a fence: requests make several inside a step, and freezing at least doubles their cost.
+    """
 
     num_blocks: int
     start: tuple[int, ...]
     blocks: tuple[Blocks, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Fence:
     """References of a group that go back once step `seq` has completed."""
 
@@ -81,13 +84,7 @@ class KVManager:
 
     def full_need(self, max_total: int) -> Needs:
         """Most blocks a sequence of `max_total` tokens holds at once, per group."""
-        needs = []
-        for group in self.groups:
-            blocks = self.blocks_for(max_total)
-            if group.window is not None:
-                blocks = min(blocks, self.blocks_for(group.window + self._max_chunk) + 2)
-            needs.append(blocks)
-        return tuple(needs)
+        return self._at_most(self.blocks_for(max_total))
 
     def can_ever_hold(self, max_total: int) -> bool:
         """Whether a sequence of `max_total` tokens fits into an empty cache."""
@@ -97,13 +94,24 @@ class KVManager:
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
-        return max(0, self.blocks_for(num_slots) - int(self.groups[0].held[row]))
+        return max(0, self.blocks_for(num_slots) - self.groups[0].held.item(row))
 
     def room(self, row: int | None = None) -> int:
         """Blocks every group can give a row now."""
         if len(self.groups) == 1:
             return self.groups[0].free_for(row)
         return min(group.free_for(row) for group in self.groups)
+
+    def _at_most(self, blocks: int) -> Needs:
+        """`blocks` of a sequence, per group; one with a window never holds more than the window at once."""
+        if not self.windowed:
+            return (blocks,) * len(self.groups)
+        return tuple(
+            blocks
+            if group.window is None
+            else min(blocks, self.blocks_for(group.window + self._max_chunk) + 2)
+            for group in self.groups
+        )
 
     def coming(self) -> int:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
@@ -148,25 +156,23 @@ class KVManager:
 
     def cost(self, match: Match, num_tokens: int) -> Needs:
         """Free blocks that admitting a sequence takes: new ones, and hits that nobody holds now."""
-        total = self.blocks_for(num_tokens)
+        fresh = self.blocks_for(num_tokens) - match.num_blocks
+        if not match.num_blocks:
+            return self._at_most(fresh)
         costs = []
         for group, blocks in zip(self.groups, match.blocks, strict=True):
-            need = total - match.num_blocks
-            if len(blocks):
-                need += len(blocks) - int(np.count_nonzero(group.pool.refs[blocks]))
-            if group.window is not None:  # it never holds more than this at once
-                need = min(need, self.blocks_for(group.window + self._max_chunk) + 2)
-            costs.append(need)
+            unheld = len(blocks) - int(np.count_nonzero(group.pool.refs[blocks]))
+            costs.append(self._at_most(fresh + unheld)[group.index])
         return tuple(costs)
 
     def adopt(self, row: int, match: Match) -> None:
         """A row starts from a cached beginning."""
+        if not match.num_blocks:
+            return  # the row is as empty as it was left
         for group, start, blocks in zip(self.groups, match.start, match.blocks, strict=True):
             group.adopt(row, blocks, start)
             group.published[row] = group.computed_from[row] = match.num_blocks
-            if match.num_blocks:
-                indices = np.arange(start, start + len(blocks), dtype=np.int64)
-                self.delta.appends.append((row, group.index, indices, blocks))
+            self.delta.appends.append((row, group.index, start, blocks))
 
     def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
         """Offer the full blocks of the first `num_computed` tokens, all of them computed, to the cache."""
@@ -192,30 +198,23 @@ class KVManager:
         count = self.missing(row, num_slots)
         if count:
             for group in self.groups:
-                indices, blocks = group.append(row, count)
-                self.delta.appends.append((row, group.index, indices, blocks))
+                self.delta.appends.append((row, group.index, *group.append(row, count)))
 
     def extend_each(self, rows: NDArray[np.int64]) -> None:
         """Give each of `rows` one more block. The caller has checked `room`."""
         for group in self.groups:
             indices, blocks = group.append_each(rows)
-            self.delta.appends.append((rows, group.index, indices, blocks))
+            self.delta.growths.append((rows, group.index, indices, blocks))
 
     def slide(self, row: int, num_computed: int) -> None:
         """Let go of what the sliding windows of a row have passed."""
-        for group in self.windowed:
-            self._give_back(group.index, group.slide(row, num_computed, self.block_size), self.submitted)
+        self.slide_each(np.array([row]), np.array([num_computed]))
 
-    def slide_each(self, rows: Blocks, computed: Blocks) -> None:
-        """The same for those of `rows` that have passed a block; `computed` is a column of all rows."""
-        passed = np.zeros(len(rows), np.bool_)
+    def slide_each(self, rows: Blocks, num_computed: Blocks) -> None:
+        """The same for each of `rows`, in one sweep."""
         for group in self.windowed:
-            assert group.window is not None
-            keep = np.maximum(computed[rows] - group.window + 1, 0) // self.block_size
-            passed |= np.minimum(keep, group.held[rows]) > group.first[rows]
-        for row in rows[passed].tolist():
-            self.slide(row, int(computed[row]))
-        self.settle()
+            blocks = group.slide_each(rows, num_computed, self.block_size)
+            self._give_back(group.index, blocks, self.submitted)
 
     def reserve(self, row: int, needs: Needs) -> None:
         """Promise a row the rest of `needs` blocks; free blocks are set aside for it."""
@@ -252,8 +251,7 @@ class KVManager:
             group.adopt(child, blocks, start)
             group.published[child] = min(int(group.published[parent]), until)
             group.computed_from[child] = min(int(group.computed_from[parent]), until)
-            indices = np.arange(start, until, dtype=np.int64)
-            self.delta.appends.append((child, group.index, indices, blocks))
+            self.delta.appends.append((child, group.index, start, blocks))
 
     def shared_writes(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows would write their next token into a block that others read too."""
@@ -309,8 +307,8 @@ class KVManager:
             start = until - len(place)
             group.table[row, :start] = 0
             group.held[row] = group.first[row] = start
-            indices, blocks = group.append(row, len(place))
-            self.delta.appends.append((row, group.index, indices, blocks))
+            _, blocks = group.append(row, len(place))
+            self.delta.appends.append((row, group.index, start, blocks))
             group.pool.share(blocks)
             group.published[row] = group.computed_from[row] = 0
             kept.append(blocks)

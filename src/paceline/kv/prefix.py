@@ -37,9 +37,10 @@ class PrefixCache:
 
     def add(self, block: int, key: BlockKey) -> bool:
         """Enter a block; False when it is entered already or another block stands under this key."""
-        if key.key in self._block_of or block in self._key_of:
+        name = key.key
+        if name in self._block_of or block in self._key_of:
             return False
-        self._block_of[key.key] = block
+        self._block_of[name] = block
         self._key_of[block] = key
         return True
 

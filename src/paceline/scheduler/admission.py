@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.core.events import DecisionKind
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestState
 from paceline.kv.manager import Match, Needs
@@ -23,9 +21,9 @@ NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP, NO_BLOCKS = "rows", "budget
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Beginning:
-    """What a request can start from: cached blocks, or the blocks of a running parent."""
+    """What a request can start from: cached blocks, or the blocks of a running parent. Never changed."""
 
     num_computed: int
     match: Match
@@ -70,7 +68,7 @@ class Admission:
         row = self._seat(request, beginning.num_computed, source)
         if beginning.parent_row != NO_ROW:
             state.kv.share(beginning.parent_row, row, beginning.num_computed)
-            state.rows.sharing[[row, beginning.parent_row]] = True
+            state.rows.share([row, beginning.parent_row])
             state.counters.forked += 1
             state.decide(DecisionKind.FORK, request, "shares its parent's blocks", beginning.num_computed)
         else:
@@ -107,7 +105,8 @@ class Admission:
         request.host_places = ()  # the ticket gives them back
         request.move(RequestState.BLOCKED)
         request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
-        self._reserve(request)
+        if self._protects(request):
+            self._reserve(request)
         state.decide(DecisionKind.RESUME, request, "swap", request.num_computed)
         return None
 
@@ -121,7 +120,8 @@ class Admission:
     def _after_seating(self, request: Request, num_computed: int) -> None:
         state = self._state
         state.prefilling[request.id] = request
-        self._reserve(request)
+        if self._protects(request):
+            self._reserve(request)
         if request.admitted_s is None:
             request.admitted_s = state.now_s
             request.num_cached = num_computed
@@ -129,8 +129,9 @@ class Admission:
         else:
             state.decide(DecisionKind.RESUME, request, "recompute", num_computed)
         if state.kv.caching and state.config.defer_shared_prefix:
+            computing, owner = state.computing, request.id
             for key in request.keys[num_computed // state.kv.block_size :]:
-                state.computing.setdefault(key.key, request.id)
+                computing.setdefault(key.key, owner)
 
     def _beginning(self, request: Request) -> Beginning | None:
         """Where a request starts; None while another is computing the prefix it could share."""
@@ -156,54 +157,59 @@ class Admission:
     def _next_is_computed(self, request: Request, num_blocks: int) -> bool:
         """Whether another request is computing the block after the first `num_blocks`, and it could be shared."""
         kv = self._state.kv
-        shareable = num_blocks < len(request.keys) and (num_blocks + 1) * kv.block_size < request.num_tokens
+        if not self._state.computing or num_blocks >= len(request.keys):
+            return False
+        shareable = (num_blocks + 1) * kv.block_size < request.num_tokens
         return shareable and request.keys[num_blocks].key in self._state.computing
 
     def _cost(self, request: Request, beginning: Beginning) -> Needs:
         kv = self._state.kv
         if beginning.parent_row != NO_ROW:
             fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(beginning.num_computed)
-            return tuple(fresh + 1 for _ in kv.groups)  # one more for the copy of the shared last block
+            return (fresh + 1,) * len(kv.groups)  # one more for the copy of the shared last block
         return kv.cost(beginning.match, request.num_tokens)
 
     def _fits(self, request: Request, cost: Needs) -> bool:
         """Room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
-        kv = state.kv
-        full = kv.full_need(request.max_total)
+        full = state.kv.full_need(request.max_total)
         reserved = self._reserved_full()
-        promised = sum(self._prompt_rest(request.row) for request in state.prefilling.values())
-        protect = self._protects(request)
-        for index, group in enumerate(kv.groups):
+        promised = self._promised() if state.prefilling else 0
+        if self._protects(request):
+            return self._fits_for_good(full, reserved, promised)
+        watermark = state.config.watermark if state.rows.num_live else 0.0
+        for group, need, most, taken in zip(state.kv.groups, cost, full, reserved, strict=True):
             usable = group.pool.usable
-            free = group.free_for(None)
-            if protect:
-                need = min(full[index] + 1, usable)
-                if need > free - promised or (reserved[index] and reserved[index] + need > usable // 2):
-                    return False
-                if self._largest_unreserved(index) + reserved[index] + need > usable:
-                    return False
-            else:
-                if full[index] + reserved[index] > usable:
-                    return False
-                margin = int(usable * state.config.watermark) if state.rows.num_live else 0
-                if cost[index] + promised + margin > free:
-                    return False
+            if most + taken > usable or need + promised + int(usable * watermark) > group.free_for(None):
+                return False
         return True
+
+    def _fits_for_good(self, full: Needs, reserved: Needs, promised: int) -> bool:
+        """Room to set a request's full length aside, with enough left that somebody else can complete beside it."""
+        for group, most, taken in zip(self._state.kv.groups, full, reserved, strict=True):
+            usable = group.pool.usable
+            need = min(most + 1, usable)
+            if need > group.free_for(None) - promised or (taken and taken + need > usable // 2):
+                return False
+            if self._largest_unreserved(group.index) + taken + need > usable:
+                return False
+        return True
+
+    def _promised(self) -> int:
+        """Blocks the prompts under way still need."""
+        return sum([self._prompt_rest(request.row) for request in self._state.prefilling.values()])
 
     def _prompt_rest(self, row: int) -> int:
         """Blocks a prompt under way still needs, those aside that are reserved for it."""
         kv = self._state.kv
-        missing = kv.missing(row, int(self._state.rows.known[row]))
-        return max(0, missing - int(kv.groups[0].reserved_for[row]))
+        missing = kv.missing(row, self._state.rows.known.item(row))
+        return max(0, missing - kv.groups[0].reserved_for.item(row))
 
     def _protects(self, request: Request) -> bool:
         return request.preemptions >= self._state.config.max_preemptions > 0
 
     def _reserve(self, request: Request) -> None:
         state, kv = self._state, self._state.kv
-        if not self._protects(request):
-            return
         request.reserved = True
         state.rows.reserve(request.row)
         if state.mode.keeps_finished:
@@ -214,16 +220,16 @@ class Admission:
             tuple(min(need + 1, group.pool.usable) for need, group in zip(full, kv.groups, strict=True)),
         )
 
-    def _reserved_full(self) -> list[int]:
+    def _reserved_full(self) -> Needs:
         """Blocks the reserved rows may hold at most, per group."""
         rows, kv = self._state.rows, self._state.kv
-        totals = [0] * len(kv.groups)
         if not rows.num_reserved:
-            return totals
-        for row in np.flatnonzero(rows.live & rows.reserved).tolist():
+            return (0,) * len(kv.groups)
+        totals = [0] * len(kv.groups)
+        for row in rows.reserved[: rows.high].nonzero()[0].tolist():
             for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
                 totals[index] += min(need + 1, kv.groups[index].pool.usable)
-        return totals
+        return tuple(totals)
 
     def _largest_unreserved(self, group: int) -> int:
         """Most blocks one of the running rows without a reservation may come to need."""

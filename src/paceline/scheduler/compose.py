@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import DecisionKind
-from paceline.core.plan import EMPTY, RowCopies, RowJoins, RowSet, RowSpans, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, SAME_ROWS, RowSet, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
+from paceline.scheduler.columns import build_joins, build_spans
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
-from paceline.scheduler.state import Flight, Join, SchedulerState
+from paceline.scheduler.state import Flight, SchedulerState
 
 Mask = NDArray[np.bool_]
-_NO_JOINS, _NO_ROW_COPIES, _NO_SPANS, _SAME_ROWS = RowJoins(), RowCopies(), RowSpans(), RowSet()
+_NO_MASK: Mask = np.zeros(0, np.bool_)
 
 
 class Composer:
@@ -29,7 +30,8 @@ class Composer:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.admission = Admission(state)
-        self._last_mask: Mask = np.zeros(0, np.bool_)  # plain decode rows of the last plan
+        self._last_mask = _NO_MASK  # plain decode rows of the last plan
+        self._last_context = 0  # tokens of KV they read
         self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
         self._spans: dict[int, int] = {}
         self.tokens_left = 0  # of the budget of the last plan, for checks
@@ -39,7 +41,8 @@ class Composer:
         self._products = 0
         self._logit_rows = 0
         self._decode_count = 0
-        self._advancing: Mask = self._last_mask
+        self._advancing = _NO_MASK
+        self._at_length = False
 
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
@@ -48,10 +51,12 @@ class Composer:
         self.passed = set()
         self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
+        self._at_length = False
         self._promote()
         if state.kv.windowed:
-            high = state.rows.high
-            state.kv.slide_each(np.flatnonzero(state.rows.live[:high]), state.rows.computed)
+            live = state.rows.live[: state.rows.high].nonzero()[0]
+            state.kv.slide_each(live, state.rows.computed[live])
+            state.kv.settle()
         mask = self._decode()
         prompts = self._prompts()
         cap = self._cap(len(prompts))
@@ -74,7 +79,7 @@ class Composer:
 
     def forget(self) -> None:
         """The runner has been reset: no row is in plain decode there."""
-        self._last_mask = np.zeros(0, np.bool_)
+        self._last_mask = _NO_MASK
 
     def decode_rows(self) -> NDArray[np.int64]:
         """Rows in plain decode as of the last plan."""
@@ -111,6 +116,7 @@ class Composer:
         ended &= advancing
         self._advancing = advancing
         if np.count_nonzero(ended):
+            self._at_length = True
             self._end_of_length(ended)
         count = int(np.count_nonzero(mask))
         self._decode_count = count
@@ -132,13 +138,17 @@ class Composer:
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
         crossing = full.nonzero()[0]
-        shared: list[int] = []
-        if np.count_nonzero(rows.sharing[:high]):
-            candidates = np.flatnonzero(mask & rows.sharing[:high])
-            is_shared = kv.shared_writes(candidates, rows.upper[candidates])
-            rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
-            shared = candidates[is_shared].tolist()
-        return mask, crossing, shared
+        return mask, crossing, self._shared_writes(mask) if rows.any_sharing else []
+
+    def _shared_writes(self, mask: Mask) -> list[int]:
+        """Those of the rows in `mask` that would write into a block others read."""
+        rows, high = self._state.rows, len(mask)
+        candidates = (mask & rows.sharing[:high]).nonzero()[0]
+        is_shared = self._state.kv.shared_writes(candidates, rows.upper[candidates])
+        rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
+        rows.any_sharing = bool(np.count_nonzero(rows.sharing[:high]))
+        shared: list[int] = candidates[is_shared].tolist()
+        return shared
 
     def _trim(self, mask: Mask) -> None:
         """More rows than tokens: the first in order decode. A prompt that goes before them keeps a token."""
@@ -226,14 +236,14 @@ class Composer:
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows, kv = self._state.rows, self._state.kv
-        pad = min(int(rows.pad_left[row]), limit)
+        pad = min(rows.pad_left.item(row), limit)
         if pad > 0:
             rows.pad_left[row] -= pad
             self._pad_tokens += pad
             self._left -= pad
             self._products += pad * pad // 2
-        upper = int(rows.upper[row])
-        count = min(int(rows.known[row]) - upper, limit - pad)
+        upper = rows.upper.item(row)
+        count = min(rows.known.item(row) - upper, limit - pad)
         if count <= 0:
             return
         room = kv.room(row)
@@ -244,7 +254,7 @@ class Composer:
                 kv.copy_on_write(row, upper)
                 room -= 1
             rows.sharing[row] = False
-        count = min(count, (int(kv.groups[0].held[row]) + max(0, room)) * kv.block_size - upper)
+        count = min(count, (kv.groups[0].held.item(row) + max(0, room)) * kv.block_size - upper)
         if count > 0:
             kv.extend(row, upper + count)
             self._advance(row, upper, count)
@@ -257,17 +267,18 @@ class Composer:
         rows.upper[row] = upper + count
         self._spans[row] = self._spans.get(row, 0) + count
         self._left -= count
-        self._products += count * (upper + int(rows.pad[row])) + count * (count + 1) // 2
-        if upper + count < rows.known[row]:
+        self._products += count * (upper + rows.pad.item(row)) + count * (count + 1) // 2
+        if upper + count < rows.known.item(row):
             state.decide(DecisionKind.CHUNK, request, "budget", count)
             return
         del state.prefilling[request.id]
         self._logit_rows += 1
-        ends = upper + count + 1 >= rows.limit[row]
+        ends = upper + count + 1 >= rows.limit.item(row)
+        self._at_length |= ends
         if ends and state.mode.keeps_finished:
             rows.padding[row] = True
         if not ends or state.mode.keeps_finished:
-            state.promoted.append((row, int(rows.generation[row])))
+            state.promoted.append((row, rows.generation.item(row)))
 
     # -- new requests --------------------------------------------------------------------------------------
 
@@ -362,28 +373,33 @@ class Composer:
         state = self._state
         rows = state.rows
         seq = state.kv.submitted + 1
-        context = int(np.dot(rows.upper[: len(mask)], mask))
-        spans = tuple((row, int(rows.generation[row]), count) for row, count in self._spans.items())
+        advancing = self._decode_count
+        if state.mode.keeps_finished:
+            advancing = int(np.count_nonzero(self._advancing))
+        decode_rows = self._change(mask)
+        if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
+            self._last_context += advancing
+        else:
+            self._last_context = int(np.dot(rows.upper[: len(mask)], mask))
+        spans = tuple([(row, rows.generation.item(row), count) for row, count in self._spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)
         plan = StepPlan(
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
-            spans=RowSpans(row=i32(self._spans), num_scheduled=i32(self._spans.values()))
-            if self._spans
-            else _NO_SPANS,
-            decode_rows=self._change(mask),
+            spans=build_spans(self._spans),
+            decode_rows=decode_rows,
             new_blocks=appends,
             block_copies=copies,
             row_copies=row_copies,
             swap_out=swap_out,
             swap_in=swap_in,
             pad_tokens=self._pad_tokens,
-            padding_rows=self._decode_count - int(np.count_nonzero(self._advancing)),
+            padding_rows=self._decode_count - advancing,
             work=StepWork(
                 decode_rows=self._decode_count,
-                decode_context=context,
+                decode_context=self._last_context,
                 prefill_tokens=sum(self._spans.values()) + self._pad_tokens,
                 prefill_context_products=self._products,
                 logit_rows=self._logit_rows,
@@ -392,50 +408,22 @@ class Composer:
         )
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(Flight(seq, self._advancing, spans))
+        state.flights.append(Flight(seq, self._advancing, spans, self._at_length))
         return plan
 
     def _change(self, mask: Mask) -> RowSet:
         """The decode rows as a change against the last plan."""
-        last = self._last_mask
+        last, leaves = self._last_mask, self._state.leaves
+        self._last_mask = mask
+        if not leaves and mask.tobytes() == last.tobytes():
+            return SAME_ROWS
         if len(last) < len(mask):
             last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
-        self._last_mask = mask
-        if self._state.leaves:  # leaving takes a row out of the runner's set, whoever joins it next
+        if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
             last = last.copy()
-            last[self._state.leaves] = False
+            last[leaves] = False
         changed = mask != last
-        if not np.count_nonzero(changed):
-            return _SAME_ROWS
         return RowSet(
             added=(changed & mask).nonzero()[0].astype(np.int32),
             removed=(changed & last).nonzero()[0].astype(np.int32),
         )
-
-
-def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
-    """The joins of a plan as columns, and the row copies of those that are forks."""
-    if not joins:
-        return _NO_JOINS, _NO_ROW_COPIES
-    rows = state.rows
-    at = i32(join.row for join in joins)
-    forks = [join for join in joins if join.source != NO_ROW]
-    joined = RowJoins(
-        row=at,
-        generation=rows.generation[at],
-        num_prompt=i32(join.request.num_prompt for join in joins),
-        num_tokens=i32(join.request.num_tokens for join in joins),
-        num_computed=i32(join.num_computed for join in joins),
-        limit=rows.limit[at].astype(np.int32),
-        pad=rows.pad[at].astype(np.int32),
-        model=i32(join.request.model for join in joins),
-        adapter=i32(join.request.adapter for join in joins),
-        sampling=tuple(join.request.sampling for join in joins),
-        tokens=tuple(join.request.tokens if join.source == NO_ROW else EMPTY for join in joins),
-    )
-    copies = RowCopies(
-        source=i32(join.source for join in forks),
-        target=i32(join.row for join in forks),
-        num_tokens=i32(join.request.num_tokens for join in forks),
-    )
-    return joined, copies

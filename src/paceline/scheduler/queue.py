@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 
-ORDER, PRIORITY, TENANT, NUM_TOKENS, MAX_TOTAL, PREEMPTIONS, ROW = range(7)
+# The counts of a request: order, priority, tenant, num_tokens, max_total, preemptions, row.
+NUM_COUNTS, PRIORITY = 7, 1
 
 
 class WaitingQueue:
@@ -23,10 +24,12 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._place: dict[RequestId, int] = {}
-        self._counts: NDArray[np.int64] = np.zeros((7, 64), np.int64)
+        # One line per request: requests come and go far more often than a policy looks at a whole column.
+        self._counts: NDArray[np.int64] = np.zeros((64, NUM_COUNTS), np.int64)
         self._arrival_s = np.zeros(64, np.float64)
         self.num_tokens = 0
-        self._view: RequestView | None = None  # the last one asked for, while it still holds
+        self._columns: tuple[NDArray[np.int64], ...] | None = None  # of the last view, while they still hold
+        self._view: RequestView | None = None  # the same, while it still holds
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -43,9 +46,9 @@ class WaitingQueue:
     def push(self, request: Request, order: int, tenant: int) -> None:
         place = len(self._requests)
         if place == len(self._arrival_s):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
-        self._view = None
+        self._view = self._columns = None
         self._requests.append(request)
         self._place[request.id] = place
         num_tokens = request.num_tokens
@@ -58,42 +61,47 @@ class WaitingQueue:
             request.preemptions,
             NO_ROW,
         )
-        self._counts[:, place] = numbers
+        self._counts[place] = numbers
         self._arrival_s[place] = request.arrival_s
         self.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
-        self._view = None
+        self._view = self._columns = None
         place = self._place.pop(request.id)
         last = self._requests.pop()
         if last is not request:
             self._requests[place] = last
             self._place[last.id] = place
             end = len(self._requests)
-            self._counts[:, place] = self._counts[:, end]
+            self._counts[place] = self._counts[end]
             self._arrival_s[place] = self._arrival_s[end]
         self.num_tokens -= request.num_tokens
 
     def set_priority(self, request: Request) -> None:
-        self._counts[PRIORITY, self._place[request.id]] = request.priority
+        self._counts[self._place[request.id], PRIORITY] = request.priority
 
     def view(self, now_s: float) -> RequestView:
         if self._view is not None and self._view.now_s == now_s:
             return self._view
         count = len(self._requests)
-        counts, arrival_s = self._counts[:, :count], self._arrival_s[:count]
-        counts.flags.writeable = arrival_s.flags.writeable = False
+        if self._columns is None:
+            counts = self._counts[:count].T
+            counts.flags.writeable = False
+            self._columns = tuple(counts)
+        arrival_s = self._arrival_s[:count]
+        arrival_s.flags.writeable = False
+        order, priority, tenant, num_tokens, max_total, preemptions, row = self._columns
         self._view = RequestView(
             now_s=now_s,
-            row=counts[ROW],
-            order=counts[ORDER],
+            row=row,
+            order=order,
             arrival_s=arrival_s,
-            priority=counts[PRIORITY],
-            tenant=counts[TENANT],
-            num_tokens=counts[NUM_TOKENS],
-            max_total=counts[MAX_TOTAL],
-            preemptions=counts[PREEMPTIONS],
+            priority=priority,
+            tenant=tenant,
+            num_tokens=num_tokens,
+            max_total=max_total,
+            preemptions=preemptions,
         )
         return self._view
 

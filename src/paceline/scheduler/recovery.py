@@ -13,7 +13,7 @@ from paceline.core.events import DecisionKind
 from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.delta import KVDelta
-from paceline.scheduler.compose import build_joins
+from paceline.scheduler.columns import build_joins
 from paceline.scheduler.state import Join, SchedulerState
 
 MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more before it ends
@@ -29,14 +29,11 @@ def full_plan(state: SchedulerState, decoding: NDArray[np.int64]) -> StepPlan:
     for row in live:
         request = rows.requests[row]
         assert request is not None
-        count = int(rows.num_tokens[row] - rows.known[row])
-        request.tokens = np.concatenate([request.tokens, rows.outputs[row, :count]])
-        rows.known[row] = rows.num_tokens[row]
-        joins.append(Join(row, request, int(rows.computed[row]), NO_ROW))
+        rows.collect(request)
+        joins.append(Join(row, request, NO_ROW))
         for group in state.kv.groups:
             start, end = int(group.first[row]), int(group.held[row])
-            indices = np.arange(start, end, dtype=np.int64)
-            delta.appends.append((row, group.index, indices, group.table[row, start:end]))
+            delta.appends.append((row, group.index, start, group.table[row, start:end]))
     return StepPlan(
         seq=state.kv.submitted,
         full=True,

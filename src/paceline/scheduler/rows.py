@@ -79,6 +79,7 @@ class Rows:
         self.num_live = 0
         self.num_reserved = 0
         self.num_needs_host = 0
+        self.any_sharing = False  # False: no flag of `sharing` is set
         self._free = list(range(num_rows))
         self._fenced: deque[tuple[int, int]] = deque()
 
@@ -89,7 +90,8 @@ class Rows:
     def take(self, request: Request, order: int, tenant: int, num_computed: int) -> int:
         """Give a request the lowest free row; every column is written anew."""
         row = heapq.heappop(self._free)
-        self.high = max(self.high, row + 1)
+        if row >= self.high:
+            self.high = row + 1
         self.generation[row] += 1
         self.arrival_s[row] = request.arrival_s
         known = request.num_tokens
@@ -108,26 +110,38 @@ class Rows:
             tenant,
             request.preemptions,
         )
-        self._flags[:, row] = (True, request.needs_host, False, False, False, False, False)
+        self._flags[:, row] = False
+        self.live[row] = True
+        if request.needs_host:
+            self.needs_host[row] = True
+            self.num_needs_host += 1
         self.requests[row] = request
         self.num_live += 1
-        self.num_needs_host += request.needs_host
         request.row = row
         return row
+
+    def collect(self, request: Request) -> bool:
+        """Tokens delivered since the request joined go into it and are known from now on; False when there are none."""
+        row = request.row
+        known, num_tokens = self.known.item(row), self.num_tokens.item(row)
+        if known == num_tokens:
+            return False
+        request.tokens = np.concatenate((request.tokens, self.outputs[row, : num_tokens - known]))
+        self.known[row] = num_tokens
+        return True
 
     def leave(self, request: Request, fence: int, completed: int) -> None:
         """The request leaves its row, taking its tokens along; the row rests until step `fence` has completed."""
         row = request.row
-        count = int(self.num_tokens[row] - self.known[row])
-        if count:
-            request.tokens = np.concatenate([request.tokens, self.outputs[row, :count]])
+        self.collect(request)
         self.live[row] = self.decoding[row] = False
         self.generation[row] += 1
         self.requests[row] = None
         self.num_live -= 1
         self.num_needs_host -= request.needs_host
-        self.num_reserved -= bool(self.reserved[row])
-        self.reserved[row] = False
+        if self.num_reserved and self.reserved[row]:
+            self.reserved[row] = False
+            self.num_reserved -= 1
         request.row = NO_ROW
         if fence > completed:
             self._fenced.append((fence, row))
@@ -138,6 +152,11 @@ class Rows:
         """The row is never preempted from now on."""
         self.reserved[row] = True
         self.num_reserved += 1
+
+    def share(self, rows: list[int]) -> None:
+        """The rows may write into a block that others read, until somebody finds that they do not."""
+        self.sharing[rows] = True
+        self.any_sharing = True
 
     def complete(self, seq: int) -> None:
         """Step `seq` and all before it have completed: rows that waited for them are free."""

@@ -382,7 +382,7 @@ class Scheduler:
 
     def _note_withheld(self) -> None:
         """Blocks that are kept back from outside are an input too."""
-        withheld = tuple(group.pool.withheld for group in self.state.kv.groups)
+        withheld = tuple([group.pool.withheld for group in self.state.kv.groups])
         if withheld != self._withheld:
             self._withheld = withheld
             self._note("withheld", withheld)

@@ -28,13 +28,14 @@ from paceline.scheduler.rows import Rows
 Journal = list[tuple[object, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Flight:
-    """A submitted step whose result is still to come."""
+    """A submitted step whose result is still to come. Never changed."""
 
     seq: int
     mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
     spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
+    at_length: bool  # some row gets the last token its length allows
 
 
 @dataclass(slots=True)
@@ -43,7 +44,6 @@ class Join:
 
     row: int
     request: Request
-    num_computed: int
     source: int  # row it is copied from, or NO_ROW
 
 
@@ -164,7 +164,7 @@ class SchedulerState:
         """Give a request a row and note that it joins in the plan being made."""
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
-        self.joins.append(Join(row, request, num_computed, source))
+        self.joins.append(Join(row, request, source))
         return row
 
     def leave_row(self, request: Request) -> None:
@@ -173,34 +173,33 @@ class SchedulerState:
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
         self.prefilling.pop(request.id, None)
         self.forget_computing(request)
-        if any(
-            join.row == row for join in self.joins
-        ):  # joined in this very plan: the runner never hears of it
-            self.joins = [join for join in self.joins if join.row != row]
-        else:
+        before = self.joins
+        if before:  # who joined in this very plan: the runner never hears of it
+            self.joins = [join for join in before if join.row != row]
+        if len(self.joins) == len(before):
             self.leaves.append(row)
 
     def forget_computing(self, request: Request) -> None:
         """Nobody may wait any longer for the prefix this request was computing."""
-        for key in request.keys:
-            if self.computing.get(key.key) == request.id:
-                del self.computing[key.key]
+        if self.computing:
+            self.computed_keys(request, 0, len(request.keys))
+
+    def computed_keys(self, request: Request, start: int, end: int) -> None:
+        """The blocks `start` to `end` of a request are computed, or will not be: nobody waits for them."""
+        computing, owner = self.computing, request.id
+        for key in request.keys[start:end]:
+            if computing.get(key.key) == owner:
+                del computing[key.key]
 
     def publish(self, request: Request) -> None:
-        """Offer what a request has computed to the prefix cache, the output's blocks included."""
+        """Offer what a request that is about to leave has computed to the prefix cache, its output included."""
         row = request.row
         kv = self.kv
-        if not kv.caching or request.state is RequestState.BLOCKED:  # its blocks are still being copied in
+        if not kv.caching or request.blocked is not None:  # its blocks are still being copied in
             return
-        computed = int(self.rows.computed[row])
-        count = int(self.rows.num_tokens[row] - self.rows.known[row])
-        if computed // kv.block_size > len(request.keys) and count:
-            tokens = request.tokens
-            try:
-                request.tokens = np.concatenate([tokens, self.rows.outputs[row, :count]])
-                self.learn_keys(request)
-            finally:
-                request.tokens = tokens
+        computed = self.rows.computed.item(row)
+        if computed // kv.block_size > len(request.keys) and self.rows.collect(request):
+            self.learn_keys(request)
         kv.publish(row, request.keys, computed)
 
     def learn_keys(self, request: Request) -> None:
@@ -214,7 +213,7 @@ class SchedulerState:
         """The one way a live request becomes terminal: let go of everything it holds, then say so."""
         num_tokens = request.num_tokens
         if request.row != NO_ROW:
-            num_tokens = int(self.rows.num_tokens[request.row])
+            num_tokens = self.rows.num_tokens.item(request.row)
             self.kv.release(request.row)
             self.leave_row(request)
         elif request.id in self.queue:
@@ -227,25 +226,17 @@ class SchedulerState:
         request.finished_s = self.now_s
         del self.requests[request.id]
         del self.orders[request.id]
-        self._leave_family(request)
+        if request.parent is not None:
+            self._leave_family(request, request.parent)
         self.counters.finished += 1
         try:
             self.hooks.finish(request)
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, f"finish hook: {type(error).__name__}")
-        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_tokens - request.num_prompt)
-        self.outbox.finished.append(
-            Finished(
-                request=request.id,
-                reason=reason,
-                detail=detail,
-                time_s=self.now_s,
-                num_prompt=request.num_prompt,
-                num_output=num_tokens - request.num_prompt,
-                num_cached=request.num_cached,
-                preemptions=request.preemptions,
-            )
-        )
+        num_output = num_tokens - request.num_prompt
+        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_output)
+        sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
+        self.outbox.finished.append(Finished(request.id, reason, detail, self.now_s, *sizes))
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""
@@ -254,10 +245,9 @@ class SchedulerState:
             self.kv.quarantine(request.row)
         self.end(request, FinishReason.ERROR, "internal_error")
 
-    def _leave_family(self, request: Request) -> None:
-        if request.parent is not None:
-            siblings = self.children.get(request.parent)
-            if siblings is not None:
-                siblings.discard(request.id)
-                if not siblings:
-                    del self.children[request.parent]
+    def _leave_family(self, request: Request, parent: RequestId) -> None:
+        siblings = self.children.get(parent)
+        if siblings is not None:
+            siblings.discard(request.id)
+            if not siblings:
+                del self.children[parent]

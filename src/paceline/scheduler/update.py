@@ -25,8 +25,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     rows = state.rows
     state.kv.complete(result.seq)
     rows.complete(result.seq)
-    for ticket in result.copies_done.tolist():
-        _swap_done(state, ticket)
+    if len(result.copies_done):
+        for ticket in result.copies_done.tolist():
+            _swap_done(state, ticket)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     state.counters.late_results += len(current) - int(np.count_nonzero(current))
@@ -40,11 +41,13 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     _spans_done(state, flight)
     if result.logprobs:
         _deliver_logprobs(state, result, set(at[current].tolist()))
-    _deliver(state, result, at, current)
+    _deliver(state, result, flight, at, current)
     state.kv.settle()
 
 
-def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDArray[np.bool_]) -> None:
+def _deliver(
+    state: SchedulerState, result: StepResult, flight: Flight, at: Index, current: NDArray[np.bool_]
+) -> None:
     """Hand out the tokens of the rows that are still there, and end those that are through."""
     rows = state.rows
     wanted = current & (result.count > 0)
@@ -57,21 +60,22 @@ def _deliver(state: SchedulerState, result: StepResult, at: Index, current: NDAr
             return
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
+    after = before + 1
     rows.outputs[at, before - rows.known[at]] = tokens
-    rows.num_tokens[at] = before + 1
+    rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
     state.outbox.tokens.append(
         TokenEvents(
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
         )
     )
-    if np.count_nonzero(index) < len(index):
+    if flight.spans:  # who computes known tokens may get its first
         for row in at[index == 0].tolist():
             _owner(state, row).first_token_s = state.now_s
-    stopped = finished == STOPPED
-    ended = before + 1 >= rows.limit[at]
-    ended |= stopped
-    if np.count_nonzero(ended):
+    if flight.at_length or np.count_nonzero(finished):
+        stopped = finished == STOPPED
+        ended = after >= rows.limit[at]
+        ended |= stopped
         _end_rows(state, at[ended], stopped[ended])
 
 
@@ -92,8 +96,9 @@ def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -
             _owner(state, row).fail_detail = "stop" if is_stop else "length"
         retire_batch(state)
         return
+    reasons = (FinishReason.LENGTH, FinishReason.STOP)
     for row, is_stop in zip(ended.tolist(), stopped.tolist(), strict=True):
-        finish(state, _owner(state, row), FinishReason.STOP if is_stop else FinishReason.LENGTH)
+        finish(state, _owner(state, row), reasons[is_stop])
 
 
 def retire_batch(state: SchedulerState) -> None:
@@ -117,18 +122,17 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
 
 def _spans_done(state: SchedulerState, flight: Flight) -> None:
     """Prompt tokens are computed: their full blocks may be shared from now on."""
-    rows = state.rows
+    rows, kv = state.rows, state.kv
     for row, generation, count in flight.spans:
-        if rows.generation[row] != generation or not rows.live[row]:
+        if rows.generation[row] != generation:  # leaving raises it
             continue
         request = _owner(state, row)
-        before = int(rows.computed[row]) // state.kv.block_size
-        rows.computed[row] += count
-        computed = int(rows.computed[row])
-        state.kv.publish(row, request.keys, computed)
-        for key in request.keys[before : computed // state.kv.block_size]:
-            if state.computing.get(key.key) == request.id:
-                del state.computing[key.key]
+        before = rows.computed.item(row)
+        computed = before + count
+        rows.computed[row] = computed
+        kv.publish(row, request.keys, computed)
+        if state.computing:
+            state.computed_keys(request, before // kv.block_size, computed // kv.block_size)
 
 
 def _swap_done(state: SchedulerState, number: int) -> None:

@@ -36,9 +36,21 @@ def test_growing_is_noted_for_the_plan() -> None:
     kv.extend(1, 9)
     kv.extend_each(np.array([0, 2]))
     appends = submit(kv)[0]
-    assert appends.row.tolist() == [1, 1, 1, 0, 2]
-    assert appends.index.tolist() == [0, 1, 2, 0, 0]
-    assert appends.block.tolist() == [*held(kv, 1), *held(kv, 0), *held(kv, 2)]
+    assert appends.row.tolist() == [0, 2, 1, 1, 1], "rows that grow together come first"
+    assert appends.index.tolist() == [0, 0, 0, 1, 2]
+    assert appends.block.tolist() == [*held(kv, 0), *held(kv, 2), *held(kv, 1)]
+
+
+def test_many_appends_are_told_like_few() -> None:
+    kv = make_kv(num_blocks=64)
+    rows = range(4)
+    for row in rows:
+        kv.extend(row, 1 + 4 * row)
+    for row in rows:
+        kv.extend(row, 17)
+    told = submit(kv)[0]
+    appends = zip(told.row.tolist(), told.index.tolist(), told.block.tolist(), strict=True)
+    assert sorted(appends) == [(row, index, held(kv, row)[index]) for row in rows for index in range(5)]
     assert len(submit(kv)[0].row) == 0, "a change is told once"
 
 

@@ -175,7 +175,7 @@ def a_branch_writes_without_a_copy(scene: Scene) -> None:
     scene.group.table[scene.row(2), at] = scene.group.table[scene.row(1), at]
 
 
-@breaks("who_does_not_run_owns_nothing", vacated)
+@breaks("rows_not_in_use_hold_nothing", vacated)
 def an_empty_row_holds_a_block(scene: Scene) -> None:
     scene.group.held[0] = 1
 

@@ -38,12 +38,17 @@ def every_block_is_free_or_live(frames: Frames) -> Findings:
 @sweep("S3", moment=BLOCKS)
 def the_free_list_has_each_free_block_once(frames: Frames) -> Findings:
     for group in frames.groups:
-        wrong = first_true(group.free != (group.refs == 0))  # S2: free exactly when nobody holds it
+        refs = group.refs.reshape(-1)
+        is_free = np.zeros(len(refs), np.bool_)
+        is_free[group.free] = True
+        differ = is_free != (refs == 0)  # S2: free exactly when nobody holds it
+        if not np.count_nonzero(differ) and np.count_nonzero(is_free) == len(group.free):
+            continue
+        times = np.bincount(group.free, minlength=len(refs))
+        wrong = first_true(differ | (times > 1))
         if wrong is not None:
-            picture, block = divmod(wrong, group.num_blocks)
-            says = (
-                f"is free {group.free[picture, block]} times and has {group.refs[picture, block]} references"
-            )
+            picture, block = group.at(wrong)
+            says = f"is free {times[wrong]} times and has {refs[wrong]} references"
             yield int(frames.step_of[picture]), f"block {block} {says}"
 
 
@@ -57,15 +62,16 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
             for blocks in frames.blocks
         ]
         lengths = [sum(map(len, parts)) for parts in others]
-        expected = group.holders
+        too_many = group.holders - group.refs
         if sum(lengths):
-            expected = expected + group.count(np.concatenate(list(chain.from_iterable(others))), lengths)
-        differ = expected != group.refs
-        differ[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
-        wrong = first_true(differ)
+            held = group.cells(np.concatenate(list(chain.from_iterable(others))), lengths)
+            np.add.at(too_many.reshape(-1), held, 1)
+        too_many[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
+        wrong = first_true(too_many)
         if wrong is not None:
-            picture, block = divmod(wrong, group.num_blocks)
-            says = f"has {group.refs[picture, block]} references, {expected[picture, block]} holders"
+            picture, block = group.at(wrong)
+            refs = int(group.refs[picture, block])
+            says = f"has {refs} references, {refs + int(too_many[picture, block])} holders"
             yield int(frames.step_of[picture]), f"group {index}: block {block} {says}"
 
 
@@ -118,18 +124,23 @@ def nothing_is_written_where_others_read(frames: Frames) -> Findings:
 
 @invariant("S10", moment=CHANGES)
 def who_does_not_run_owns_nothing(look: Look) -> str | None:
-    state = look.scheduler.state
-    rows = state.rows
-    high = rows.high
-    for group in state.kv.groups:
-        if np.count_nonzero(group.held[:high].astype(np.bool_) & ~rows.live[:high]):
-            return f"group {group.index}: a row that is not in use holds blocks"
-    for request in state.requests.values():
+    for request in look.scheduler.state.requests.values():
         if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"
         if request.row >= 0 and request.state not in _MAY_HAVE_A_ROW:
             return f"request {request.id} is {request.state.value} and has row {request.row}"
     return None
+
+
+@sweep("S10", moment=BLOCKS)
+def rows_not_in_use_hold_nothing(frames: Frames) -> Findings:
+    for group in frames.groups:
+        held = group.held.astype(np.bool_)
+        held[group.live] = False
+        wrong = first_true(held)
+        if wrong is not None:
+            step = int(frames.step_of[wrong // frames.num_rows])
+            yield step, f"group {group.group.index}: a row that is not in use holds blocks"
 
 
 @sweep("S10", moment=BLOCKS)
@@ -169,11 +180,11 @@ def the_cache_and_its_blocks_agree(frames: Frames) -> Findings:
                 yield int(frames.step_of[at]), f"group {group.group.index}: {counted}"
         wrong = first_true(group.keyed != group.cached)
         if wrong is not None:
-            picture_at, block = divmod(wrong, group.num_blocks)
+            picture_at, block = group.at(wrong)
             yield int(frames.step_of[picture_at]), f"block {block} has a key or a flag, and not the other"
-        wrong = first_true(group.evictable > group.keyed) if group.any_evictable else None
+        wrong = first_true(~group.keyed.reshape(-1)[group.evictable])
         if wrong is not None:
-            step = int(frames.step_of[wrong // group.num_blocks])
+            step = int(frames.step_of[group.at(int(group.evictable[wrong]))[0]])
             yield step, f"group {group.group.index}: a block waits for eviction without a key"
 
 

@@ -128,22 +128,18 @@ class GroupFrames:
 
     @cached_property
     def free(self) -> Index:
-        """How often each block is free: [picture, block]."""
+        """The free blocks of every picture, as places in a flat [picture, block]."""
         lengths = [len(lists.stack) // 8 for lists in self.lists]
-        free = self.count(np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64), lengths)
-        if self.any_evictable:
-            free += self.evictable
-        return free
-
-    @cached_property
-    def any_evictable(self) -> bool:
-        return any(lists.evictable for lists in self.lists)
+        stacks = np.frombuffer(b"".join([lists.stack for lists in self.lists]), np.int64)
+        return np.concatenate([self.cells(stacks, lengths), self.evictable])
 
     @cached_property
     def evictable(self) -> Index:
-        """How often each block waits for eviction: [picture, block]."""
+        """The blocks that wait for eviction, as places in a flat [picture, block]."""
         which, each = _different([lists.evictable for lists in self.lists])
-        return self.count(_flat(each), [len(blocks) for blocks in each])[which]
+        flat = [np.array(blocks, np.int64) for blocks in each]
+        blocks = np.concatenate([flat[number] for number in which])
+        return self.cells(blocks, [len(flat[number]) for number in which])
 
     @cached_property
     def keyed(self) -> Mask:
@@ -153,12 +149,15 @@ class GroupFrames:
         keyed[np.repeat(np.arange(len(each)), [len(blocks) for blocks in each]), _flat(each)] = True
         return keyed[which]
 
-    def count(self, blocks: Index, lengths: list[int]) -> Index:
-        """How often each block is in the list of its picture; the lists lie one after another."""
-        if len(lengths) > 1:
-            blocks = blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
-        counts: Index = np.bincount(blocks, minlength=len(lengths) * self.num_blocks)
-        return counts.reshape(len(lengths), self.num_blocks)
+    def cells(self, blocks: Index, lengths: list[int]) -> Index:
+        """Lists of blocks, one per picture and one after another, as places in a flat [picture, block]."""
+        if len(lengths) == 1:
+            return blocks
+        return blocks + np.repeat(np.arange(len(lengths)) * self.num_blocks, lengths)
+
+    def at(self, cell: int) -> tuple[int, int]:
+        """The picture and the block of a place in a flat [picture, block]."""
+        return divmod(cell, self.num_blocks)
 
     def _per_row(self, parts: list[bytes], width: int) -> Index:
         """Rows that were never used are not in a picture; their entries are 0."""
@@ -239,9 +238,9 @@ def _flat(lists: Sequence[list[int]]) -> Index:
     return np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
 
 
-def first_true(mask: Mask) -> int | None:
-    """Place of the first True in a mask, read row by row; time is the first dimension."""
-    return int(mask.argmax()) if np.count_nonzero(mask) else None
+def first_true(mask: Mask | Index) -> int | None:
+    """Place of the first entry that is not zero, read row by row; time is the first dimension."""
+    return int(mask.astype(np.bool_).argmax()) if np.count_nonzero(mask) else None
 
 
 def in_time(step: Index, mask: Mask) -> list[int]:

@@ -1,0 +1,50 @@
+"""What a plan says about rows that start and rows that compute known tokens, as columns.
+
+Decides nothing: whoever makes a plan, the composer or a snapshot, has decided by now.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.core.plan import EMPTY, NO_JOINS, NO_ROW_COPIES, NO_SPANS, RowCopies, RowJoins, RowSpans, i32
+from paceline.core.request import NO_ROW
+from paceline.scheduler.state import Join, SchedulerState
+
+
+def build_spans(spans: dict[int, int]) -> RowSpans:
+    """Tokens per row as columns."""
+    if not spans:
+        return NO_SPANS
+    row, num_scheduled = np.array((list(spans), list(spans.values())), np.int32)
+    return RowSpans(row=row, num_scheduled=num_scheduled)
+
+
+def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
+    """The joins of a plan as columns, and the row copies of those that are forks."""
+    if not joins:
+        return NO_JOINS, NO_ROW_COPIES
+    rows = state.rows
+    at = np.array([join.row for join in joins], np.int64)
+    forks = [join for join in joins if join.source != NO_ROW]
+    joined = RowJoins(
+        row=at.astype(np.int32),
+        generation=rows.generation[at],
+        num_prompt=rows.num_prompt[at].astype(np.int32),
+        num_tokens=rows.known[at].astype(np.int32),
+        num_computed=rows.computed[at].astype(np.int32),
+        limit=rows.limit[at].astype(np.int32),
+        pad=rows.pad[at].astype(np.int32),
+        model=np.array([join.request.model for join in joins], np.int32),
+        adapter=np.array([join.request.adapter for join in joins], np.int32),
+        sampling=tuple([join.request.sampling for join in joins]),
+        tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
+    )
+    if not forks:
+        return joined, NO_ROW_COPIES
+    copies = RowCopies(
+        source=i32(join.source for join in forks),
+        target=i32(join.row for join in forks),
+        num_tokens=i32(join.request.num_tokens for join in forks),
+    )
+    return joined, copies
