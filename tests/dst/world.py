@@ -362,7 +362,7 @@ class World:
         before = self.admissions.state()
         try:
             ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
-        except (QueueFull, NeverFits):
+        except (QueueFull, NeverFits, InvalidTransition):
             self._check_refusal(before)
             return
         self._check_queue()

@@ -21,7 +21,7 @@ from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResul
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
 from paceline.core.request import DEFAULT_TENANT, Request, RequestId
 from paceline.core.sampling import SamplingParams, branch_seed
-from paceline.errors import EngineFailed
+from paceline.errors import EngineFailed, InvalidTransition
 from paceline.scheduler.scheduler import Scheduler
 
 MAX_FAILURES_IN_A_ROW = 3
@@ -106,9 +106,11 @@ class Engine:
         tokens = self.scheduler.tokens_of(request_id)
         assert parent is not None
         left = parent.max_total - len(tokens)
+        if left < 1:  # it only waits for its batch to leave
+            raise InvalidTransition(f"request {request_id} has all its tokens: there is nothing to branch")
         produced = len(tokens) - parent.num_prompt
         min_tokens = max(0, parent.sampling.min_tokens - produced)
-        sampling = replace(parent.sampling, max_tokens=max(1, left), min_tokens=min_tokens, n=1)
+        sampling = replace(parent.sampling, max_tokens=left, min_tokens=min_tokens, n=1)
         first = parent.branches + 1
         branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
         parent.branches += count

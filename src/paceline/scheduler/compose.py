@@ -157,6 +157,8 @@ class Composer:
             oldest = first_in_order(self._state)
             limit -= 1 if oldest is not None and not mask[oldest] else 0
         ordered = self._state.in_order(np.flatnonzero(mask))
+        if self._state.mode.keeps_finished:  # who has nothing left to say must not keep the others from it
+            ordered = ordered[np.argsort(self._state.rows.padding[ordered], kind="stable")]
         mask[ordered[limit:]] = False
 
     def _prompt_need(self) -> int:

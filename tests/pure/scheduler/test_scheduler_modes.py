@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 
-from paceline.config import GroupSpec
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.clock import ManualClock
 from paceline.core.request import RequestState
-from paceline.errors import NeverFits
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidTransition, NeverFits
+from paceline.factory import build_engine
+from paceline.scheduler.invariants import InvariantChecker
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -265,3 +270,44 @@ def test_in_continuous_mode_there_is_no_padding() -> None:
     bench.run()
     assert not any(seen.plan.pad_tokens or seen.plan.padding_rows for seen in bench.seen)
     assert len({ending.time_s for ending in bench.finished.values()}) == 6, "each leaves when it is through"
+
+
+def test_padding_never_keeps_a_batch_from_its_end() -> None:
+    """More rows than a step has tokens: rows that have ended give way to those that have not."""
+    scheduler = SchedulerConfig(
+        mode="static",
+        batch_size=5,
+        max_num_seqs=5,
+        max_num_batched_tokens=3,
+        max_model_len=16,
+        static_flush_s=0.0,
+    )
+    config = EngineConfig(kv=KVConfig(block_size=4, num_blocks=64), scheduler=scheduler, depth=0)
+    engine = build_engine(config, FakeRunner(config), clock=ManualClock(), make_checker=InvariantChecker)
+    for start in range(5):
+        engine.add([start + 1, 2, 3], SamplingParams(max_tokens=4, seed=start))
+    for _ in range(60):
+        engine.step()
+        if not engine.has_requests:
+            break
+    assert not engine.has_requests
+
+
+def test_a_row_that_waits_for_its_batch_cannot_be_branched() -> None:
+    scheduler = SchedulerConfig(
+        mode="static",
+        batch_size=2,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        static_flush_s=0.0,
+    )
+    config = EngineConfig(kv=KVConfig(block_size=4, num_blocks=64), scheduler=scheduler, depth=0)
+    engine = build_engine(config, FakeRunner(config), clock=ManualClock(), make_checker=InvariantChecker)
+    (short,) = engine.add([1, 2, 3], SamplingParams(max_tokens=1, seed=1))
+    engine.add([4, 5, 6], SamplingParams(max_tokens=9, seed=2))
+    for _ in range(4):
+        engine.step()
+    assert short in engine.scheduler.state.requests
+    with pytest.raises(InvalidTransition, match="nothing to branch"):
+        engine.fork(short, 1)
