@@ -1,15 +1,19 @@
-"""What every test run shares: Hypothesis profiles, and readable assertions in the shared helpers.
+"""What every test run shares: Hypothesis profiles, interrupts that arrive, and readable assertions in the helpers.
 
 The default profile `ci` draws the same examples on every run and every machine, so that a red test is red
 for a reason in the change. `HYPOTHESIS_PROFILE=explore pytest ...` searches with fresh random examples.
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.helpers")
+
+# A run in the background ignores interrupts, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: how long an example takes says more about the machine than about the code.
 settings.register_profile(
