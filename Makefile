@@ -71,7 +71,7 @@ $(STAMP): pyproject.toml constraints.txt
 				"or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 			exit 1; \
 		fi; \
-		echo "Setting up $(VENV) with $$python, once; this takes about a minute." >&2; \
+		echo "Setting up $(VENV) with $$python, once; this takes a minute or two." >&2; \
 		"$$python" -m venv --clear $(VENV) >/dev/null 2>&1 || { \
 			"$$python" -m venv --clear --without-pip $(VENV); \
 			"$$python" -m pip --python $(BIN)/python -qq install pip; \

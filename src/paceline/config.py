@@ -51,10 +51,6 @@ class GroupSpec:
     window: int | None = None
     num_blocks: int | None = None  # None: as many as KVConfig.num_blocks
 
-    @classmethod
-    def of(cls, window: int | None) -> GroupSpec:
-        return cls(window=window)
-
     def __post_init__(self) -> None:
         for name in ("window", "num_blocks"):
             value = getattr(self, name)

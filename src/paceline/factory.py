@@ -130,7 +130,10 @@ def load_model(
     decoder = build_decoder(checkpoint, spec.max_positions, storage)
     sizes = choose_sizes(model, decoder, given)
     config = EngineConfig(
-        kv=KVConfig(**_fields_of(KVConfig, sizes), groups=tuple(map(GroupSpec.of, spec.group_windows))),
+        kv=KVConfig(
+            **_fields_of(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in spec.group_windows),
+        ),
         scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, sizes)),
         **_fields_of(EngineConfig, sizes),
     )

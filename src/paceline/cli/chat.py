@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.model_options import (
-    ENGINE,
-    MODEL,
-    SAMPLING,
+    TALKING,
     engine_options,
     given_sampling,
-    seed_panel,
     talk_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
@@ -65,10 +62,7 @@ PANELS = (
             Flag(name="url"),
         ),
     ),
-    SAMPLING,
-    seed_panel("another one each time"),
-    MODEL,
-    *ENGINE,
+    *TALKING,
 )
 
 

@@ -109,6 +109,10 @@ def seed_panel(default: str) -> Panel:
     )
 
 
+# What every command takes that talks to a model.
+TALKING = (SAMPLING, seed_panel("another one each time"), MODEL, *ENGINE)
+
+
 def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the user gave of the options `LLM` and `AsyncLLM` take, checked as far as that needs no model."""
     known = {spec.name for config in (ModelConfig, KVConfig, SchedulerConfig) for spec in fields(config)}

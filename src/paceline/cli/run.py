@@ -13,12 +13,9 @@ from typing import Any
 import typer
 
 from paceline.cli.model_options import (
-    ENGINE,
-    MODEL,
-    SAMPLING,
+    TALKING,
     engine_options,
     given_sampling,
-    seed_panel,
     talk_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
@@ -62,10 +59,7 @@ PANELS = (
             Flag(name="stats"),
         ),
     ),
-    SAMPLING,
-    seed_panel("another one each time"),
-    MODEL,
-    *ENGINE,
+    *TALKING,
 )
 
 

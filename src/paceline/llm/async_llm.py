@@ -16,13 +16,11 @@ from typing import Any
 from paceline.core.events import StepEvents
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed, InvalidRequest
-from paceline.factory import LoadedModel
 from paceline.llm.chat import Messages
-from paceline.llm.frontend import Frontend
+from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.loop import EngineLoop
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
-from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +46,11 @@ class Reader:
             return
 
 
-class AsyncLLM:
+class AsyncLLM(ModelHolder):
     """A model behind an async interface."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._front = Frontend(model, options)
+        super().__init__(Frontend(model, options))
         self._engine = self._front.engine
         self._collector = self._front.collector
         self._readers: dict[str, Reader] = {}  # by the names callers gave
@@ -60,19 +58,8 @@ class AsyncLLM:
         self._loop = EngineLoop(self._engine, self._on_events, self._on_failure)
 
     @property
-    def loaded(self) -> LoadedModel:
-        return self._front.loaded
-
-    @property
-    def max_model_len(self) -> int:
-        return self._front.max_model_len
-
-    @property
     def is_running(self) -> bool:
         return self._loop.is_running
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self._front.tokenizer
 
     def count_chat_tokens(self, messages: Messages) -> int:
         """How long the prompt of a conversation is."""

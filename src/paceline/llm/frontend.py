@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
-from paceline.factory import load_model
+from paceline.factory import LoadedModel, load_model
 from paceline.llm.arguments import split_arguments
 from paceline.llm.chat import ChatPrompts, Messages
 from paceline.llm.collector import Collector
 from paceline.llm.defaults import default_sampling
 from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
+from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline")
 
@@ -53,3 +54,25 @@ class Frontend:
     def count_chat(self, messages: Messages) -> int:
         """How many tokens a conversation has as a prompt."""
         return len(self._chat.render(messages)[1])
+
+
+class ModelHolder:
+    """What `LLM` and `AsyncLLM` tell about the model they hold."""
+
+    def __init__(self, front: Frontend) -> None:
+        self._front = front
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._front.loaded
+
+    @property
+    def max_model_len(self) -> int:
+        return self._front.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend, where they say so."""
+        return self._front.default_sampling

@@ -9,39 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
-from paceline.factory import LoadedModel
 from paceline.llm.batch import Submission, run_requests
 from paceline.llm.chat import Messages
-from paceline.llm.frontend import Frontend
+from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.progress import Progress
 from paceline.llm.prompts import PreparedRequest, Prompt
-from paceline.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(ModelHolder):
     """A model and its engine. Not thread-safe; `AsyncLLM` is for callers that come and go."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._front = Frontend(model, options)
+        super().__init__(Frontend(model, options))
         self._numbers = itertools.count()
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._front.loaded
-
-    @property
-    def max_model_len(self) -> int:
-        return self._front.max_model_len
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self._front.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's makers recommend, where they say so."""
-        return self._front.default_sampling
 
     def reset_prefix_cache(self) -> None:
         self._front.engine.scheduler.reset_prefix_cache()

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.checkpoint.stored import StoredTensor
-from paceline.models.layers import DenseLinear, Linear
+from paceline.models.layers import Linear
+from paceline.models.load import DenseStorage
 
 GROUP = 32
 Bytes = NDArray[np.uint8]
@@ -127,6 +127,7 @@ class QuantizedStorage:
     """Keeps quantised matrices quantised; the rest is dense."""
 
     def __init__(self, product: str) -> None:
+        self._dense = DenseStorage()
         self._make = DynamicLinear if product == "dynamic" else BFloat16Linear
         # Eight bits would lose through bfloat16 what they hold more than four.
         self._bits = (4, 8) if product == "dynamic" else (4,)
@@ -135,7 +136,7 @@ class QuantizedStorage:
         groups = [_groups(weight) for weight in weights]
         kept = [group for group in groups if group is not None and group.bits in self._bits]
         if len(kept) < len(groups):
-            return _dense(weights, bias)
+            return self._dense.linear(weights, bias)
         if len({group.bits for group in kept}) == 1:
             return self._make(_stack(kept), bias)
         stacked = StackedLinear([self._make(group) for group in kept])
@@ -144,8 +145,7 @@ class QuantizedStorage:
     def embedding(self, weight: StoredTensor) -> Linear:
         groups = _groups(weight)
         if groups is None or groups.bits != 8:
-            table = torch.from_numpy(weight.to_float32())
-            return lambda x: F.embedding(x, table)
+            return self._dense.embedding(weight)
         return QuantizedEmbedding(groups)
 
 
@@ -155,10 +155,6 @@ class _Biased:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._inner(x) + self._bias
-
-
-def _dense(weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
-    return DenseLinear(torch.cat([torch.from_numpy(weight.to_float32()) for weight in weights]), bias)
 
 
 def _stack(groups: Sequence[Groups]) -> Groups:

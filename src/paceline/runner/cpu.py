@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from paceline.core.plan import (
 from paceline.models.decoder import Decoder
 from paceline.runner.attention import StepAttention
 from paceline.runner.batch import Batch, make_batch
-from paceline.runner.kv_tensors import KVTensors
+from paceline.runner.kv_tensors import Index, KVTensors
 from paceline.runner.rows import DeviceRows
 from paceline.runner.sampling import Sampler, prompt_logprobs
 from paceline.runner.workers import Workers
@@ -130,10 +131,10 @@ class CPURunner:
             return EMPTY
         return np.unique(np.concatenate([plan.swap_out.ticket, plan.swap_in.ticket]))
 
-    def _swap(self, swaps: Swaps, move: object) -> None:
+    def _swap(self, swaps: Swaps, move: Callable[[int, Index, Index], None]) -> None:
         for group in np.unique(swaps.group).tolist():
             mine = swaps.group == group
-            move(group, swaps.block[mine].astype(np.int64), swaps.place[mine].astype(np.int64))  # type: ignore[operator]
+            move(group, swaps.block[mine].astype(np.int64), swaps.place[mine].astype(np.int64))
 
     def _forward(self, batch: Batch) -> Tensor:
         attend = StepAttention(
