@@ -177,6 +177,17 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C until `text` appears: Python's readline does not look at a signal that comes between the
+        prompt's last character and its wait for a key, and a program can hit that moment where a hand cannot."""
+        end_s = time.monotonic() + TIMEOUT_S
+        while text not in self.shown:
+            assert time.monotonic() < end_s, f"waited in vain: {self.shown[-500:]!r}"
+            self.interrupt()
+            again_s = time.monotonic() + 1.0
+            self._read_until(lambda: text in self.shown or time.monotonic() > again_s)
+        self.wait_for(text)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(TIMEOUT_S)
@@ -201,8 +212,7 @@ def test_a_conversation_on_a_terminal(terminal: Terminal, endless: str, tmp_path
     found = re.search(r"(\d+) tokens at", answer)
     assert found is not None and 10 <= int(found[1]) < 80_000
     terminal.wait_for(">>> ")
-    terminal.interrupt()
-    terminal.wait_for("(Ctrl-D or /bye leaves.)")
+    terminal.interrupt_until("(Ctrl-D or /bye leaves.)")
     terminal.wait_for(">>> ")
     terminal.type("/stats\n")
     assert "conversation: 2 messages" in terminal.wait_for("tokens\r\n>>> "), (
