@@ -1,0 +1,82 @@
+"""What a route is given and what it gives back, without a word of HTTP plumbing.
+
+`http` makes a `Call` of a request that has passed every limit, and turns what the handler returns or raises into
+bytes. A handler never sees a socket and never builds an error body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, as far as the key tells; without keys everybody is the default tenant."""
+
+    tenant: str = "default"
+    max_concurrency: int | None = None
+    lowest_priority_number: int | None = None  # a request may not ask for a smaller one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request to a route."""
+
+    id: str  # made here; unique
+    route: str  # the template of the matched route, from a closed set
+    body: Mapping[str, Any]  # the JSON object; empty for GET
+    headers: Mapping[str, str]  # lower-case names
+    caller: Caller
+    received_s: float  # monotonic
+    path: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """A stream of server-sent events, each item one or more whole frames.
+
+    The status goes out with the first item: whatever is raised before it is answered with its real status, whatever
+    is raised later becomes one error frame, made by `error_frame`, and the end of the stream. The generator is
+    closed in every case.
+    """
+
+    frames: AsyncGenerator[bytes, None]
+    error_frame: Callable[[BaseException], bytes]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Handler = Callable[[Call], Awaitable[Answer | Events]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """How one generation went: what the log line and the metrics are made of. No text."""
+
+    id: str
+    route: str
+    tenant: str
+    received_s: float  # monotonic, of this process
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    num_branches: int = 1
+    max_tokens: int = 0
+    first_token_s: float | None = None  # monotonic
+    finished_s: float | None = None
+    queue_s: float | None = None
+    preemptions: int = 0
+    finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
+    error_code: str = ""
+    is_stream: bool = False

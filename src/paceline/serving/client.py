@@ -1,0 +1,139 @@
+"""What the HTTP side sees of an engine: requests go in, news of their branches come out.
+
+Values and protocols only; `async_engine` implements them over a socket, tests over a fake. Token ids cross this
+line, text never does. Everything here belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from paceline.core.plan import RowLogprobs
+from paceline.core.sampling import SamplingParams
+from paceline.errors import PacelineError
+
+
+class EngineUnavailable(PacelineError):
+    """The engine is starting, lost or shutting down; `code` is the one of the error catalogue."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, code: str = "engine_unavailable") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    STUCK = "stuck"  # alive, but no heartbeat for too long
+    LOST = "lost"  # dead; a restart may be under way
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine turned out to be once its model was loaded."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int
+    load_s: float
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine's gauges and counters at one moment; sent with steps, a few times a second at most."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    busy_s: float = 0.0  # time spent inside steps
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix cache, and found there
+    prefix_hits: int = 0
+    violations: int = 0  # invariants found broken
+    failed_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The one end of a branch."""
+
+    reason: str  # stop, length, abort or error
+    detail: str  # "", or what is behind an abort or an error: deadline, numerical_error, internal_error, ...
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    preemptions: int
+    queue_s: float  # from arrival to its first step
+    time_s: float  # on the engine's clock, as the times of news
+
+
+@dataclass(slots=True, kw_only=True)
+class BranchNews:
+    """What became known of one branch since the last look; lists are the reader's to keep."""
+
+    branch: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)  # of prompt tokens too, told by their position
+    time_s: float = 0.0  # of the newest token, on the engine's clock
+    ending: Ending | None = None
+
+
+class EngineStream(Protocol):
+    """One request under way. Its owner must `close` it, in whatever way it ends."""
+
+    async def take(self) -> list[BranchNews]:
+        """Wait until there is news; a slow reader finds everything since its last look in one piece.
+
+        Raises what the engine refused the request with (InvalidRequest, NeverFits, QueueFull), or
+        EngineUnavailable when the engine is lost. Not to be called once every branch has ended.
+        """
+
+    def finish_at(self, branch: int, num_output: int) -> None:
+        """A stop string was found: this branch ends after so many output tokens."""
+
+    def close(self) -> None:
+        """Abort what still runs; does nothing for branches that have ended. May be called twice."""
+
+
+class EngineClient(Protocol):
+    """One engine. Cheap properties are always current."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises EngineUnavailable before the model is loaded for the first time."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def heartbeat_age_s(self) -> float: ...
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> EngineStream:
+        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
