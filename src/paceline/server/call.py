@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +80,34 @@ class RequestRecord:
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
     is_stream: bool = False
+
+
+class Observer(Protocol):
+    """Who is told how generations go. Cheap calls that never raise; they are made once for each piece of news."""
+
+    def started(self, record: RequestRecord) -> None:
+        """Tokenised and handed to the engine."""
+
+    def first_token(self, record: RequestRecord) -> None: ...
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        """So many more output tokens, over all branches; the newest at `time_s` on the engine's clock."""
+
+    def finished(self, record: RequestRecord) -> None:
+        """Called exactly once for every `started`, in whatever way it ended."""
+
+
+class NoObserver:
+    """Nobody listens."""
+
+    def started(self, record: RequestRecord) -> None:
+        pass
+
+    def first_token(self, record: RequestRecord) -> None:
+        pass
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        pass
+
+    def finished(self, record: RequestRecord) -> None:
+        pass

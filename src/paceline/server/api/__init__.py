@@ -1,0 +1,1 @@
+"""Routes of the HTTP API: bodies in, answers and streams out."""

@@ -1,0 +1,85 @@
+"""What can go wrong with one request to the server, beside what `paceline.errors` knows.
+
+Each class carries the `code` of the error catalogue; `errors` gives it a status and a shape. Messages are whole
+sentences for the client and never hold the words of an exception from inside.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import InvalidRequest, PacelineError, QueueFull
+
+
+class UnknownParameter(InvalidRequest):
+    """A field nobody knows, while fields are read strictly (400)."""
+
+    code = "unknown_parameter"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A known field with a value that would change the answer, and cannot (400)."""
+
+    code = "unsupported_parameter"
+
+
+class UnsupportedModality(InvalidRequest):
+    """Pictures, sound and files (400)."""
+
+    code = "unsupported_modality"
+
+
+class ContextTooLong(InvalidRequest):
+    """A prompt that leaves no room for an answer (400)."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModel(InvalidRequest):
+    """The request names another model than the one that is loaded (404)."""
+
+    code = "model_not_found"
+
+
+class UnsupportedRoute(PacelineError):
+    """A route of the OpenAI API that this server does not have (404)."""
+
+    code = "unsupported_route"
+
+
+class NotPermitted(InvalidRequest):
+    """The key does not allow what was asked (403, permission_error)."""
+
+    code = "not_permitted"
+
+
+class TooBusy(QueueFull):
+    """No place in the queue (429, `Retry-After` from `retry_after_s`)."""
+
+    code = "queue_full"
+    retry_after_s = 1
+
+
+class ConcurrencyExceeded(TooBusy):
+    """This key has as many requests under way as it may have (429)."""
+
+    code = "concurrency_exceeded"
+
+
+class QueueTimeout(PacelineError):
+    """No token came in the time a request may wait for its first (503, `Retry-After`)."""
+
+    code = "queue_timeout"
+    retry_after_s = 5
+
+
+class DeadlineExceeded(PacelineError):
+    """The request ran longer than it may (504)."""
+
+    code = "deadline_exceeded"
+
+
+class GenerationFailed(PacelineError):
+    """A branch ended with an error of ours (500); `code` is internal_error or numerical_error."""
+
+    def __init__(self, message: str, *, code: str = "internal_error") -> None:
+        super().__init__(message)
+        self.code = code
