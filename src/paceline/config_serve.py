@@ -1,0 +1,125 @@
+"""Every option of `paceline serve` beside those of the model and the engine, declared once.
+
+`ServerConfig` is what listens, protects, logs and stops; `ApiConfig` is what a request may ask for and how long it
+may wait. Flags, the keys of a config file, environment variables and validation are derived from the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.config import check_options, option
+from paceline.errors import ConfigError
+
+LOG_FORMATS = ("auto", "text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """What requests may ask for, and how many may wait how long."""
+
+    served_model_name: str | None = option(
+        None, "name of the model in requests; several are separated by commas", kind=str
+    )
+    strict_fields: bool = option(False, "refuse request fields that are not known instead of listing them")
+    chat_template: str | None = option(None, "file with another chat template than the model's own", kind=str)
+    max_logprobs: int = option(20, "most log probabilities per token", low=0, high=20)
+    max_waiting_requests: int = option(
+        256, "requests that may wait; more are answered with 429 at once", low=1, high=100_000
+    )
+    max_waiting_tokens: int = option(4_000_000, "prompt tokens that may wait, over all requests", low=1)
+    queue_timeout_s: float = option(
+        120.0, "seconds a request may wait for its first token", low=0.05, flag="--queue-timeout"
+    )
+    request_timeout_s: float = option(
+        600.0, "seconds a request may take in all", low=0.05, flag="--request-timeout"
+    )
+    share_prefix_cache: bool = option(False, "let keys see one another's cached prompt beginnings")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names given for the model; empty when it keeps its own."""
+        return split_list(self.served_model_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, what it lets in, how it logs and how it stops."""
+
+    host: str = option("127.0.0.1", "address to listen on; other than loopback needs a key")
+    port: int = option(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    uds: str | None = option(None, "listen on this unix socket instead", kind=str)
+    ssl_certfile: str | None = option(None, "certificate for HTTPS", kind=str)
+    ssl_keyfile: str | None = option(None, "private key of the certificate", kind=str)
+    allowed_hosts: str | None = option(
+        None, "more names clients may use for this server, separated by commas; * takes any", kind=str
+    )
+    api_keys_file: str | None = option(None, "file with the keys that are let in (see SECURITY.md)", kind=str)
+    metrics_host: str = option("127.0.0.1", "address of the listener for metrics")
+    metrics_port: int | None = option(
+        None, "serve /metrics on a port of its own, and not on the main one", low=0, high=65535, kind=int
+    )
+    metrics_prefix: str = option("paceline:", "what names of metrics begin with; vllm: suits dashboards")
+
+    max_connections: int = option(1024, "most open connections", low=1, high=1_000_000)
+    backlog: int = option(1024, "connections the system holds until they are accepted", low=1, high=65535)
+    max_body_bytes: int = option(2 * MIB, "largest request body", low=1024, high=64 * MIB)
+    max_header_bytes: int = option(16_384, "largest header block", low=1024, high=65_536)
+    max_headers: int = option(100, "most headers of a request", low=8, high=1000)
+    max_line_bytes: int = option(8192, "longest request line", low=256, high=65_536)
+    header_timeout_s: float = option(
+        10.0, "seconds for a request's headers to arrive", low=0.05, flag="--header-timeout"
+    )
+    body_timeout_s: float = option(
+        30.0, "seconds for a request's body to arrive", low=0.05, flag="--body-timeout"
+    )
+    keep_alive_timeout_s: float = option(
+        75.0, "seconds an idle connection is kept", low=0.05, flag="--keep-alive-timeout"
+    )
+    stalled_client_timeout_s: float = option(
+        30.0,
+        "seconds after which a client that reads nothing is cut off",
+        low=0.05,
+        flag="--stalled-client-timeout",
+    )
+    stream_keep_alive_s: float = option(
+        15.0, "silent seconds after which a stream gets a comment", low=0.05, flag="--stream-keep-alive"
+    )
+
+    drain_delay_s: float = option(
+        0.0, "seconds between readiness going away and the listener closing", low=0.0, flag="--drain-delay"
+    )
+    drain_timeout_s: float = option(
+        30.0, "seconds running requests get to finish when the server stops", low=0.0, flag="--drain-timeout"
+    )
+
+    log_format: str = option("auto", "auto is text; json is one object per line", choices=LOG_FORMATS)
+    log_level: str = option("info", "least important messages shown", choices=LOG_LEVELS)
+    log_stats_interval_s: float = option(
+        10.0, "seconds between two lines of statistics", low=0.1, flag="--log-stats-interval"
+    )
+    disable_log_stats: bool = option(False, "no lines of statistics")
+    disable_log_requests: bool = option(False, "no line for each request")
+
+    api: ApiConfig = field(default_factory=ApiConfig)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the API."""
+        return self.uds is not None or self.host in LOOPBACK or self.host.startswith("127.")
+
+
+def split_list(text: str | None) -> tuple[str, ...]:
+    """The items of an option that is a list separated by commas."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
