@@ -1,0 +1,183 @@
+"""The closed catalogue of errors a client can see: code, status, type, message.
+
+Owns how an exception becomes a problem and a problem becomes bytes. The words of an exception reach a client only
+where they are ours: those of request errors. Whatever is not in the catalogue is `internal_error`; the log has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.errors import EngineFailed, InvalidRequest, NeverFits, PacelineError, QueueFull
+from paceline.server.failures import (
+    DeadlineExceeded,
+    GenerationFailed,
+    QueueTimeout,
+    UnsupportedRoute,
+)
+from paceline.serving.client import EngineUnavailable
+
+MAX_MESSAGE = 512
+MAX_PARAM = 128
+INTERNAL = "internal_error"
+BAD, AUTH, DENIED, MISSING = (
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+)
+LIMITED, OURS = "rate_limit_error", "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the catalogue."""
+
+    status: int
+    type: str
+    message: str
+    retry_after_s: int | None = None
+
+
+CATALOGUE: Mapping[str, Entry] = {
+    # The connection and the request line.
+    "bad_request": Entry(400, BAD, "This is not a valid HTTP request."),
+    "bad_version": Entry(505, BAD, "Only HTTP/1.0 and HTTP/1.1 are spoken here."),
+    "bad_host": Entry(400, BAD, "The Host header is missing, repeated or not one of this server's names."),
+    "request_timeout": Entry(408, BAD, "The request did not arrive in time."),
+    "uri_too_long": Entry(414, BAD, "The request line is too long."),
+    "headers_too_large": Entry(431, BAD, "The request has too many or too large headers."),
+    "body_too_large": Entry(413, BAD, "The request body is too large."),
+    "too_many_connections": Entry(503, OURS, "The server has no free connection; try again later.", 1),
+    # The route and who asks.
+    "not_found": Entry(404, MISSING, "There is no such route; GET /docs lists them."),
+    "unsupported_route": Entry(404, MISSING, "This route of the OpenAI API is not supported."),
+    "method_not_allowed": Entry(405, BAD, "This route does not take this method."),
+    "invalid_api_key": Entry(
+        401, AUTH, "The API key is missing or wrong; send it as Authorization: Bearer KEY."
+    ),
+    "key_disabled": Entry(403, DENIED, "This API key is disabled."),
+    "not_permitted": Entry(403, DENIED, "This API key does not allow that."),
+    # The body.
+    "unsupported_media_type": Entry(415, BAD, "Send the body as application/json, not encoded."),
+    "empty_body": Entry(400, BAD, "The request body is empty; send one JSON object."),
+    "invalid_json": Entry(400, BAD, "The request body is not valid JSON."),
+    "not_an_object": Entry(400, BAD, "The request body must be one JSON object."),
+    "invalid_encoding": Entry(400, BAD, "The request body must be UTF-8 without a byte order mark."),
+    "duplicate_key": Entry(400, BAD, "The request body has the same key twice in one object."),
+    "too_deep": Entry(400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
+    "too_many_keys": Entry(400, BAD, "The request body has too many keys; 64 are allowed."),
+    "key_too_long": Entry(400, BAD, "A key of the request body is too long; 256 characters are allowed."),
+    "invalid_number": Entry(400, BAD, "Numbers must be finite and not longer than 400 digits."),
+    "invalid_unicode": Entry(400, BAD, "A string of the request body holds half of a surrogate pair."),
+    # What is asked for.
+    "invalid_value": Entry(400, BAD, "A field of the request is wrong."),
+    "unknown_parameter": Entry(400, BAD, "A field of the request is not known."),
+    "unsupported_parameter": Entry(400, BAD, "A field of the request is not supported."),
+    "unsupported_modality": Entry(400, BAD, "Only text is supported."),
+    "context_length_exceeded": Entry(400, BAD, "The request is longer than the model's context."),
+    "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
+    "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
+    # Load.
+    "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
+    "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),
+    "concurrency_exceeded": Entry(429, LIMITED, "This key has too many requests under way.", 1),
+    # Us.
+    INTERNAL: Entry(500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
+    "numerical_error": Entry(500, OURS, "The model computed numbers that are not finite."),
+    "starting": Entry(503, OURS, "The model is being loaded; try again in a moment.", 2),
+    "engine_unavailable": Entry(503, OURS, "The engine is not available; try again later.", 5),
+    "queue_timeout": Entry(503, OURS, "The request waited too long for its turn; try again later.", 5),
+    "shutting_down": Entry(503, OURS, "The server is shutting down; try again later.", 5),
+    "deadline_exceeded": Entry(504, OURS, "The request took longer than it may."),
+}
+
+# Whose words are ours and meant for the client.
+_SPEAKING = (InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, GenerationFailed, UnsupportedRoute)
+_ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a client is told of an error."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the log should say more than the client is told."""
+        return self.code == INTERNAL
+
+
+class Refusal(PacelineError):
+    """The HTTP layer refuses a request; `code` is one of the catalogue."""
+
+    def __init__(
+        self, code: str, message: str | None = None, *, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message or CATALOGUE[code].message)
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What a client is told of an exception; what is not known becomes `internal_error`."""
+    code = _code_of(error)
+    entry = CATALOGUE[code]
+    message = str(error) if isinstance(error, (Refusal, *_SPEAKING)) and str(error) else entry.message
+    param = getattr(error, "param", None)
+    retry_after_s = getattr(error, "retry_after_s", None) if entry.retry_after_s is not None else None
+    return Problem(
+        status=entry.status,
+        type=entry.type,
+        code=code,
+        message=_shortened(message, MAX_MESSAGE),
+        param=_shortened(param, MAX_PARAM) if isinstance(param, str) else None,
+        retry_after_s=retry_after_s if isinstance(retry_after_s, int) else entry.retry_after_s,
+    )
+
+
+def openai_body(problem: Problem) -> bytes:
+    """The error in the shape of the OpenAI API."""
+    error = {
+        "message": problem.message,
+        "type": problem.type,
+        "param": problem.param,
+        "code": problem.code,
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def anthropic_body(problem: Problem) -> bytes:
+    """The error in the shape of the Anthropic API, which has no param and no code."""
+    kind = _ANTHROPIC_TYPES.get(problem.status, "api_error" if problem.type == OURS else problem.type)
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": problem.message}})
+
+
+def _code_of(error: BaseException) -> str:
+    code = getattr(error, "code", None) if isinstance(error, PacelineError) else None
+    if isinstance(error, EngineFailed):
+        return "engine_unavailable"
+    if isinstance(code, str) and code in CATALOGUE:
+        return code
+    if isinstance(error, EngineUnavailable):
+        return "engine_unavailable"
+    if isinstance(error, QueueFull):
+        return "queue_full"
+    if isinstance(error, NeverFits):
+        return "context_length_exceeded"
+    return "invalid_value" if isinstance(error, InvalidRequest) else INTERNAL
+
+
+def _shortened(text: str, limit: int) -> str:
+    # Encoded and back: a message may quote a client's words, and those must never fail to be sent.
+    clean = text.encode("utf-8", "replace").decode("utf-8")
+    return clean if len(clean) <= limit else clean[: limit - 3] + "..."
