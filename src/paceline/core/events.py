@@ -41,6 +41,7 @@ class Finished(NamedTuple):
     num_output: int
     num_cached: int
     preemptions: int
+    queue_s: float = 0.0  # from arrival to its first admission, or to its end if it never was admitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

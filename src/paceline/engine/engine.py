@@ -21,7 +21,7 @@ from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResul
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
 from paceline.core.request import DEFAULT_TENANT, Request, RequestId
 from paceline.core.sampling import SamplingParams, branch_seed
-from paceline.errors import EngineFailed, InvalidTransition
+from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
 from paceline.scheduler.scheduler import Scheduler
 
 MAX_FAILURES_IN_A_ROW = 3
@@ -59,7 +59,7 @@ class Engine:
         self._clock = clock
         self._hooks = hooks
         self._recorder = recorder
-        self._checker = checker
+        self.checker = checker
         self._underway: deque[Underway] = deque()
         self._failures = 0
         self._next_id = 1
@@ -76,8 +76,16 @@ class Engine:
         deadline_s: float | None = None,
         arrival_s: float | None = None,
         needs_host: bool = False,
+        first_id: RequestId | None = None,
     ) -> list[RequestId]:
-        """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is."""
+        """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
+
+        `first_id` is for callers that number requests themselves: ids only go up, and those of branches follow.
+        """
+        if first_id is not None:
+            if first_id < self._next_id:
+                raise InvalidRequest(f"request id {first_id} was used before")
+            self._next_id = first_id
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
@@ -174,8 +182,8 @@ class Engine:
 
     def _schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        if self._checker is not None:
-            self._checker.after_schedule(plan)
+        if self.checker is not None:
+            self.checker.after_schedule(plan)
         return plan
 
     def _submit(self, plan: StepPlan) -> bool:
@@ -200,8 +208,8 @@ class Engine:
         self._underway.popleft()
         self._failures = 0
         self.scheduler.update(result)
-        if self._checker is not None:
-            self._checker.after_update(result)
+        if self.checker is not None:
+            self.checker.after_update(result)
         self._record(step, result)
 
     def _recover(self, error: Exception) -> None:
@@ -218,8 +226,8 @@ class Engine:
             self._runner.reset(snapshot)
         except Exception as reset_error:
             self._give_up(reset_error)
-        if self._checker is not None:
-            self._checker.after_update(None)
+        if self.checker is not None:
+            self.checker.after_update(None)
 
     def _record(self, step: Underway, result: StepResult | None) -> None:
         if self._recorder is None:

@@ -125,6 +125,8 @@ class Admission:
         if request.admitted_s is None:
             request.admitted_s = state.now_s
             request.num_cached = num_computed
+            state.counters.prompt_tokens += request.num_tokens
+            state.counters.cached_tokens += num_computed
             state.decide(DecisionKind.ADMIT, request, "fits", num_computed)
         else:
             state.decide(DecisionKind.RESUME, request, "recompute", num_computed)

@@ -59,6 +59,8 @@ class Counters:
     forked: int = 0
     late_results: int = 0
     failed_steps: int = 0
+    prompt_tokens: int = 0  # of requests admitted for the first time
+    cached_tokens: int = 0  # of these, found in blocks that were there already
 
 
 @dataclass(slots=True)
@@ -236,7 +238,9 @@ class SchedulerState:
         num_output = num_tokens - request.num_prompt
         self.decide(DecisionKind.FINISH, request, detail or reason.value, num_output)
         sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
-        self.outbox.finished.append(Finished(request.id, reason, detail, self.now_s, *sizes))
+        started_s = self.now_s if request.admitted_s is None else request.admitted_s
+        queue_s = max(0.0, started_s - request.arrival_s)
+        self.outbox.finished.append(Finished(request.id, reason, detail, self.now_s, *sizes, queue_s))
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""
