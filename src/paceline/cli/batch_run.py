@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.cli.batch_files import DUPLICATE, ResultFile, result_id
-from paceline.cli.openai_requests import CHAT, COMPLETIONS, ModelFacts, ParsedBody, UnknownModel, parse_body
-from paceline.cli.openai_responses import chat_body, completion_body, error_body
 from paceline.errors import InvalidRequest
 from paceline.llm.batch import Submission, run_requests
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest
+from paceline.server.api.openai_fields import CHAT, COMPLETIONS
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_body
+from paceline.server.api.openai_responses import chat_body, completion_body, error_body
+from paceline.server.failures import UnknownModel
 
 OK, BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 200, 400, 404, 500
 
@@ -108,7 +110,7 @@ class BatchRun:
         url, content = _target(envelope)
         body = parse_body(url, content, self._facts)
         if body.messages is not None:
-            chat = self._front.read_chat(body.messages, body.sampling, switches=body.switches)
+            chat = self._front.read_chat(body.messages, body.sampling, switches=body.template.switches)
             prepared = [chat]
         else:
             prepared = [self._front.read(prompt, body.sampling) for prompt in body.prompts]

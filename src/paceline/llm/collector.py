@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.events import Finished, LogprobEvent, StepEvents
-from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
-from paceline.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paceline.llm.branch_text import BranchText, logprob_entry
+from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
-from paceline.text.stream import TextDelta, TextStream
 from paceline.text.tokenizer import Tokenizer
 
 
@@ -31,9 +30,11 @@ class Branch:
 
     id: RequestId
     whole: Whole
-    output: CompletionOutput
-    stream: TextStream | None
-    cut: bool = False  # a stop string was found: what still comes is dropped
+    text: BranchText
+
+    @property
+    def output(self) -> CompletionOutput:
+        return self.text.output
 
 
 @dataclass(slots=True, eq=False)
@@ -73,14 +74,9 @@ class Collector:
         )
         whole = Whole(output, prepared)
         for index, request_id in enumerate(ids):
-            own = CompletionOutput(index=index)
-            if sampling.logprobs is not None:
-                own.logprobs, own.cumulative_logprob = [], 0.0
-            stream = None
-            if self._tokenizer is not None and sampling.detokenize:
-                stream = TextStream(self._tokenizer, prepared.token_ids, sampling)
-            output.outputs.append(own)
-            whole.branches.append(Branch(request_id, whole, own, stream))
+            text = BranchText(index, self._tokenizer, prepared.token_ids, sampling)
+            output.outputs.append(text.output)
+            whole.branches.append(Branch(request_id, whole, text))
             self._branches[request_id] = whole.branches[-1]
         return output
 
@@ -94,7 +90,7 @@ class Collector:
             columns = (batch.requests.tolist(), batch.tokens.tolist(), batch.index.tolist())
             for request_id, token, index in zip(*columns, strict=True):
                 branch = self._branches.get(request_id)
-                if branch is not None and not branch.cut:
+                if branch is not None and branch.text.cut_at is None:
                     ending = endings.get(request_id)
                     is_stop = _is_stop_token(ending, index)
                     self._take_token(branch, token, batch.time_s, is_stop=is_stop)
@@ -111,64 +107,28 @@ class Collector:
         return [branch.id for branch in self._branches.values() if branch.whole.output.request_id == name]
 
     def _take_token(self, branch: Branch, token: int, time_s: float, *, is_stop: bool) -> None:
-        output, metrics = branch.output, branch.whole.output.metrics
+        text, metrics = branch.text, branch.whole.output.metrics
         assert metrics is not None
-        output.token_ids.append(token)
         metrics.first_token_s = time_s if metrics.first_token_s is None else metrics.first_token_s
         metrics.last_token_s = time_s
-        if branch.stream is None:
-            return
-        delta = branch.stream.push([token], ends_with_stop_token=is_stop)
-        output.text += delta.text
-        if delta.stopped_at is not None:
-            self._cut(branch, delta)
-            self._commands.finish_at(branch.id, delta.stopped_at)
-
-    def _cut(self, branch: Branch, delta: TextDelta) -> None:
-        """A stop string was met: the output ends at the token that completed it."""
-        branch.cut = True
-        del branch.output.token_ids[delta.stopped_at :]
-        branch.output.stop_reason = delta.stop_reason
+        branch.output.text += text.push([token], ends_with_stop_token=is_stop)
+        if text.cut_at is not None:
+            self._commands.finish_at(branch.id, text.cut_at)
 
     def _take_logprobs(self, event: LogprobEvent) -> None:
         branch = self._branches.get(event.request)
-        if branch is None or branch.cut:
+        if branch is None:
             return
-        entry = self._entry(event.logprobs)
-        prompt, own = branch.whole.output.prompt_logprobs, branch.output
+        prompt = branch.whole.output.prompt_logprobs
         number = event.logprobs.position - len(branch.whole.prepared.token_ids)
-        if number < 0 and prompt is not None:
-            prompt[number] = entry
-        elif own.logprobs is not None and number == len(own.logprobs):
-            own.logprobs.append(entry)
-            own.cumulative_logprob = (own.cumulative_logprob or 0.0) + event.logprobs.logprob
-
-    def _entry(self, found: RowLogprobs) -> dict[int, Logprob]:
-        entry = {found.token: self._logprob(found.token, found.logprob, found.rank)}
-        for rank, (token, value) in enumerate(zip(found.top_tokens, found.top_logprobs, strict=True), 1):
-            entry.setdefault(token, self._logprob(token, value, rank))
-        return entry
-
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        text = None if self._tokenizer is None else self._tokenizer.token_text(token)
-        return Logprob(logprob=value, rank=rank, decoded_token=text)
+        if number >= 0:
+            branch.text.push_logprobs(event.logprobs, number)
+        elif prompt is not None:
+            prompt[number] = logprob_entry(self._tokenizer, event.logprobs)
 
     def _end(self, branch: Branch, ending: Finished) -> None:
         output, whole = branch.output, branch.whole
-        if branch.stream is not None and not branch.cut:
-            rest = branch.stream.finish()
-            output.text += rest.text
-            if rest.stopped_at is not None:  # completed by characters that were held back until now
-                self._cut(branch, rest)
-        if output.logprobs is not None:
-            del output.logprobs[len(output.token_ids) :]
-        output.finish_reason = FinishReason.STOP.value if branch.cut else ending.reason.value
-        if ending.reason is FinishReason.ERROR:
-            output.error = ending.detail
-        elif ending.reason is FinishReason.STOP and not branch.cut and output.token_ids:
-            last = output.token_ids[-1]
-            if last in whole.prepared.sampling.stop_token_ids:
-                output.stop_reason = last
+        output.text += branch.text.finish(ending.reason.value, ending.detail)
         result = whole.output
         if output.index == 0:  # the others take the prompt over from the first
             result.num_cached_tokens = ending.num_cached

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.text.detokenizer import Detokenizer
-from paceline.text.stop import StopMatcher, StopResult
+from paceline.text.stop import StopMatcher
 from paceline.text.tokenizer import Tokenizer
 
 
@@ -43,12 +43,22 @@ class TextStream:
         self._shows_stop_token = include
         self._min_tokens = sampling.min_tokens
         self._num_output = 0
-        self._ended: TextDelta | None = None
+        self._stopped_at: int | None = None
+        self._stop_reason: str | None = None
 
     @property
     def num_output(self) -> int:
         """Output tokens taken in, none past the end of a stop string."""
         return self._num_output
+
+    @property
+    def stopped_at(self) -> int | None:
+        """How many output tokens there are up to and with the one that completed a stop string; None: no stop."""
+        return self._stopped_at
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop_reason
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextDelta:
         """The text these tokens made certain. Tokens behind a stop string are ignored.
@@ -56,40 +66,44 @@ class TextStream:
         `ends_with_stop_token`: the last of them is the token that ended the request (end of text or one of
         `stop_token_ids`); it is counted, but shown only where stop strings are.
         """
-        if self._ended is not None:
-            return TextDelta(text="", stopped_at=self._ended.stopped_at, stop_reason=self._ended.stop_reason)
+        return self._delta(self.push_text(token_ids, ends_with_stop_token=ends_with_stop_token))
+
+    def push_text(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
+        """As `push`, for callers who look at `stopped_at` themselves: a step of a stream costs half of it."""
+        if self._stopped_at is not None:
+            return ""
         if not self._is_text:
             self._num_output += len(token_ids)
-            return TextDelta(text="")
-        hidden = len(token_ids) - 1 if ends_with_stop_token and not self._shows_stop_token else None
+            return ""
+        hidden = ends_with_stop_token and not self._shows_stop_token
+        if self._matcher is None:
+            self._num_output += len(token_ids)
+            return self._detokenizer.push(token_ids[:-1] if hidden else token_ids)
         found: list[str] = []
+        last = len(token_ids) - 1
         for position, token in enumerate(token_ids):
-            text = "" if position == hidden else self._detokenizer.push((token,))
+            text = "" if hidden and position == last else self._detokenizer.push((token,))
             self._num_output += 1
-            result = self._match(text)
-            found.append(result.emit)
-            if result.stopped:
+            found.append(self._match(self._matcher, text))
+            if self._stopped_at is not None:
                 break
-        return self._delta("".join(found))
+        return "".join(found)
 
     def finish(self) -> TextDelta:
         """What was held back, once no more tokens come."""
-        if self._ended is not None or not self._is_text:
+        if self._stopped_at is not None or not self._is_text:
             return TextDelta(text="")
-        result = self._match(self._detokenizer.flush())
-        held = self._matcher.flush() if self._matcher is not None else ""
-        return self._delta(result.emit + held)
-
-    def _match(self, text: str) -> StopResult:
-        """A stop string counts when it ends behind the first `min_tokens` tokens."""
+        rest = self._detokenizer.flush()
         if self._matcher is None:
-            return StopResult(emit=text)
-        result = self._matcher.push(text, may_stop=self._num_output > self._min_tokens)
+            return TextDelta(text=rest)
+        return self._delta(self._match(self._matcher, rest) + self._matcher.flush())
+
+    def _match(self, matcher: StopMatcher, text: str) -> str:
+        """A stop string counts when it ends behind the first `min_tokens` tokens."""
+        result = matcher.push(text, may_stop=self._num_output > self._min_tokens)
         if result.stop is not None:
-            self._ended = TextDelta(text="", stopped_at=self._num_output, stop_reason=result.stop)
-        return result
+            self._stopped_at, self._stop_reason = self._num_output, result.stop
+        return result.emit
 
     def _delta(self, text: str) -> TextDelta:
-        if self._ended is None:
-            return TextDelta(text=text)
-        return TextDelta(text=text, stopped_at=self._ended.stopped_at, stop_reason=self._ended.stop_reason)
+        return TextDelta(text=text, stopped_at=self._stopped_at, stop_reason=self._stop_reason)

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.openai_requests import Echo
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from paceline.server.api.openai_requests import Echo
 from paceline.text.tokenizer import Tokenizer
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity

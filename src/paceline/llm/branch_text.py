@@ -1,0 +1,95 @@
+"""One branch of a request as it grows: tokens in, text out, and how it ended.
+
+Shared by everything that turns the engine's tokens into outputs. A stop string cuts the branch at the token that
+completed it, and whatever comes behind is dropped; who owns the branch tells the engine. Knows no events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.plan import RowLogprobs
+from paceline.core.request import FinishReason
+from paceline.core.sampling import SamplingParams
+from paceline.llm.outputs import CompletionOutput, Logprob
+from paceline.text.stream import TextStream
+from paceline.text.tokenizer import Tokenizer
+
+_STOP, _ERROR = FinishReason.STOP.value, FinishReason.ERROR.value
+
+
+class BranchText:
+    """Brings one `CompletionOutput` up to date; its text is handed out in pieces and not kept here."""
+
+    __slots__ = ("_stop_ids", "_stream", "_tokenizer", "cut_at", "output")
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], sampling: SamplingParams
+    ) -> None:
+        self.output = CompletionOutput(index=index)
+        if sampling.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.cut_at: int | None = None  # a stop string ended the branch after so many tokens
+        self._tokenizer = tokenizer
+        self._stop_ids = sampling.stop_token_ids
+        self._stream: TextStream | None = None
+        if tokenizer is not None and sampling.detokenize:
+            self._stream = TextStream(tokenizer, prompt_ids, sampling)
+
+    def push(self, tokens: list[int], *, ends_with_stop_token: bool = False) -> str:
+        """The text these tokens made certain; sets `cut_at` when they complete a stop string."""
+        if self.cut_at is not None:
+            return ""
+        output = self.output
+        output.token_ids += tokens
+        if self._stream is None:
+            return ""
+        text = self._stream.push_text(tokens, ends_with_stop_token=ends_with_stop_token)
+        if self._stream.stopped_at is not None:
+            self._cut(self._stream)
+        return text
+
+    def push_logprobs(self, found: RowLogprobs, number: int) -> None:
+        """What is known of output token `number`, in order; others are left out."""
+        output = self.output
+        if output.logprobs is None or self.cut_at is not None or number != len(output.logprobs):
+            return
+        output.logprobs.append(logprob_entry(self._tokenizer, found))
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + found.logprob
+
+    def finish(self, reason: str, detail: str) -> str:
+        """The branch has ended: the rest of its text."""
+        output, rest = self.output, ""
+        if self._stream is not None and self.cut_at is None:
+            rest = self._stream.finish().text
+            if self._stream.stopped_at is not None:  # completed by characters that were held back until now
+                self._cut(self._stream)
+        if output.logprobs is not None:
+            del output.logprobs[len(output.token_ids) :]
+        output.finish_reason = reason if self.cut_at is None else _STOP
+        if reason == _ERROR:
+            output.error = detail
+        elif reason == _STOP and self.cut_at is None and output.token_ids:
+            last = output.token_ids[-1]
+            if last in self._stop_ids:
+                output.stop_reason = last
+        return rest
+
+    def _cut(self, stream: TextStream) -> None:
+        """The output ends at the token that completed a stop string."""
+        self.cut_at = stream.stopped_at
+        del self.output.token_ids[self.cut_at :]
+        self.output.stop_reason = stream.stop_reason
+
+
+def logprob_entry(tokenizer: Tokenizer | None, found: RowLogprobs) -> dict[int, Logprob]:
+    """How likely a token was, and which were likelier, by token id."""
+    entry = {found.token: _logprob(tokenizer, found.token, found.logprob, found.rank)}
+    for rank, (token, value) in enumerate(zip(found.top_tokens, found.top_logprobs, strict=True), 1):
+        entry.setdefault(token, _logprob(tokenizer, token, value, rank))
+    return entry
+
+
+def _logprob(tokenizer: Tokenizer | None, token: int, value: float, rank: int) -> Logprob:
+    text = None if tokenizer is None else tokenizer.token_text(token)
+    return Logprob(logprob=value, rank=rank, decoded_token=text)

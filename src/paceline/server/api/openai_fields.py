@@ -1,0 +1,200 @@
+"""The fields of /v1/chat/completions and /v1/completions, and the sampling fields every generating route has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.core.sampling import SEED_HIGH, SEED_LOW
+from paceline.server.api.fields import Field, FieldTable, Group
+from paceline.server.api.kinds import (
+    Flag,
+    ListOf,
+    MapOf,
+    Number,
+    OneOrMany,
+    Shaped,
+    Text,
+    Whole,
+)
+from paceline.server.limits import RequestLimits
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LARGEST = 2**31 - 1
+PROMPT_MUST = "a text, a list of texts, a list of token ids, or a list of such lists"
+MESSAGES_MUST = "a list with at least one message"
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "role": {
+            "type": "string",
+            "enum": ["system", "developer", "user", "assistant", "tool", "function"],
+        },
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+    "required": ["role"],
+}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+def sampling_fields(limits: RequestLimits) -> list[Field]:
+    """What says how tokens are chosen and when they end, under the names of SamplingParams."""
+    ids = Whole(0, LARGEST)
+    stop = Text(1, max_bytes=limits.stop_bytes, no_nul=True)
+    return [
+        Field(name="min_tokens", kind=Whole(0, LARGEST), help="tokens before anything may end the answer"),
+        Field(name="n", kind=Whole(1, limits.branches), help="answers to make"),
+        Field(name="temperature", kind=Number(0, 2), help="0 is greedy"),
+        Field(name="top_p", kind=Number(0, 1, above=True), help="likeliest tokens of this mass only"),
+        Field(name="top_k", kind=Whole(-1, LARGEST), help="likeliest tokens only; 0 and -1: all"),
+        Field(
+            name="min_p", kind=Number(0, 1), help="tokens at least so likely as this part of the likeliest"
+        ),
+        Field(
+            name="repetition_penalty", kind=Number(1e-3, 100), help="above 1: what was said is less likely"
+        ),
+        Field(name="presence_penalty", kind=Number(-2, 2), help="for tokens the answer has"),
+        Field(name="frequency_penalty", kind=Number(-2, 2), help="for each time the answer has a token"),
+        Field(name="seed", kind=Whole(SEED_LOW, SEED_HIGH), help="the same seed gives the same answer"),
+        Field(
+            name="stop",
+            kind=OneOrMany(stop, ListOf(stop, limits.stops), "a text or a list of texts"),
+            help="texts that end the answer",
+        ),
+        Field(name="stop_token_ids", kind=ListOf(ids, limits.stop_ids), help="tokens that end the answer"),
+        Field(name="ignore_eos", kind=Flag(), help="go on behind the end of text"),
+        Field(name="include_stop_str_in_output", kind=Flag(), help="show what ended the answer"),
+        Field(name="skip_special_tokens", kind=Flag(), help="leave control tokens out of the text"),
+        Field(name="spaces_between_special_tokens", kind=Flag(), help="spaces around control tokens"),
+        Field(name="allowed_token_ids", kind=ListOf(ids, limits.allowed_ids, 1), help="no other tokens"),
+        Field(
+            name="bad_words",
+            kind=ListOf(Text(1, 256), limits.bad_words),
+            help="words that are not produced",
+        ),
+        Field(
+            name="logit_bias",
+            kind=MapOf(
+                Number(-100, 100),
+                limits.biases,
+                12,
+                "maps token ids to numbers from -100 to 100",
+            ),
+            help="added to the logits of tokens",
+        ),
+    ]
+
+
+def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
+    """Fields of /v1/chat/completions; `serves=False` for requests out of a file."""
+    described = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": limits.messages}
+    own = [
+        Field(
+            name="messages",
+            kind=Shaped((list,), MESSAGES_MUST, described),
+            help="the conversation",
+            required=True,
+        ),
+        Field(name="max_tokens", kind=Whole(1, LARGEST), help="tokens of an answer; default: all that fit"),
+        Field(name="max_completion_tokens", kind=Whole(1, LARGEST), help="another name for max_tokens"),
+        Field(name="logprobs", kind=Flag(), help="how likely the tokens were"),
+        Field(name="top_logprobs", kind=Whole(0, limits.top_logprobs), help="likeliest tokens at each place"),
+        Field(
+            name="chat_template_kwargs",
+            kind=MapOf(Flag(), limits.switches, message="takes true or false for names the template knows"),
+            help="switches of the chat template",
+        ),
+        Field(name="add_generation_prompt", kind=Flag(), help="begin the assistant's turn (default)"),
+        Field(name="continue_final_message", kind=Flag(), help="go on with the last message"),
+        Field(name="add_special_tokens", group=Group.ONLY, only=(False,)),
+        Field(name="echo", group=Group.ONLY, only=(False,)),
+        *_unsupported("prompt", "suffix", "chat_template", "documents", "mm_processor_kwargs"),
+    ]
+    return FieldTable(CHAT, [*_common(limits, serves=serves), *own])
+
+
+def completions_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
+    """Fields of /v1/completions; `serves=False` for requests out of a file."""
+    described = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, TOKEN_IDS]}
+    described["anyOf"].append({"type": "array", "items": TOKEN_IDS, "maxItems": limits.prompts})
+    own = [
+        Field(name="prompt", kind=Shaped((str, list), PROMPT_MUST, described), required=True),
+        Field(name="max_tokens", kind=Whole(0, LARGEST), help="tokens of an answer; default 16; 0 with echo"),
+        Field(name="echo", kind=Flag(), help="begin the answer with the prompt"),
+        Field(name="logprobs", kind=Whole(0, limits.completion_logprobs), help="likeliest tokens to tell"),
+        Field(name="add_special_tokens", group=Group.ONLY, only=(True,)),
+        Field(name="suffix", group=Group.ONLY, only=("",)),
+        *_unsupported("messages", "max_completion_tokens", "top_logprobs", "prompt_embeds"),
+        *_unsupported("chat_template_kwargs", "chat_template"),
+    ]
+    return FieldTable(COMPLETIONS, [*_common(limits, serves=serves), *own])
+
+
+def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
+    return [
+        Field(name="model", kind=Text(1), help="one of /v1/models", required=serves),
+        *sampling_fields(limits),
+        Field(name="best_of", kind=Whole(1, limits.branches), help="must equal n"),
+        Field(name="prompt_logprobs", kind=Whole(0, limits.top_logprobs), help="the same for the prompt"),
+        Field(name="return_token_ids", kind=Flag(), help="give the token ids beside the text"),
+        *(serving_fields(limits) if serves else _not_serving()),
+        *without_effect(limits),
+        Field(name="parallel_tool_calls", kind=Flag(), group=Group.WITHOUT_EFFECT),
+        Field(name="tools", group=Group.ONLY, only=([],)),
+        Field(name="tool_choice", group=Group.ONLY, only=("none", "auto")),
+        Field(name="functions", group=Group.ONLY, only=([],)),
+        Field(name="function_call", group=Group.ONLY, only=("none", "auto")),
+        Field(name="response_format", group=Group.ONLY, only=({"type": "text"},)),
+        Field(name="modalities", group=Group.ONLY, only=(["text"],)),
+        Field(name="use_beam_search", group=Group.ONLY, only=(False,)),
+        Field(name="length_penalty", group=Group.ONLY, only=(1, 1.0)),
+        Field(name="reasoning_effort", group=Group.ONLY, only=("none",)),
+        *_unsupported("audio", "prediction", "web_search_options", "truncate_prompt_tokens"),
+        *_unsupported("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *_unsupported("logits_processors", "kv_transfer_params"),
+    ]
+
+
+def serving_fields(limits: RequestLimits) -> list[Field]:
+    """What only makes sense of a server."""
+    return [
+        Field(name="stream", kind=Flag(), help="send the answer as it is made"),
+        Field(
+            name="stream_options",
+            kind=MapOf(Flag(), 2, message="takes include_usage and continuous_usage_stats, true or false"),
+            help="include_usage: a last chunk with usage; continuous_usage_stats: usage in every chunk",
+        ),
+        Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
+        Field(
+            name="cache_salt",
+            kind=Text(1, limits.cache_salt_chars),
+            help="cached prompts are shared only with requests that bring the same",
+        ),
+    ]
+
+
+def without_effect(limits: RequestLimits) -> list[Field]:
+    """What clients send along and nothing depends on."""
+    text = Text(0, limits.name_chars)
+    names = (
+        *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"),
+        *("request_id", "user"),
+    )
+    metadata = MapOf(Text(0, limits.metadata_chars), limits.metadata_entries)
+    return [
+        *(Field(name=name, kind=text, group=Group.WITHOUT_EFFECT) for name in names),
+        Field(name="store", kind=Flag(), group=Group.WITHOUT_EFFECT),
+        Field(name="include_reasoning", kind=Flag(), group=Group.WITHOUT_EFFECT),
+        Field(name="metadata", kind=metadata, group=Group.WITHOUT_EFFECT),
+    ]
+
+
+def _not_serving() -> Iterable[Field]:
+    return [
+        Field(name="stream", group=Group.ONLY, only=(False,)),
+        Field(name="stream_options", group=Group.WITHOUT_EFFECT),
+        *_unsupported("priority", "cache_salt"),
+    ]
+
+
+def _unsupported(*names: str) -> list[Field]:
+    return [Field(name=name, group=Group.UNSUPPORTED) for name in names]

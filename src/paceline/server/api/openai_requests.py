@@ -1,0 +1,245 @@
+"""Bodies of OpenAI requests, as the engine wants them: prompts or messages, and sampling.
+
+Fields and their kinds are in `openai_fields`; here they become values, and what only several fields together can get
+wrong is found. Used by the server and for files of requests alike; knows nothing of either, nor of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.checkpoint.generation import GenerationDefaults
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest
+from paceline.llm.defaults import default_sampling
+from paceline.server.api.fields import FieldTable
+from paceline.server.api.openai_fields import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES_MUST,
+    PROMPT_MUST,
+    chat_table,
+    completions_table,
+)
+from paceline.server.failures import UnknownModel, UnsupportedParameter
+from paceline.server.limits import OWN_LIMITS, RequestLimits
+
+# Fields that go into SamplingParams under their own name.
+SAMPLED = (
+    *("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "prompt_logprobs"),
+)
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What reading a request has to know of the model."""
+
+    names: tuple[str, ...]  # the first is the one that answers carry
+    max_model_len: int
+    generation: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """Whether a completion begins with its prompt, and whether it ends there too (max_tokens 0)."""
+
+    prompt: bool = False
+    nothing_else: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """Whether the answer is sent as it is made, and where usage is told."""
+
+    wanted: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """How a conversation is rendered."""
+
+    switches: Mapping[str, object] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedBody:
+    """One request: a conversation, or prompts that are answered side by side."""
+
+    model: str
+    sampling: SamplingParams
+    messages: Sequence[Any] | None = None
+    prompts: tuple[str | list[int], ...] = ()
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    echo: Echo = field(default_factory=Echo)
+    streaming: Streaming = field(default_factory=Streaming)
+    shows_token_ids: bool = False
+    shows_prompt_logprobs: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    ignored: tuple[str, ...] = ()  # fields nobody knows
+
+    @property
+    def num_branches(self) -> int:
+        return self.sampling.n * max(1, len(self.prompts))
+
+
+class BodyParser:
+    """Reads bodies of one route. `serves=False` for requests out of a file, which are read strictly."""
+
+    def __init__(self, url: str, limits: RequestLimits, *, strict: bool = False, serves: bool = True) -> None:
+        make = chat_table if url == CHAT else completions_table
+        self.table: FieldTable = make(limits, serves=serves)
+        self._url = url
+        self._limits = limits
+        self._strict = strict
+
+    def parse(self, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
+        """Raises InvalidRequest whose `param` names the field."""
+        read = self.table.read(body, strict=self._strict)
+        given = read.fields
+        model = checked_model(given.get("model"), facts)
+        common: dict[str, Any] = {
+            "model": model,
+            "streaming": _streaming(given),
+            "shows_token_ids": given.get("return_token_ids", False),
+            "shows_prompt_logprobs": "prompt_logprobs" in given,
+            "priority": given.get("priority", 0),
+            "cache_salt": _salt(given.get("cache_salt", "")),
+            "ignored": read.ignored,
+        }
+        if common["shows_prompt_logprobs"] and common["streaming"].wanted:
+            raise UnsupportedParameter(
+                "prompt_logprobs is not given in a stream; leave one of them out", param="prompt_logprobs"
+            )
+        if self._url == COMPLETIONS:
+            return self._completion(given, facts, common)
+        return self._chat(given, facts, common)
+
+    def _completion(self, given: Mapping[str, Any], facts: ModelFacts, common: dict[str, Any]) -> ParsedBody:
+        echo = _echo(given)
+        prompts = read_prompts(given["prompt"], self._limits.prompts)
+        sampling = _sampling(self._url, {**given, "max_tokens": 1} if echo.nothing_else else given, facts)
+        if echo.prompt and sampling.logprobs is not None:
+            most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
+            sampling = replace(sampling, prompt_logprobs=most)
+        return ParsedBody(sampling=sampling, prompts=prompts, echo=echo, **common)
+
+    def _chat(self, given: Mapping[str, Any], facts: ModelFacts, common: dict[str, Any]) -> ParsedBody:
+        messages = given["messages"]
+        if not messages:
+            raise InvalidRequest(f"messages must be {MESSAGES_MUST}", param="messages")
+        if len(messages) > self._limits.messages:
+            message = f"messages takes at most {self._limits.messages} entries, not {len(messages)}"
+            raise InvalidRequest(message, param="messages")
+        goes_on = given.get("continue_final_message", False)
+        template = TemplateOptions(
+            switches=given.get("chat_template_kwargs"),
+            add_generation_prompt=given.get("add_generation_prompt", not goes_on),
+            continue_final_message=goes_on,
+        )
+        sampling = _sampling(self._url, given, facts)
+        return ParsedBody(sampling=sampling, messages=messages, template=template, **common)
+
+
+_OWN = {url: BodyParser(url, OWN_LIMITS, strict=True, serves=False) for url in (CHAT, COMPLETIONS)}
+
+
+def parse_body(url: str, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
+    """A request out of an operator's own file. Raises InvalidRequest whose `param` names the field."""
+    return _OWN[url].parse(body, facts)
+
+
+def checked_model(name: object, facts: ModelFacts) -> str:
+    if name is None:
+        return facts.names[0]
+    if name not in facts.names:
+        message = f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}"
+        raise UnknownModel(message, param="model")
+    return str(name)
+
+
+def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
+    changes = {name: given[name] for name in SAMPLED if name in given}
+    most = given.get("max_completion_tokens")
+    if most is not None and changes.setdefault("max_tokens", most) != most:
+        message = "max_tokens and max_completion_tokens differ; give one of them"
+        raise InvalidRequest(message, param="max_completion_tokens")
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise UnsupportedParameter("best_of must equal n; leave it out", param="best_of")
+    if url == CHAT and "max_tokens" not in changes and facts.generation.max_new_tokens is None:
+        changes["max_tokens"] = facts.max_model_len  # the rest of the context, whatever that is
+    if "logit_bias" in given:
+        changes["logit_bias"] = _bias(given["logit_bias"])
+    changes["logprobs"] = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
+    return default_sampling(facts.generation, **changes)
+
+
+def _echo(given: Mapping[str, Any]) -> Echo:
+    wanted = given.get("echo", False)
+    nothing_else = given.get("max_tokens") == 0
+    if nothing_else and not wanted:
+        raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
+    return Echo(prompt=wanted, nothing_else=nothing_else)
+
+
+def _streaming(given: Mapping[str, Any]) -> Streaming:
+    wanted, options = given.get("stream", False), given.get("stream_options")
+    if options is None:
+        return Streaming(wanted=wanted)
+    if not wanted:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    for name in options:
+        if name not in STREAM_OPTIONS:
+            message = f"stream_options takes {' and '.join(STREAM_OPTIONS)}, not {name!r:.64}"
+            raise InvalidRequest(message, param="stream_options")
+    every = options.get("continuous_usage_stats", False)
+    return Streaming(
+        wanted=True, include_usage=options.get("include_usage", False), continuous_usage=bool(every)
+    )
+
+
+def _salt(value: str) -> str:
+    """Letters that can stand in a name; what was refused once made a path elsewhere."""
+    if not value.isprintable() or "/" in value or "\\" in value:
+        message = "cache_salt must be printable text without slashes"
+        raise InvalidRequest(message, param="cache_salt")
+    return value
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    wanted, count = given.get("logprobs", False), given.get("top_logprobs")
+    if not wanted and count:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (count or 0) if wanted else None
+
+
+def _bias(value: Mapping[str, float]) -> dict[int, float]:
+    """JSON has only texts as keys."""
+    if not all(key.removeprefix("-").isascii() and key.removeprefix("-").isdigit() for key in value):
+        raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
+    return {int(key): number for key, number in value.items()}
+
+
+def read_prompts(value: Any, most: int) -> tuple[str | list[int], ...]:
+    """A text, a list of texts, token ids, or a list of those."""
+    if isinstance(value, str) or _is_list_of(value, int):
+        return (value,)
+    if isinstance(value, list) and value and isinstance(value[0], str | list) and len(value) > most:
+        raise InvalidRequest(f"prompt takes at most {most} prompts, not {len(value)}", param="prompt")
+    if _is_list_of(value, str) or (_is_list_of(value, list) and all(_is_list_of(ids, int) for ids in value)):
+        return tuple(value)
+    raise InvalidRequest(f"prompt must be {PROMPT_MUST}", param="prompt")
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(part) is kind for part in value)
