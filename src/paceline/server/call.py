@@ -74,6 +74,7 @@ class RequestRecord:
     num_branches: int = 1
     max_tokens: int = 0
     first_token_s: float | None = None  # monotonic
+    last_token_s: float | None = None  # on the engine's clock; kept by the observer
     finished_s: float | None = None
     queue_s: float | None = None
     preemptions: int = 0

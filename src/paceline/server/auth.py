@@ -1,0 +1,66 @@
+"""Who may come in: keys by the hash of their text, compared in constant time over all of them.
+
+Owns the comparison and what a key allows. Files are read in `keys_file`; which routes need a key is the door's
+business. Without any key everybody is the default tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.server.call import Caller
+from paceline.server.errors import Refusal
+from paceline.server.http.request import RawHeaders, presented_key
+
+ANYBODY = Caller()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key. `weight` and `service_class` are kept for scheduling between tenants."""
+
+    name: str
+    sha256: bytes
+    weight: float = 1.0
+    service_class: str = "standard"
+    max_concurrency: int | None = None
+    lowest_priority_number: int | None = None
+    enabled: bool = True
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(
+            tenant=self.name,
+            max_concurrency=self.max_concurrency,
+            lowest_priority_number=self.lowest_priority_number,
+        )
+
+
+class Keyring:
+    """The keys that are let in. Replaced as a whole when the file is read again."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+        self._callers = [key.caller for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def admit(self, headers: RawHeaders) -> Caller:
+        """Who asks; raises `Refusal` for nobody we know."""
+        if not self._keys:
+            return ANYBODY
+        presented = presented_key(headers)
+        digest = hashlib.sha256(presented or b"").digest()
+        found: int | None = None
+        for index, key in enumerate(self._keys):  # all of them, always: time tells nothing
+            if hmac.compare_digest(digest, key.sha256):
+                found = index
+        if presented is None or found is None:
+            raise Refusal("invalid_api_key")
+        if not self._keys[found].enabled:
+            raise Refusal("key_disabled")
+        return self._callers[found]

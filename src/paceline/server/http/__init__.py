@@ -1,0 +1,1 @@
+"""The plumbing of HTTP: connections and their limits, strict bodies, routes, answers and streams."""

@@ -1,0 +1,170 @@
+"""The ASGI application: every request passes here, once, in one order.
+
+Host, route, key, content, body, handler, answer; whatever goes wrong is one problem of the catalogue. Nothing wraps
+this, so that a piece of a stream goes from the handler to the connection without a stop. It knows handlers only by
+their type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.server.api.route import OPENAI_ERRORS, Route
+from paceline.server.auth import ANYBODY, Keyring
+from paceline.server.call import Call, Events
+from paceline.server.errors import Refusal, problem_of
+from paceline.server.http.exchange import CLIENT_CLOSED, ClientGone, Exchange, Receive, Scope, Send
+from paceline.server.http.request import HostCheck, check_content, text_headers
+from paceline.server.http.respond import send_answer, send_events, send_problem
+from paceline.server.http.routing import Match, RouteTable
+from paceline.server.http.strict_json import read_object
+
+PARSED_ON_THE_LOOP_BYTES = 262_144  # larger bodies are parsed beside the event loop
+
+
+class ExchangeLog(Protocol):
+    """Who is told how requests ended."""
+
+    def ended(self, exchange: Exchange) -> None: ...
+
+    def failed(self, exchange: Exchange, error: BaseException) -> None:
+        """An error of ours, with everything the client is not told."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rules:
+    """What the door asks while the server runs; the parts are replaced, never changed."""
+
+    hosts: HostCheck
+    keyring: Keyring
+    refusal: Callable[[], Refusal | None]  # why no new work is taken, if so
+    stream_keep_alive_s: float
+    public: frozenset[str] = field(default_factory=frozenset)  # templates that need no key
+
+
+class Door:
+    """Answers requests from a table of routes."""
+
+    def __init__(self, routes: Iterable[Route], rules: Rules, log: ExchangeLog) -> None:
+        self.table = RouteTable(routes)
+        self.rules = rules
+        self.exchanges: set[Exchange] = set()
+        self._log = log
+
+    def replace_routes(self, routes: Iterable[Route]) -> None:
+        self.table = RouteTable(routes)
+
+    def stop_all(self, refusal: Refusal, *, only_unadmitted: bool = False) -> None:
+        """End what is under way with an error."""
+        for exchange in list(self.exchanges):
+            if not (only_unadmitted and exchange.is_admitted):
+                exchange.stop(refusal)
+
+    @property
+    def num_admitted(self) -> int:
+        return sum(exchange.is_admitted for exchange in self.exchanges)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send, now_s=time.monotonic())
+        self.exchanges.add(exchange)
+        try:
+            await self._answer(exchange)
+        finally:
+            exchange.over()
+            self.exchanges.discard(exchange)
+            self._log.ended(exchange)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        shape = OPENAI_ERRORS
+        try:
+            match = self._match(exchange)
+            shape = match.route.error_shape if match.route is not None else OPENAI_ERRORS
+            route, call = await self._admit(exchange, match)
+            await self._run(exchange, route, call)
+        except asyncio.CancelledError:
+            refusal = exchange.take_cancellation()
+            if exchange.lost:
+                exchange.status = CLIENT_CLOSED
+            elif refusal is not None:
+                await self._tell(exchange, refusal, shape)
+            else:
+                raise
+        except ClientGone:
+            exchange.status = CLIENT_CLOSED
+        except Exception as error:
+            await self._tell(exchange, error, shape)
+
+    async def _tell(self, exchange: Exchange, error: BaseException, shape: str) -> None:
+        problem = problem_of(error)
+        exchange.error_code = problem.code
+        if problem.is_ours:
+            self._log.failed(exchange, error)
+        if not exchange.has_begun and not exchange.lost:
+            headers = error.headers if isinstance(error, Refusal) else None
+            await send_problem(exchange, problem, shape, headers)
+
+    # ------------------------------------------------------------ the order of checks
+
+    def _match(self, exchange: Exchange) -> Match:
+        scope = exchange.scope
+        self.rules.hosts.check(scope["headers"], scope["http_version"])
+        match = self.table.match(scope["raw_path"], exchange.method)
+        if match is not None:
+            exchange.route = match.template
+            return match
+        return Match("none", None, {}, ())
+
+    async def _admit(self, exchange: Exchange, match: Match) -> tuple[Route, Call]:
+        scope, route = exchange.scope, match.route
+        caller = ANYBODY
+        if match.template not in self.rules.public:
+            caller = self.rules.keyring.admit(scope["headers"])
+        exchange.tenant = caller.tenant
+        if match.template == "none":
+            raise self._starting() or Refusal("not_found")
+        if route is None:
+            raise Refusal("method_not_allowed", headers={"allow": ", ".join(match.allowed)})
+        headers = text_headers(scope["headers"])
+        if route.is_generation:
+            refusal = self.rules.refusal()
+            if refusal is not None:
+                raise refusal
+        body = {}
+        if route.takes_body:
+            check_content(headers)
+            data = await exchange.read_body()
+            if len(data) > PARSED_ON_THE_LOOP_BYTES:
+                body = await asyncio.get_running_loop().run_in_executor(None, read_object, data)
+            else:
+                body = read_object(data)
+        exchange.is_admitted = True
+        call = Call(
+            id=exchange.id,
+            route=route.path,
+            body=body,
+            headers=headers,
+            caller=caller,
+            received_s=exchange.received_s,
+            path=match.parameters,
+        )
+        return route, call
+
+    def _starting(self) -> Refusal | None:
+        """While the model is loaded its routes are not there yet, and may not be called missing."""
+        refusal = self.rules.refusal()
+        return refusal if refusal is not None and refusal.code == "starting" else None
+
+    async def _run(self, exchange: Exchange, route: Route, call: Call) -> None:
+        if route.takes_body:
+            exchange.watch()
+        result = await route.handler(call)
+        if isinstance(result, Events):
+            await send_events(exchange, result, self.rules.stream_keep_alive_s)
+        else:
+            await send_answer(exchange, result)

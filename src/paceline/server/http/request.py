@@ -1,0 +1,90 @@
+"""What a request says about itself before its body is read: id, Host, content type, credentials.
+
+Pure functions over the headers of an ASGI scope. Names and values are bytes there; what is not ASCII never gets
+further than this module.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.server.errors import Refusal
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+MAX_ID = 128
+_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,128}")
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+_ALWAYS_ALLOWED = ("localhost", "127.0.0.1", "[::1]")
+
+
+def new_id() -> str:
+    """A request's own id; what a client sends as an id is echoed and never used."""
+    return uuid.uuid4().hex
+
+
+def echoed_id(headers: RawHeaders) -> bytes | None:
+    """The client's request id, if it is one short word of printable ASCII."""
+    found = [value for name, value in headers if name == b"x-request-id"]
+    return found[0] if len(found) == 1 and _PRINTABLE.fullmatch(found[0]) else None
+
+
+def text_headers(headers: RawHeaders) -> dict[str, str]:
+    """The headers as text, the first of those given twice."""
+    result: dict[str, str] = {}
+    for name, value in headers:
+        result.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """The names under which this server may be addressed: a page in a browser cannot rebind another to it."""
+
+    names: frozenset[bytes]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, bound: str, more: Iterable[str]) -> HostCheck:
+        given = [*_ALWAYS_ALLOWED, *more]
+        if bound not in ("0.0.0.0", "::", ""):
+            given.append(f"[{bound}]" if ":" in bound else bound)
+        # Whoever binds to every address has no single name; the key, which is then needed, protects.
+        takes_any = "*" in given or bound in ("0.0.0.0", "::", "")
+        return cls(frozenset(name.lower().encode("ascii", "replace") for name in given), takes_any)
+
+    def check(self, headers: RawHeaders, http_version: str) -> None:
+        found = [value for name, value in headers if name == b"host"]
+        if not found and http_version == "1.0":
+            return
+        match = _HOST.fullmatch(found[0]) if len(found) == 1 else None
+        if match is None or not (self.takes_any or match.group(1).lower() in self.names):
+            raise Refusal("bad_host")
+
+
+def check_content(headers: Mapping[str, str]) -> None:
+    """Refuse a body that is not plain application/json."""
+    kind, _, parameters = headers.get("content-type", "").partition(";")
+    if kind.strip().lower() != "application/json":
+        raise Refusal("unsupported_media_type")
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Refusal("unsupported_media_type")
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset" and value.strip(' "').lower() not in ("utf-8", "utf8"):
+            raise Refusal("invalid_encoding")
+
+
+def presented_key(headers: RawHeaders) -> bytes | None:
+    """The key a request brings: a bearer token, else x-api-key. None if there is none, or more than one."""
+    bearers = [value for name, value in headers if name == b"authorization"]
+    plain = [value for name, value in headers if name == b"x-api-key"]
+    if len(bearers) > 1 or len(plain) > 1:
+        return None
+    if bearers:
+        scheme, _, token = bearers[0].partition(b" ")
+        if scheme.lower() == b"bearer" and token.strip():
+            return token.strip()
+    return plain[0].strip() or None if plain else None

@@ -1,0 +1,173 @@
+"""What /metrics shows: vLLM's names, labels and buckets under a prefix of ours.
+
+Gauges are read from the engine when they are asked for, so that none can be stale; counters and histograms are plain
+numbers that requests add to. Labels come from closed sets. Everything belongs to the event loop; nothing locks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from paceline.server.call import RequestRecord
+from paceline.serving.client import EngineClient, EngineState, EngineUnavailable
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+METHODS = ("GET", "HEAD", "POST")
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+class RequestMetrics:
+    """Counters and histograms of generations; an observer of them."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.under_way = 0
+        self.finished_by_reason = dict.fromkeys(FINISH_REASONS, 0)
+        self.histograms: dict[str, tuple[str, Histogram]] = {
+            name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
+        }
+        self._ttft = self.histograms["time_to_first_token_seconds"][1]
+        self._itl = self.histograms["inter_token_latency_seconds"][1]
+
+    def started(self, record: RequestRecord) -> None:
+        self.under_way += 1
+
+    def first_token(self, record: RequestRecord) -> None:
+        if record.first_token_s is not None:
+            self._ttft.observe(record.first_token_s - record.received_s)
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        self.generation_tokens += count
+        last = record.last_token_s
+        if last is not None and count > 0:
+            self._itl.observe(max(0.0, time_s - last) / count, count)
+        record.last_token_s = time_s
+
+    def finished(self, record: RequestRecord) -> None:
+        self.under_way -= 1
+        self.prompt_tokens += record.num_prompt
+        self.cached_tokens += record.num_cached
+        reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
+        self.finished_by_reason[reason] += 1
+        for name, value in _values_of(record):
+            if value is not None:
+                self.histograms[name][1].observe(value)
+
+
+def _values_of(record: RequestRecord) -> Iterator[tuple[str, float | None]]:
+    """What one finished request adds to the histograms; None where it does not have it."""
+    end_s = record.finished_s if record.finished_s is not None else record.received_s
+    first_s = record.first_token_s
+    decode_s = None if first_s is None else max(0.0, end_s - first_s)
+    per_branch = record.num_output / max(1, record.num_branches)
+    inference_s = prefill_s = None
+    if record.queue_s is not None:
+        inference_s = max(0.0, end_s - record.received_s - record.queue_s)
+        prefill_s = None if first_s is None else max(0.0, first_s - record.received_s - record.queue_s)
+    yield "e2e_request_latency_seconds", max(0.0, end_s - record.received_s)
+    yield "request_queue_time_seconds", record.queue_s
+    yield "request_inference_time_seconds", inference_s
+    yield "request_prefill_time_seconds", prefill_s
+    yield "request_decode_time_seconds", decode_s
+    if decode_s is not None and per_branch > 1:
+        yield "request_time_per_output_token_seconds", decode_s / (per_branch - 1)
+    yield "request_prompt_tokens", float(record.num_prompt)
+    yield "request_generation_tokens", float(record.num_output)
+    yield "request_params_n", float(record.num_branches)
+    yield "request_params_max_tokens", float(record.max_tokens)
+    yield "request_prefill_kv_computed_tokens", float(max(0, record.num_prompt - record.num_cached))
+
+
+_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS),
+    ("inter_token_latency_seconds", "From one token to the next.", ITL_BUCKETS),
+    ("request_time_per_output_token_seconds", "Mean time of a request's tokens but the first.", ITL_BUCKETS),
+    ("e2e_request_latency_seconds", "From arrival to the end.", E2E_BUCKETS),
+    ("request_queue_time_seconds", "From arrival to the first step.", E2E_BUCKETS),
+    ("request_inference_time_seconds", "From the first step to the end.", E2E_BUCKETS),
+    ("request_prefill_time_seconds", "From the first step to the first token.", E2E_BUCKETS),
+    ("request_decode_time_seconds", "From the first token to the end.", E2E_BUCKETS),
+    ("request_prompt_tokens", "Tokens of prompts.", TOKEN_BUCKETS),
+    ("request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
+    ("request_params_n", "Answers asked for.", N_BUCKETS),
+    ("request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKEN_BUCKETS),
+)
+
+
+class HttpMetrics:
+    """Requests by route, method and status; all three from closed sets."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str, str], int] = {}
+
+    def count(self, route: str, method: str, status: int) -> None:
+        key = (route, method if method in METHODS else "other", str(status))
+        self.counts[key] = self.counts.get(key, 0) + 1
+
+
+def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
+    """Name, meaning and value of what the engine says of itself right now."""
+    stats = client.stats
+    yield "num_requests_running", "Requests in the batch.", stats.running
+    yield "num_requests_waiting", "Requests that wait.", stats.waiting
+    usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+    yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
+    yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
+    yield "engine_heartbeat_age_seconds", "Time since the engine was heard of.", client.heartbeat_age_s
+
+
+def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
+    stats = client.stats
+    yield "num_preemptions", "Requests that gave way.", stats.preemptions
+    yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
+    yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "engine_steps", "Steps made.", stats.steps
+    yield "engine_busy_seconds", "Time inside steps.", stats.busy_s
+    yield "engine_failed_steps", "Steps that failed.", stats.failed_steps
+    yield "invariant_violations", "Invariants found broken.", stats.violations
+
+
+def cache_labels(client: EngineClient) -> dict[str, str] | None:
+    """The labels of cache_config_info, once a model is loaded."""
+    try:
+        info = client.info
+    except EngineUnavailable:
+        return None
+    return {
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "max_model_len": str(info.max_model_len),
+        "dtype": info.dtype,
+    }

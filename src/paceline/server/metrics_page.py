@@ -1,0 +1,133 @@
+"""/metrics in the text format of Prometheus, from the numbers of `metrics` at the moment of asking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from paceline.server.api.route import Route
+from paceline.server.call import Answer, Call
+from paceline.server.metrics import (
+    Histogram,
+    HttpMetrics,
+    RequestMetrics,
+    cache_labels,
+    engine_counters,
+    engine_gauges,
+)
+from paceline.serving.client import EngineClient
+
+# Name, meaning, value; more gauges and counters than this module knows of.
+Facts = Callable[[], Sequence[tuple[str, str, float]]]
+LABELS = ("model_name", "engine")
+
+
+class MetricsPage(Collector):
+    """Collects everything into one registry of its own."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: RequestMetrics,
+        http: HttpMetrics,
+        *,
+        prefix: str,
+        more_gauges: Facts,
+        more_counters: Facts,
+    ) -> None:
+        self.model_name = ""
+        self._client = client
+        self._requests = requests
+        self._http = http
+        self._prefix = prefix
+        self._more = (more_gauges, more_counters)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def route(self) -> Route:
+        async def metrics(call: Call) -> Answer:
+            return Answer(body=self.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+        openapi = {
+            "summary": "Metrics for Prometheus",
+            "tags": ["server"],
+            "responses": {"200": {"description": "ok"}},
+        }
+        return Route(methods=("GET",), path="/metrics", handler=metrics, takes_body=False, openapi=openapi)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._engine()
+        yield from self._generations()
+        yield from self._traffic()
+
+    @property
+    def _labels(self) -> tuple[str, str]:
+        return (self.model_name, "0")
+
+    def _engine(self) -> Iterable[Metric]:
+        more_gauges, more_counters = self._more
+        for name, text, value in (*engine_gauges(self._client), *more_gauges()):
+            gauge = GaugeMetricFamily(self._prefix + name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text, value in (*engine_counters(self._client), *more_counters()):
+            yield self._counter(name, text, value)
+        labels = cache_labels(self._client)
+        if labels is not None:
+            info = InfoMetricFamily(self._prefix + "cache_config", "The KV cache.", labels=LABELS)
+            info.add_metric(self._labels, labels)
+            yield info
+
+    def _generations(self) -> Iterable[Metric]:
+        requests = self._requests
+        yield self._counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Those found in the cache.", requests.cached_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
+        name = self._prefix + "request_success"
+        ended = CounterMetricFamily(
+            name, "Generations by how they ended.", labels=(*LABELS, "finished_reason")
+        )
+        for reason, count in requests.finished_by_reason.items():
+            ended.add_metric((*self._labels, reason), count)
+        yield ended
+        for name, (text, histogram) in requests.histograms.items():
+            family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
+            family.add_metric(self._labels, *_buckets(histogram))
+            yield family
+
+    def _traffic(self) -> Iterable[Metric]:
+        name = self._prefix + "http_requests"
+        family = CounterMetricFamily(name, "Requests by answer.", labels=("handler", "method", "status"))
+        for labels, count in self._http.counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        counter = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
+        counter.add_metric(self._labels, value)
+        return counter
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    total = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets, histogram.total
