@@ -67,6 +67,7 @@ class EngineStats:
     prefix_hits: int = 0
     violations: int = 0  # invariants found broken
     failed_steps: int = 0
+    rejected_frames: int = 0  # messages between the processes that were not understood, on either side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,283 @@
+"""The engine as the HTTP process sees it: implements `EngineClient` over whatever link there is at the moment.
+
+The supervisor attaches a link when an engine starts and detaches it when that is lost; requests are numbered here, by
+a counter that goes on over restarts, so that nothing an old engine said can reach a new request. Everything runs in
+one event loop, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from paceline.config_process import ProcessConfig
+from paceline.core.plan import RowLogprobs
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest, PacelineError, QueueFull
+from paceline.serving import frames
+from paceline.serving.channel import HEADER, Rejects
+from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable
+from paceline.serving.refusals import error_of
+from paceline.serving.streams import Branch, Stream
+
+
+class Sender(Protocol):
+    """The way to an engine; see `link`."""
+
+    def send(self, payload: bytes) -> None: ...
+
+    @property
+    def num_unsent_bytes(self) -> int: ...
+
+
+class AsyncEngine:
+    """One engine, whichever process it lives in at the moment."""
+
+    def __init__(self, config: ProcessConfig) -> None:
+        self.rejects = Rejects()
+        self._config = config
+        self._state = EngineState.STARTING
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._sender: Sender | None = None
+        self._streams: dict[int, Stream] = {}  # by their first branch
+        self._branches: dict[int, Branch] = {}  # those that have not ended
+        self._next_id = 1
+        self._heard_s = time.monotonic()
+        self._is_draining = False
+
+    # -- EngineClient --------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("the model is being loaded", code="starting")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        rejected = self.rejects.total
+        stats = self._stats
+        return replace(stats, rejected_frames=stats.rejected_frames + rejected) if rejected else stats
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
+        sender = self._ready_sender()
+        if sender.num_unsent_bytes > self._config.max_unsent_bytes:
+            raise QueueFull("the engine does not take requests as fast as they come; try again later")
+        first = self._next_id
+        add = frames.Add(
+            first,
+            _column(tokens),
+            frames.Sampling.of(sampling),
+            tenant,
+            priority,
+            time.monotonic(),
+            timeout_s,
+        )
+        payload = frames.encode(add)
+        if len(payload) + HEADER.size > self._config.max_frame_bytes:
+            raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
+        self._next_id += sampling.n
+        stream = Stream(first, sampling.n, close=self._close, finish_at=self._finish_at)
+        self._streams[first] = stream
+        for branch in stream.branches:
+            self._branches[branch.id] = branch
+        sender.send(payload)
+        return stream
+
+    # -- for the supervisor --------------------------------------------------------------------------------
+
+    def attach(self, sender: Sender) -> None:
+        """An engine has been started and will load its model."""
+        self._sender = sender
+        self._state = EngineState.STARTING
+        self._heard_s = time.monotonic()
+
+    def ready(self, info: EngineInfo) -> None:
+        self._info = info
+        self._state = EngineState.READY
+        self.heard()
+
+    def heard(self) -> None:
+        """A sign of life."""
+        self._heard_s = time.monotonic()
+        if self._state is EngineState.STUCK:
+            self._state = EngineState.READY
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself did not run for so long: the engine's silence may be our own."""
+        self._heard_s = min(self._heard_s + seconds, time.monotonic())
+
+    def mark_stuck(self) -> None:
+        """Alive, but silent for too long; if it comes back, what it was asked for is aborted first."""
+        if self._state is not EngineState.READY:
+            return
+        self._state = EngineState.STUCK
+        if self._config.fail_when_stuck:
+            self.fail_all(EngineUnavailable("the engine does not answer"))
+
+    def detach(self, message: str) -> None:
+        """The engine is lost: everybody who waits hears it now."""
+        self._sender = None
+        self._state = EngineState.LOST
+        self._stats = EngineStats()
+        self.fail_all(EngineUnavailable(message))
+
+    def stopped(self) -> None:
+        self.detach("the server is shutting down")
+        self._state = EngineState.STOPPED
+
+    def refuse_new(self) -> None:
+        """From now on only what is under way goes on."""
+        self._is_draining = True
+
+    def fail_all(self, error: EngineUnavailable) -> None:
+        """End every stream with an error, and what an engine may still do for them."""
+        streams = list(self._streams.values())
+        for stream in streams:
+            self._forget(stream)
+            stream.fail(error)
+
+    # -- frames of the engine ------------------------------------------------------------------------------
+
+    def take(self, news: frames.News) -> None:
+        """Hand news to their streams. Nothing in it can raise: numbers nobody knows are counted and passed over."""
+        self.heard()
+        for entry in news.logprobs:
+            self._take_logprobs(entry)
+        if news.tokens:
+            self._take_tokens(news)
+        for ending in news.endings:
+            self._take_ending(ending)
+        for refusal in news.refusals:
+            stream = self._streams.get(refusal.first)
+            if stream is None:
+                self.rejects.unknown_branch += 1
+                continue
+            self._drop(stream)
+            stream.fail(error_of(refusal))
+        if news.stats is not None:
+            self._stats = news.stats
+
+    def _take_tokens(self, news: frames.News) -> None:
+        """The hottest lines of the HTTP process: a lookup and an append for each token."""
+        ids = np.frombuffer(news.branches, frames.ID).tolist()
+        tokens = np.frombuffer(news.tokens, frames.TOKEN).tolist()
+        time_s, find = news.time_s, self._branches.get
+        for branch_id, token in zip(ids, tokens, strict=True):
+            branch = find(branch_id)
+            if branch is None:
+                self.rejects.unknown_branch += 1
+                continue
+            branch.tokens.append(token)
+            branch.time_s = time_s
+            if not branch.is_touched:
+                branch.touch()
+
+    def _take_logprobs(self, entry: frames.BranchLogprobs) -> None:
+        branch = self._branches.get(entry.branch)
+        if branch is None:
+            self.rejects.unknown_branch += 1
+            return
+        found = RowLogprobs(
+            row=branch.index,
+            position=entry.position,
+            token=entry.token,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top_tokens=entry.top_tokens,
+            top_logprobs=entry.top_logprobs,
+        )
+        branch.logprobs.append(found)
+        if not branch.is_touched:
+            branch.touch()
+
+    def _take_ending(self, ending: frames.BranchEnding) -> None:
+        branch = self._branches.pop(ending.branch, None)
+        if branch is None:  # closed meanwhile, or told twice
+            self.rejects.unknown_branch += 1
+            return
+        branch.ending = Ending(
+            reason=ending.reason,
+            detail=ending.detail,
+            num_prompt=ending.num_prompt,
+            num_output=ending.num_output,
+            num_cached=ending.num_cached,
+            preemptions=ending.preemptions,
+            queue_s=ending.queue_s,
+            time_s=ending.time_s,
+        )
+        stream = branch.stream
+        stream.num_open -= 1
+        if not stream.num_open:
+            del self._streams[stream.first]
+        if not branch.is_touched:
+            branch.touch()
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _ready_sender(self) -> Sender:
+        if self._is_draining or self._state is EngineState.STOPPED:
+            raise EngineUnavailable("the server is shutting down", code="shutting_down")
+        if self._state is EngineState.STARTING:
+            raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
+        if self._state is not EngineState.READY or self._sender is None:
+            raise EngineUnavailable("the engine does not answer at the moment; try again later")
+        return self._sender
+
+    def _finish_at(self, branch_id: int, num_output: int) -> None:
+        if self._sender is not None and branch_id in self._branches:
+            self._sender.send(frames.encode(frames.FinishAt(branch_id, num_output)))
+
+    def _close(self, stream: Stream) -> None:
+        if stream.first in self._streams:
+            self._forget(stream)
+            stream.fail(_CLOSED)
+
+    def _forget(self, stream: Stream) -> None:
+        """Nobody waits for it any more: the engine frees what it holds."""
+        open_ids = tuple(branch.id for branch in stream.branches if branch.ending is None)
+        self._drop(stream)
+        if self._sender is not None:
+            self._sender.send(frames.encode(frames.Abort(open_ids)))
+
+    def _drop(self, stream: Stream) -> None:
+        self._streams.pop(stream.first, None)
+        for branch in stream.branches:
+            self._branches.pop(branch.id, None)
+
+
+_CLOSED = PacelineError("the stream was closed by its owner")
+
+
+def _column(tokens: Sequence[int]) -> bytes:
+    try:
+        return np.array(tokens, dtype=frames.TOKEN).tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequest("a prompt is a list of token ids", param="prompt") from error

@@ -1,0 +1,165 @@
+"""Where the engine's process starts: `python -m paceline.serving.engine_main`.
+
+Its end of the socket is its standard input, its configuration the first frame on it. It loads the model, says that it
+is ready or why not, and serves until told to stop, or until the other side is gone. Interrupts meant for the whole
+program are left to the HTTP process, which stops this one in its own time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import TracebackType
+
+from paceline.config_process import ProcessConfig
+from paceline.errors import PacelineError
+from paceline.factory import LoadedModel, load_model
+from paceline.serving import frames
+from paceline.serving.channel import Channel, ChannelClosed
+from paceline.serving.client import EngineInfo
+from paceline.serving.engine_service import EngineService
+
+FIRST_FRAME_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+_logger = logging.getLogger("paceline")
+
+
+def main() -> int:
+    """Returns the exit code of the process."""
+    _prepare_process()
+    channel = Channel(_take_socket(), ProcessConfig().max_frame_bytes)
+    try:
+        configure = _first_frame(channel)
+        return 0 if configure is None else _serve(channel, configure)
+    except ChannelClosed:
+        return 0
+
+
+def _serve(channel: Channel, configure: frames.Configure) -> int:
+    started_s = time.monotonic()
+    try:
+        with LoadingBeats(channel, configure.heartbeat_s):
+            loaded = load_model(configure.model, configure.given)
+            info = _info(loaded, configure, time.monotonic() - started_s)
+    except PacelineError as error:
+        return _say_failure(channel, str(error), error.exit_code)
+    except Exception as error:
+        _logger.exception("the model could not be loaded")
+        return _say_failure(channel, f"{type(error).__name__}: {error}", 70)
+    _send(channel, frames.Ready(info))
+    return EngineService(loaded.engine, channel, configure, info.vocab_size).run()
+
+
+class LoadingBeats:
+    """Signs of life from a thread of its own, for as long as the main one loads a model."""
+
+    def __init__(self, channel: Channel, every_s: float) -> None:
+        self._channel = channel
+        self._every_s = every_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-loading", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beat = frames.encode(frames.Loading())
+        while not self._done.wait(self._every_s):
+            try:
+                if self._channel.is_free:
+                    self._channel.send(beat)
+            except ChannelClosed:  # whoever asked for the model is gone; loading cannot be interrupted
+                os._exit(0)
+
+
+def _prepare_process() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
+    _die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+
+
+def _die_with_parent() -> None:
+    """The end of the socket tells too, but a step that hangs would never look at it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _take_socket() -> socket.socket:
+    """Standard input is the socket; nothing else may read from it or hand it on."""
+    sock = socket.socket(fileno=os.dup(0))
+    os.set_inheritable(sock.fileno(), False)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return sock
+
+
+def _first_frame(channel: Channel) -> frames.Configure | None:
+    until_s = time.monotonic() + FIRST_FRAME_S
+    while time.monotonic() < until_s:
+        channel.wait(until_s - time.monotonic())
+        for payload in channel.receive():
+            message = frames.decode_to_engine(payload)
+            return message if isinstance(message, frames.Configure) else None
+    return None
+
+
+def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
+    one_line = " ".join(message.split())[:1024]
+    _send(channel, frames.LoadFailed(one_line, exit_code))
+    return exit_code
+
+
+def _send(channel: Channel, message: frames.FromEngine) -> None:
+    """Send one frame, whatever waits before it."""
+    until_s = time.monotonic() + FIRST_FRAME_S
+    while not channel.is_free and time.monotonic() < until_s:
+        channel.wait(0.1)
+    if channel.is_free:
+        channel.send(frames.encode(message))
+    while not channel.is_free and time.monotonic() < until_s:
+        channel.wait(0.1)
+
+
+def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
+    from paceline.runner.kv_tensors import block_bytes
+
+    config, spec = loaded.config, loaded.checkpoint.spec
+    return EngineInfo(
+        vocab_size=spec.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        device="cpu",
+        dtype="float32",
+        weight_bytes=sum(stored.num_bytes for stored in loaded.checkpoint.stored.values()),
+        kv_bytes=config.kv.num_blocks * block_bytes(spec, config.kv.block_size),
+        load_s=load_s,
+        notices=loaded.notices,
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # nothing that a library still has to say at the end may keep the process

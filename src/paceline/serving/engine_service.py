@@ -1,0 +1,211 @@
+"""The engine's main loop in its own process: take what arrived, step, tell what became known.
+
+One thread does everything. Between two steps it looks at the socket once without waiting; while there is nothing to
+do it sleeps on it. A sign of life goes out with the news of a step, and by itself when there are none: it comes from
+the thread that steps, so that a step that hangs is noticed. A request that raises is answered alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import RequestId
+from paceline.engine.engine import Engine
+from paceline.engine.stepper import Stepper
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.scheduler.invariants import SampledChecker
+from paceline.serving import frames
+from paceline.serving.channel import Channel, ChannelClosed
+from paceline.serving.client import EngineStats
+from paceline.serving.outbox import Outbox
+from paceline.serving.refusals import refusal_of
+
+FAREWELL_S = 1.0  # how long the last news may take to leave
+OLDEST_SUBMISSION_S = 3600.0
+
+_logger = logging.getLogger("paceline")
+
+
+class EngineService:
+    """Serves one engine over one channel."""
+
+    def __init__(
+        self, engine: Engine, channel: Channel, configure: frames.Configure, vocab_size: int
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._vocab_size = vocab_size
+        self._outbox = Outbox(configure.max_frame_bytes)
+        self._stepper = Stepper(engine, self._outbox.put)
+        self._heartbeat_s = configure.heartbeat_s
+        self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
+        self._next_report_s = 0.0
+        self._busy_s = 0.0
+        self._was_busy = False
+        self._stopping = False
+
+    def run(self) -> int:
+        """Serve until told to stop or left alone; returns the exit code of the process."""
+        try:
+            while not self._stopping:
+                self._turn()
+            self._say_farewell()
+            return 0
+        except ChannelClosed:  # nobody is left to answer
+            self._abort_all()
+            return 0
+        except Exception as error:
+            _logger.exception("the engine gives up")
+            self._stepper.tell_rest()
+            self._say_farewell(frames.Failed(_one_line(error)))
+            return 70
+
+    def _turn(self) -> None:
+        nap_s = self._stepper.wait_s()
+        if nap_s != 0:
+            self._sleep(nap_s)
+            self._stepper.wake()
+        payloads = self._channel.receive()
+        for payload in payloads:
+            self._apply(payload)
+        started_s = time.monotonic()
+        if payloads or nap_s is not None:
+            self._stepper.step()
+        now_s = time.monotonic()
+        self._busy_s += now_s - started_s
+        if now_s >= self._next_report_s or self._was_busy != self._engine.has_requests:
+            self._report(now_s)  # at the end of work at once: an idle engine has gauges of zero
+        self._deliver()
+
+    def _sleep(self, nap_s: float | None) -> None:
+        left_s = max(0.0, self._next_report_s - time.monotonic())
+        self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
+
+    def _report(self, now_s: float) -> None:
+        is_busy = self._was_busy = self._engine.has_requests
+        self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
+        rejected = self._channel.rejects.total
+        self._outbox.put_stats(stats_of(self._engine, self._busy_s, rejected))
+
+    def _deliver(self) -> None:
+        """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
+        while self._outbox and self._channel.is_free:
+            self._channel.send(frames.encode(self._outbox.take()))
+
+    # -- what the other side asks for ----------------------------------------------------------------------
+
+    def _apply(self, payload: bytes) -> None:
+        try:
+            message = frames.decode_to_engine(payload)
+        except frames.BadFrame as error:
+            self._channel.rejects.undecodable += 1
+            _logger.warning("a frame was not understood: %s", _one_line(error))
+            return
+        if isinstance(message, frames.Add):
+            self._add(message)
+        elif isinstance(message, frames.Abort):
+            for branch in message.branches:
+                self._engine.abort(RequestId(branch))
+        elif isinstance(message, frames.FinishAt):
+            self._engine.scheduler.finish_at(RequestId(message.branch), message.num_output)
+        elif isinstance(message, frames.Ping):
+            self._next_report_s = 0.0
+        elif isinstance(message, frames.Stop):
+            self._stopping = True
+        else:
+            self._channel.rejects.undecodable += 1  # a second configuration
+
+    def _add(self, add: frames.Add) -> None:
+        try:
+            tokens = self._tokens(add.tokens)
+            sampling = add.sampling.params()
+            sampling.check_vocabulary(self._vocab_size)
+            now_s = time.monotonic()
+            age_s = now_s - add.submitted_s
+            submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
+            self._engine.add(
+                tokens,
+                sampling,
+                tenant=add.tenant,
+                priority=add.priority,
+                arrival_s=submitted_s,
+                deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
+                first_id=RequestId(add.first),
+            )
+        except PacelineError as error:
+            self._outbox.put_refusal(refusal_of(add.first, error))
+        except Exception:
+            _logger.exception("request %d could not be added", add.first)
+            self._fail(add)
+
+    def _tokens(self, column: bytes) -> NDArray[np.int32]:
+        if len(column) % frames.TOKEN.itemsize:
+            raise InvalidRequest("the prompt is no list of token ids", param="prompt")
+        tokens = np.frombuffer(column, frames.TOKEN).astype(np.int32)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            raise InvalidRequest(
+                f"a token id of the prompt is not in [0, {self._vocab_size})", param="prompt"
+            )
+        return tokens
+
+    def _fail(self, add: frames.Add) -> None:
+        """Something of ours broke while a request was added: it ends alone."""
+        for branch in range(add.first, add.first + max(1, add.sampling.n)):
+            if not self._engine.abort(RequestId(branch)):
+                sizes = (len(add.tokens) // frames.TOKEN.itemsize, 0, 0, 0)
+                ending = frames.BranchEnding(branch, "error", "internal_error", time.monotonic(), *sizes, 0.0)
+                self._outbox.put_ending(ending)
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._engine.scheduler.state.requests):
+            self._engine.abort(request_id)
+
+    def _say_farewell(self, last: frames.Failed | None = None) -> None:
+        """Let the last news leave, for a moment."""
+        until_s = time.monotonic() + FAREWELL_S
+        try:
+            if last is None:
+                self._abort_all()
+                self._stepper.tell_rest()
+            while time.monotonic() < until_s:
+                self._deliver()
+                if not self._outbox and self._channel.is_free:
+                    if last is None:
+                        return
+                    self._channel.send(frames.encode(last))
+                    last = None
+                self._channel.wait(0.01)
+        except ChannelClosed:
+            return
+
+
+def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineStats:
+    """The gauges of this moment."""
+    state = engine.scheduler.state
+    pools = [group.pool for group in state.kv.groups]
+    checker = engine.checker
+    return EngineStats(
+        running=state.rows.num_live,
+        waiting=len(state.queue),
+        blocks_used=sum(pool.usable - pool.num_free for pool in pools),
+        blocks_total=sum(pool.usable for pool in pools),
+        steps=engine.num_submitted,
+        busy_s=busy_s,
+        preemptions=state.counters.preempted,
+        prefix_queries=state.counters.prompt_tokens if state.kv.caching else 0,
+        prefix_hits=state.counters.cached_tokens if state.kv.caching else 0,
+        violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
+        failed_steps=state.counters.failed_steps,
+        rejected_frames=rejected_frames,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:512]

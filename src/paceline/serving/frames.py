@@ -1,0 +1,196 @@
+"""What the two processes say to each other, as typed values in msgpack.
+
+Everything is decoded with its types checked; nothing is ever unpickled. Columns of numbers travel as little-endian
+bytes: a token costs a step no Python object on either side of the engine. Requests are numbered by the HTTP process,
+a branch by its request's number and its place (`first + branch`); numbers only go up.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from paceline.config import ModelConfig
+from paceline.core.sampling import SamplingParams
+from paceline.serving.client import EngineInfo, EngineStats
+
+ID = np.dtype("<i8")
+TOKEN = np.dtype("<i4")
+
+RequestNumber = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Given = dict[str, bool | int | float | str | None]
+
+
+class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+    """The fields of `SamplingParams` that an engine reads; text stays in the HTTP process."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampling:
+        """Words in `bad_words` must be token ids by now, as the prompt is."""
+        values = {name: getattr(params, name) for name in _PLAIN_FIELDS}
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        assert len(words) == len(params.bad_words), "bad_words travel as token ids"
+        return cls(logit_bias=dict(params.logit_bias), bad_words=tuple(words), **values)
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest for values out of range: `SamplingParams` checks itself."""
+        return SamplingParams(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+_PLAIN_FIELDS = [name for name in Sampling.__struct_fields__ if name not in ("logit_bias", "bad_words")]
+
+
+# -- to the engine -----------------------------------------------------------------------------------------
+
+
+class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
+    """The first frame: which model to load, and how often to give a sign of life."""
+
+    model: ModelConfig
+    given: Given
+    heartbeat_s: float
+    stats_interval_s: float
+    max_frame_bytes: int
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """A request: branches `first` to `first + sampling.n - 1`."""
+
+    first: RequestNumber
+    tokens: bytes  # TOKEN
+    sampling: Sampling
+    tenant: str
+    priority: int
+    submitted_s: float  # monotonic: the clock of the machine, the same in both processes
+    timeout_s: float | None
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Nobody reads these branches any more."""
+
+    branches: tuple[RequestNumber, ...]
+
+
+class FinishAt(msgspec.Struct, tag="finish_at", array_like=True, frozen=True):
+    """A stop string was found: the branch ends after so many tokens of output."""
+
+    branch: RequestNumber
+    num_output: Count
+
+
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
+    """Asks for the newest gauges."""
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """End everything and exit."""
+
+
+ToEngine = Configure | Add | Abort | FinishAt | Ping | Stop
+
+
+# -- from the engine ---------------------------------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """A sign of life while the model is being loaded."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    info: EngineInfo
+
+
+class LoadFailed(msgspec.Struct, tag="load_failed", array_like=True, frozen=True):
+    """The model cannot be served; one sentence says why. The process exits with `exit_code`."""
+
+    message: str
+    exit_code: int
+
+
+class BranchLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """`RowLogprobs` of a branch instead of a row."""
+
+    branch: int
+    position: int
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class BranchEnding(msgspec.Struct, array_like=True, frozen=True):
+    branch: int
+    reason: str
+    detail: str
+    time_s: float
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    preemptions: int
+    queue_s: float
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """A request the engine did not take. `kind` is a key of `refusals.KINDS`."""
+
+    first: int
+    kind: str
+    message: str
+    param: str | None
+
+
+class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
+    """Everything that became known since the last one; an empty one is a sign of life.
+
+    Read in this order: logprobs, tokens, endings. A token never comes before its logprobs.
+    """
+
+    time_s: float  # of the newest token, on the engine's clock
+    branches: bytes = b""  # ID; entry i has token i
+    tokens: bytes = b""  # TOKEN
+    logprobs: list[BranchLogprobs] = []
+    endings: list[BranchEnding] = []
+    refusals: list[Refusal] = []
+    stats: EngineStats | None = None
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The engine gives up; every request has been answered. The process exits with 70."""
+
+    message: str
+
+
+FromEngine = Loading | Ready | LoadFailed | News | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+BadFrame = (
+    msgspec.DecodeError,
+    ValueError,
+    TypeError,
+)  # what decoding raises for bytes that are no frame of ours

@@ -1,0 +1,230 @@
+"""Keeps an engine process running: starts it, watches its signs of life, restarts it within a budget.
+
+A dead engine is known by the end of its socket, at once; a stuck one by its silence. In both cases everybody who
+waits is answered here. The client stays the same object over all restarts. Never imports what the engine needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import ModelConfig
+from paceline.config_process import ProcessConfig
+from paceline.serving import child as children
+from paceline.serving import frames
+from paceline.serving.async_engine import AsyncEngine
+from paceline.serving.child import EngineChild
+from paceline.serving.client import EngineState, EngineUnavailable
+from paceline.serving.link import Link
+from paceline.serving.restarts import RestartBudget
+
+_logger = logging.getLogger("paceline")
+_LOOK_S = 0.02
+
+
+@dataclass(slots=True)
+class Life:
+    """One engine process, from its start to its end."""
+
+    child: EngineChild
+    link: Link
+    started_s: float
+    failure: frames.LoadFailed | frames.Failed | None = None
+    was_ready: bool = False
+
+
+class EngineProcess:
+    """An engine in a process of its own, behind `client`."""
+
+    command: Sequence[str] = children.COMMAND
+
+    def __init__(self, model: ModelConfig, given: Mapping[str, Any], config: ProcessConfig) -> None:
+        self.client = AsyncEngine(config)
+        self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
+        self.num_restarts = 0
+        self._model = model
+        self._given = dict(given)
+        self._config = config
+        self._budget = RestartBudget(config)
+        self._incarnation = 0
+        self._life: Life | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._is_stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, while there is one."""
+        return None if self._life is None else self._life.child.pid
+
+    async def start(self) -> None:
+        """Start the process; its model is loaded meanwhile."""
+        assert self._task is None, "an engine process is started once"
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(_look_at)
+        self._task = asyncio.create_task(self._supervise(), name="paceline-supervisor")
+
+    async def wait_ready(self) -> None:
+        """Until the model is loaded for the first time. Raises EngineUnavailable that says why it cannot be."""
+        assert self._ready is not None, "start first"
+        await asyncio.shield(self._ready)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and let what is under way end; what has not after so long ends with an error.
+
+        Returns whether everything came to its end.
+        """
+        self.client.refuse_new()
+        until_s = time.monotonic() + timeout_s
+        while self.client.num_open and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+        finished = self.client.num_open == 0
+        self.client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
+        return finished
+
+    async def stop(self) -> None:
+        """End the process, in whatever state it is. May be called twice."""
+        self._is_stopping = True
+        self.client.refuse_new()
+        life = self._life
+        if life is not None:
+            life.link.send(frames.encode(frames.Stop()))
+            patience_s = (
+                self._config.stop_timeout_s if life.was_ready else 0.0
+            )  # loading cannot be interrupted
+            await life.child.wait(patience_s)
+            await life.child.kill()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._life is not None:  # started while we were stopping
+            self._life.link.close()
+            await self._life.child.kill()
+            self._life = None
+        self.client.stopped()
+        self._fail_ready("the server is shutting down", 0)
+
+    # -- lives ---------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        while True:
+            reason, exit_code = await self._live_once()
+            self.client.detach(reason)
+            if self._is_stopping:
+                return
+            _logger.error("%s", reason)
+            assert self._ready is not None
+            if not self._ready.done():  # it has never worked: trying again would not help
+                self._fail_ready(reason, exit_code)
+                return
+            pause_s = self._budget.spend(time.monotonic())
+            if pause_s is None:
+                if self.on_lost is not None:
+                    self.on_lost(reason)
+                return
+            await asyncio.sleep(pause_s)
+            self.num_restarts += 1
+            _logger.warning("the engine is restarted")
+
+    async def _live_once(self) -> tuple[str, int]:
+        """One process from start to end; returns what became of it, as a sentence and an exit code."""
+        try:
+            life = self._life = await self._begin()
+        except OSError as error:
+            return f"the engine's process cannot be started: {error}", 70
+        try:
+            reason = await self._watch(life)
+        finally:
+            life.link.close()
+        if reason is None:  # it has closed its end: it is gone, or about to be
+            await life.child.wait(self._config.stop_timeout_s)
+        await life.child.kill()
+        self._life = None
+        if isinstance(life.failure, frames.LoadFailed):
+            return life.failure.message, life.failure.exit_code
+        while_loading = "" if life.was_ready else " while loading the model"
+        if reason is None:
+            reason = f"the engine's process {life.child.describe_end()}{while_loading}"
+            if life.failure is not None:
+                reason = f"{reason}: {life.failure.message}"
+        return reason, 70
+
+    async def _begin(self) -> Life:
+        self._incarnation += 1
+        child = EngineChild(self.command)
+        config = self._config
+        link = Link(self._incarnation, config.max_frame_bytes, self.client.rejects, self._on_frame)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=child.sock)
+        self.client.attach(link)
+        configure = frames.Configure(
+            self._model,
+            self._given,
+            config.heartbeat_s,
+            config.stats_interval_s,
+            config.max_frame_bytes,
+        )
+        link.send(frames.encode(configure))
+        return Life(child, link, time.monotonic())
+
+    async def _watch(self, life: Life) -> str | None:
+        """Until the end of a life; a reason when it has to be ended from here."""
+        config, client = self._config, self.client
+        while True:
+            looked_s = time.monotonic()
+            try:
+                await asyncio.wait_for(life.link.closed.wait(), config.heartbeat_s)
+                return None
+            except TimeoutError:
+                pass
+            if life.child.exit_code is not None:
+                return None
+            now_s = time.monotonic()
+            client.forgive(max(0.0, now_s - looked_s - 2 * config.heartbeat_s))
+            if not life.was_ready:
+                if now_s - life.started_s > config.ready_timeout_s:
+                    return f"the model was not loaded within {config.ready_timeout_s:g} s"
+                continue
+            if client.heartbeat_age_s > config.restart_after_s:
+                client.mark_stuck()
+                await life.child.dump_stacks()
+                return f"the engine gave no sign of life for {config.restart_after_s:g} s"
+            if client.heartbeat_age_s > config.stuck_after_s:
+                client.mark_stuck()
+
+    def _on_frame(self, frame: frames.FromEngine) -> None:
+        if isinstance(frame, frames.News):
+            self.client.take(frame)
+            return
+        self.client.heard()
+        life = self._life
+        if life is None:
+            return
+        if isinstance(frame, frames.Ready):
+            life.was_ready = True
+            self.client.ready(frame.info)
+            assert self._ready is not None
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif isinstance(frame, frames.LoadFailed | frames.Failed):
+            life.failure = frame
+
+    def _fail_ready(self, reason: str, exit_code: int) -> None:
+        if self._ready is not None and not self._ready.done():
+            error = EngineUnavailable(reason)
+            error.exit_code = exit_code
+            self._ready.set_exception(error)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.client.state is EngineState.READY
+
+
+def _look_at(future: asyncio.Future[None]) -> None:
+    """An error nobody waited for is no reason for a warning."""
+    if not future.cancelled():
+        future.exception()
