@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from paceline.llm.outputs import Logprob, RequestOutput
 from paceline.server.api.openai_requests import Echo
+from paceline.server.generation import Usage
 from paceline.text.tokenizer import Tokenizer
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -18,18 +19,37 @@ Entry = dict[int, Logprob] | None
 NO_ECHO = Echo()
 
 
-def chat_body(model: str, output: RequestOutput, tokenizer: Tokenizer, num_top: int | None) -> Json:
-    choices = [
-        {
+def chat_body(
+    model: str,
+    output: RequestOutput,
+    tokenizer: Tokenizer,
+    num_top: int | None,
+    *,
+    id: str | None = None,
+    token_ids: bool = False,
+    prompt_logprobs: bool = False,
+) -> Json:
+    choices = []
+    for part in output.outputs:
+        choice: Json = {
             "index": part.index,
-            "message": {"role": "assistant", "content": part.text},
-            "logprobs": None if num_top is None else _chat_logprobs(part, tokenizer, num_top),
+            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
-        for part in output.outputs
-    ]
-    return _body("chatcmpl", "chat.completion", model, choices, [output])
+        if num_top is not None:
+            entries = chat_logprob_entries(part.token_ids, part.logprobs or [], tokenizer, num_top)
+            choice["logprobs"] = {"content": entries, "refusal": None}
+        if token_ids:
+            choice["token_ids"] = part.token_ids
+        choices.append(choice)
+    body = _body(f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", model, choices, [output])
+    if token_ids:
+        body["prompt_token_ids"] = output.prompt_token_ids
+    if prompt_logprobs:
+        body["prompt_logprobs"] = _prompt_logprobs(output)
+    return body
 
 
 def completion_body(
@@ -39,103 +59,153 @@ def completion_body(
     tokenizer: Tokenizer,
     *,
     echo: Echo = NO_ECHO,
+    id: str | None = None,
+    token_ids: bool = False,
+    prompt_logprobs: bool = False,
 ) -> Json:
     """The branches of every prompt, one prompt after the other."""
     choices: list[Json] = []
     for output in outputs:
-        prompt = _prompt_tokens(output, tokenizer) if echo.prompt else []
-        for part in output.outputs:
-            shown = [] if echo.nothing_else else list(zip(part.token_ids, part.logprobs or [], strict=False))
-            text = (_prompt_text(output, tokenizer) if echo.prompt else "") + (
-                "" if echo.nothing_else else part.text
-            )
-            choices.append(
-                {
-                    "index": len(choices),
-                    "text": text,
-                    "logprobs": None
-                    if num_top is None
-                    else _completion_logprobs([*prompt, *shown], num_top, tokenizer),
-                    "finish_reason": "length" if echo.nothing_else else part.finish_reason,
-                    "stop_reason": None if echo.nothing_else else part.stop_reason,
-                }
-            )
-    return _body("cmpl", "text_completion", model, choices, outputs)
+        for number in range(len(output.outputs)):
+            choice = _completion_choice(output, number, num_top, tokenizer, echo)
+            choice["index"] = len(choices)
+            if token_ids:
+                choice["token_ids"] = output.outputs[number].token_ids
+                choice["prompt_token_ids"] = output.prompt_token_ids
+            if prompt_logprobs:
+                choice["prompt_logprobs"] = _prompt_logprobs(output)
+            choices.append(choice)
+    return _body(f"cmpl-{id or uuid.uuid4().hex}", "text_completion", model, choices, outputs)
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _body(prefix: str, kind: str, model: str, choices: list[Json], outputs: Sequence[RequestOutput]) -> Json:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+def usage_body(usage: Usage) -> Json:
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_output,
+        "total_tokens": usage.num_prompt + usage.num_output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+
+
+def chat_logprob_entries(
+    tokens: Sequence[int], known: Sequence[dict[int, Logprob]], tokenizer: Tokenizer, num_top: int
+) -> list[Json]:
+    """How likely each token was, with the likeliest at its place."""
+
+    def entry(token: int, found: Logprob) -> Json:
+        value = tokenizer.token_bytes(token)
+        return {"token": found.decoded_token, "logprob": finite(found.logprob), "bytes": list(value)}
+
+    content = []
+    for token, found in zip(tokens, known, strict=True):
+        top = [entry(other, value) for other, value in _top(found, num_top)]
+        content.append({**entry(token, found[token]), "top_logprobs": top})
+    return content
+
+
+class LogprobLists:
+    """Logprobs of a completion: four lists, one entry for each token, that go on from piece to piece.
+
+    Nothing is known of how likely a first token was.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._at = 0  # characters before the next token
+
+    def take(self, tokens: Sequence[int], known: Sequence[Entry]) -> Json:
+        texts: list[str] = []
+        values: list[float | None] = []
+        tops: list[Json | None] = []
+        offsets: list[int] = []
+        for token, found in zip(tokens, known, strict=False):
+            texts.append(self._tokenizer.token_text(token))
+            values.append(None if found is None else finite(found[token].logprob))
+            tops.append(None if found is None else self._tops(found))
+            offsets.append(self._at)
+            self._at += len(texts[-1])
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": tops if self._num_top else None,
+            "text_offset": offsets,
+        }
+
+    def _tops(self, found: dict[int, Logprob]) -> Json:
+        """By text: of two tokens that read the same, the likelier one is shown."""
+        shown: Json = {}
+        for _, value in _top(found, self._num_top):
+            shown.setdefault(value.decoded_token or "", finite(value.logprob))
+        return shown
+
+
+def finite(value: float) -> float:
+    return max(value, SMALLEST_LOGPROB)
+
+
+def _completion_choice(
+    output: RequestOutput, number: int, num_top: int | None, tokenizer: Tokenizer, echo: Echo
+) -> Json:
+    part = output.outputs[number]
+    text, tokens = "", []
+    known: list[Entry] = []
+    if echo.prompt:
+        text = tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+        tokens += output.prompt_token_ids
+        known += output.prompt_logprobs or [None] * len(tokens)
+    if echo.nothing_else:  # the one token it took to read the prompt is nobody's business
+        part.text, part.token_ids = "", []
+        part.finish_reason, part.stop_reason = "length", None
+    text += part.text
+    tokens += part.token_ids
+    known += part.logprobs or []
+    return {
+        "index": 0,
+        "text": text,
+        "logprobs": None if num_top is None else LogprobLists(tokenizer, num_top).take(tokens, known),
+        "finish_reason": part.finish_reason,
+        "stop_reason": part.stop_reason,
+    }
+
+
+def _body(id: str, kind: str, model: str, choices: list[Json], outputs: Sequence[RequestOutput]) -> Json:
+    usage = Usage(
+        num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
+        num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
+        num_cached=sum(output.num_cached_tokens for output in outputs),
+    )
+    return {
+        "id": id,
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-        },
+        "usage": usage_body(usage),
     }
 
 
-def _chat_logprobs(part: CompletionOutput, tokenizer: Tokenizer, num_top: int) -> Json:
-    def entry(token: int, found: Logprob) -> Json:
-        value = tokenizer.token_bytes(token)
-        return {"token": found.decoded_token, "logprob": _finite(found.logprob), "bytes": list(value)}
+def _prompt_logprobs(output: RequestOutput) -> list[Json | None]:
+    """vLLM's shape: for each token of the prompt, what was likely there by token id."""
 
-    content = []
-    for token, found in zip(part.token_ids, part.logprobs or [], strict=True):
-        top = [entry(other, value) for other, value in _top(found, num_top)]
-        content.append({**entry(token, found[token]), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    def shown(value: Logprob) -> Json:
+        return {
+            "logprob": finite(value.logprob),
+            "rank": value.rank,
+            "decoded_token": value.decoded_token,
+        }
 
-
-def _prompt_text(output: RequestOutput, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
-
-
-def _prompt_tokens(output: RequestOutput, tokenizer: Tokenizer) -> list[tuple[int, Entry]]:
-    known = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-    return list(zip(output.prompt_token_ids, known, strict=True))
-
-
-def _completion_logprobs(tokens: Sequence[tuple[int, Entry]], num_top: int, tokenizer: Tokenizer) -> Json:
-    """Four lists, one entry for each token; nothing is known of how likely a first token was."""
-    texts: list[str] = []
-    values: list[float | None] = []
-    tops: list[Json | None] = []
-    offsets: list[int] = []
-    at = 0
-    for token, found in tokens:
-        texts.append(tokenizer.token_text(token))
-        values.append(None if found is None else _finite(found[token].logprob))
-        tops.append(
-            None
-            if found is None
-            else {value.decoded_token or "": _finite(value.logprob) for _, value in _top(found, num_top)}
-        )
-        offsets.append(at)
-        at += len(texts[-1])
-    return {
-        "tokens": texts,
-        "token_logprobs": values,
-        "top_logprobs": tops if num_top else None,
-        "text_offset": offsets,
-    }
+    return [
+        None if found is None else {str(token): shown(value) for token, value in found.items()}
+        for found in output.prompt_logprobs or []
+    ]
 
 
 def _top(found: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     """The `count` likeliest; the chosen token is among `found` whatever its rank."""
     ranked = [(token, value) for token, value in found.items() if value.rank is not None]
     return sorted(ranked, key=lambda item: item[1].rank or 0)[:count]
-
-
-def _finite(value: float) -> float:
-    return max(value, SMALLEST_LOGPROB)

@@ -1,0 +1,115 @@
+"""Who may come in: places for requests under way, tokens that wait, and how many a key may have at once.
+
+A permit is taken before anything expensive is done for a request and given back when it is over, in whatever way.
+All or nothing: a request with several branches gets all its places or none. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import InvalidRequest
+from paceline.server.call import Caller
+from paceline.server.failures import ConcurrencyExceeded, TooBusy
+
+
+@dataclass(slots=True, kw_only=True)
+class Capacity:
+    """How much there is. Written again when an engine turns out to be of another size."""
+
+    places: int  # requests running and waiting, a branch each
+    queued_tokens: int  # prompt tokens of requests that have no answer yet
+
+
+class Permit:
+    """The right of one request to be here. `release` as often as you like."""
+
+    __slots__ = ("_admission", "_is_open", "_is_waiting", "_tenant", "places", "tokens")
+
+    def __init__(self, admission: Admission, tenant: str, places: int, tokens: int) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self.places = places
+        self.tokens = tokens
+        self._is_open = True
+        self._is_waiting = True
+
+    def settle(self, tokens: int) -> None:
+        """Say how many tokens there are, now that they are counted. Raises TooBusy when they are too many."""
+        assert self._is_open and self._is_waiting, "settled before it waits"
+        self._admission.recount(self, tokens)
+
+    def leave_queue(self) -> None:
+        """The first token is here: the prompt waits no longer."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._admission.give_back_tokens(self.tokens)
+
+    def release(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.leave_queue()
+            self._admission.give_back_places(self._tenant, self.places)
+
+
+class Admission:
+    """Counts what is under way against what there is."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.places_taken = 0
+        self.tokens_waiting = 0
+        self._by_tenant: dict[str, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self.places_taken >= self.capacity.places
+
+    def under_way(self, tenant: str) -> int:
+        """Places one tenant has taken."""
+        return self._by_tenant.get(tenant, 0)
+
+    def check_door(self, caller: Caller) -> None:
+        """Refuse at once what has no place, before its body is looked at."""
+        self._check(caller, places=1, tokens=0)
+
+    def reserve(self, caller: Caller, places: int, tokens: int) -> Permit:
+        """Take places for a request, and room for its prompt by a guess at its tokens."""
+        if places > self.capacity.places:
+            message = (
+                f"the request asks for {places} answers at once; at most {self.capacity.places} are possible"
+            )
+            raise InvalidRequest(message, param="n")
+        self._check(caller, places, tokens)
+        self.places_taken += places
+        self.tokens_waiting += tokens
+        self._by_tenant[caller.tenant] = self.under_way(caller.tenant) + places
+        return Permit(self, caller.tenant, places, tokens)
+
+    def recount(self, permit: Permit, tokens: int) -> None:
+        others = self.tokens_waiting - permit.tokens
+        if others and others + tokens > self.capacity.queued_tokens:
+            raise TooBusy("the queue holds as many tokens as it may; try again in a moment")
+        self.tokens_waiting = others + tokens
+        permit.tokens = tokens
+
+    def give_back_tokens(self, tokens: int) -> None:
+        self.tokens_waiting -= tokens
+
+    def give_back_places(self, tenant: str, places: int) -> None:
+        self.places_taken -= places
+        left = self._by_tenant[tenant] - places
+        if left:
+            self._by_tenant[tenant] = left
+        else:
+            del self._by_tenant[tenant]
+
+    def _check(self, caller: Caller, places: int, tokens: int) -> None:
+        if self.places_taken + places > self.capacity.places:
+            raise TooBusy("the queue is full; try again in a moment")
+        # A prompt that waits alone is let in whatever its length: another limit says what is too long.
+        if tokens and self.tokens_waiting and self.tokens_waiting + tokens > self.capacity.queued_tokens:
+            raise TooBusy("the queue holds as many tokens as it may; try again in a moment")
+        most = caller.max_concurrency
+        if most is not None and self.under_way(caller.tenant) + places > most:
+            raise ConcurrencyExceeded(f"this key may have {most} requests under way; wait until one is over")

@@ -1,0 +1,65 @@
+"""A generation as a stream of server-sent events.
+
+`EventStream` is what leaves a route: an async generator whose owner may close it before the first item was asked
+for, which a plain generator would not notice. What the frames look like is a `FrameWriter`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Protocol
+
+from paceline.server.generation import Delta, Generation
+
+DONE = b"data: [DONE]\n\n"
+
+
+class FrameWriter(Protocol):
+    """Makes frames of deltas; may give b"" where there is nothing to show."""
+
+    def write(self, deltas: list[Delta]) -> bytes: ...
+
+    def end(self) -> bytes:
+        """What follows when every branch has ended well."""
+
+
+class EventStream(AsyncGenerator[bytes, None]):
+    """Frames of one generation, which is closed with it in every case."""
+
+    def __init__(self, generation: Generation, writer: FrameWriter) -> None:
+        self._generation = generation
+        self._frames = _frames(generation, writer)
+
+    def __anext__(self) -> Any:
+        return self._frames.__anext__()
+
+    async def asend(self, value: None) -> bytes:
+        return await self._frames.asend(value)
+
+    async def athrow(
+        self,
+        kind: Any,
+        value: BaseException | object = None,
+        traceback: TracebackType | None = None,
+    ) -> bytes:
+        self._generation.close()
+        return await self._frames.athrow(kind, value, traceback)
+
+    async def aclose(self) -> None:
+        try:
+            await self._frames.aclose()
+        finally:
+            self._generation.close()
+
+
+async def _frames(generation: Generation, writer: FrameWriter) -> AsyncGenerator[bytes, None]:
+    try:
+        while generation.is_open:
+            data = writer.write(await generation.next())
+            if not generation.is_open:
+                data += writer.end()
+            if data:
+                yield data
+    finally:
+        generation.close()

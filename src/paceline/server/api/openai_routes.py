@@ -1,0 +1,76 @@
+"""POST /v1/chat/completions and POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from paceline.server.api.describe import operation
+from paceline.server.api.error_frames import openai_error_frame
+from paceline.server.api.fields import ignored_header
+from paceline.server.api.frames import EventStream
+from paceline.server.api.openai_fields import CHAT, COMPLETIONS
+from paceline.server.api.openai_frames import ChatChunks, CompletionChunks
+from paceline.server.api.openai_requests import BodyParser, ParsedBody
+from paceline.server.api.openai_responses import chat_body, completion_body
+from paceline.server.api.route import Route
+from paceline.server.call import Answer, Call, Events
+from paceline.server.generation import Generation
+from paceline.server.service import Service
+
+
+class OpenAIRoute:
+    """One of the two routes, over one service."""
+
+    def __init__(self, service: Service, url: str) -> None:
+        self._service = service
+        self._url = url
+        settings = service.settings
+        self.parser = BodyParser(url, settings.limits, strict=settings.strict_fields)
+
+    async def answer(self, call: Call) -> Answer | Events:
+        service = self._service
+        service.check_ready(call)
+        body = self.parser.parse(call.body, service.facts)
+        generation = await service.start(call, body)
+        headers = ignored_header(body.ignored)
+        if body.streaming.wanted:
+            make = ChatChunks if self._url == CHAT else CompletionChunks
+            frames = EventStream(generation, make(generation, body, service.tokenizer, call.id))
+            return Events(frames=frames, error_frame=openai_error_frame, headers=headers)
+        try:
+            answer = await self._whole(call, body, generation)
+        finally:
+            generation.close()
+        return Answer(body=msgspec.json.encode(answer), headers=headers)
+
+    async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> dict[str, Any]:
+        outputs = await generation.complete()
+        tokenizer, num_top = self._service.tokenizer, body.sampling.logprobs
+        shown = {"token_ids": body.shows_token_ids, "prompt_logprobs": body.shows_prompt_logprobs}
+        if self._url == CHAT:
+            return chat_body(body.model, outputs[0], tokenizer, num_top, id=call.id, **shown)
+        return completion_body(body.model, outputs, num_top, tokenizer, echo=body.echo, id=call.id, **shown)
+
+
+def openai_routes(service: Service) -> list[Route]:
+    chat, completions = OpenAIRoute(service, CHAT), OpenAIRoute(service, COMPLETIONS)
+    return [
+        Route(
+            methods=("POST",),
+            path=CHAT,
+            handler=chat.answer,
+            takes_body=True,
+            is_generation=True,
+            openapi=operation("Answer a conversation", chat.parser.table.schema(), streams=True),
+        ),
+        Route(
+            methods=("POST",),
+            path=COMPLETIONS,
+            handler=completions.answer,
+            takes_body=True,
+            is_generation=True,
+            openapi=operation("Complete prompts", completions.parser.table.schema(), streams=True),
+        ),
+    ]

@@ -1,0 +1,21 @@
+"""All routes of the API, for the application to mount in this order."""
+
+from __future__ import annotations
+
+from paceline.server.api.missing_routes import missing_routes
+from paceline.server.api.model_routes import model_routes
+from paceline.server.api.openai_routes import openai_routes
+from paceline.server.api.route import Route
+from paceline.server.api.token_routes import token_routes
+from paceline.server.service import Service
+
+__all__ = ["Route", "routes"]
+
+
+def routes(service: Service) -> list[Route]:
+    return [
+        *openai_routes(service),
+        *model_routes(service),
+        *token_routes(service),
+        *missing_routes(),
+    ]

@@ -1,0 +1,287 @@
+"""One generation: the engine's news of one or more prompts as deltas of text, in the order of their branches.
+
+Owns the way from token ids to text, endings and figures of one request, and its permit. Whatever fails here ends this
+request alone; however it ends, the engine is told, the permit goes back and the observer hears of it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.request import FinishReason
+from paceline.errors import PacelineError
+from paceline.llm.branch_text import BranchText, logprob_entry
+from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from paceline.llm.prompts import PreparedRequest
+from paceline.server.admission import Permit
+from paceline.server.call import Observer, RequestRecord
+from paceline.server.failures import DeadlineExceeded, GenerationFailed, QueueTimeout
+from paceline.serving.client import BranchNews, Ending, EngineStream, EngineUnavailable
+from paceline.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger("paceline.server")
+_STOP, _ABORT, _ERROR = FinishReason.STOP.value, FinishReason.ABORT.value, FinishReason.ERROR.value
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one branch. `output` is the branch so far, without its text; it has ended when it says so."""
+
+    index: int  # of the choice: branches of the first prompt, then of the second, ...
+    text: str
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    output: CompletionOutput
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request so far."""
+
+    num_prompt: int
+    num_output: int
+    num_cached: int
+
+
+class _Part:
+    """One prompt of the request under way."""
+
+    __slots__ = ("branches", "first_index", "num_open", "prepared", "prompt_logprobs", "stream", "task")
+
+    def __init__(
+        self, stream: EngineStream, prepared: PreparedRequest, tokenizer: Tokenizer, first_index: int
+    ) -> None:
+        sampling = prepared.sampling
+        self.stream = stream
+        self.prepared = prepared
+        self.first_index = first_index
+        ids = prepared.token_ids
+        self.branches = [BranchText(index, tokenizer, ids, sampling) for index in range(sampling.n)]
+        self.num_open = sampling.n
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(ids)
+        self.task: asyncio.Task[list[BranchNews]] | None = None
+
+
+class Generation:
+    """A request the engine works on. `close` it in whatever way it ends."""
+
+    def __init__(
+        self,
+        started: Sequence[tuple[PreparedRequest, EngineStream]],
+        tokenizer: Tokenizer,
+        permit: Permit,
+        record: RequestRecord,
+        observer: Observer,
+        *,
+        first_token_timeout_s: float | None = None,
+    ) -> None:
+        self.record = record
+        self._tokenizer = tokenizer
+        self._permit = permit
+        self._observer = observer
+        self._timeout_s = first_token_timeout_s
+        self._is_closed = False
+        self._parts: list[_Part] = []
+        for prepared, stream in started:
+            first = sum(len(part.branches) for part in self._parts)
+            self._parts.append(_Part(stream, prepared, tokenizer, first))
+        self._num_open = sum(part.num_open for part in self._parts)
+        self._num_prompt = sum(len(part.prepared.token_ids) for part in self._parts)
+        self._only = self._parts[0] if len(self._parts) == 1 else None
+        observer.started(record)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some branch has not ended."""
+        return self._num_open > 0
+
+    @property
+    def usage(self) -> Usage:
+        record = self.record
+        return Usage(num_prompt=self._num_prompt, num_output=record.num_output, num_cached=record.num_cached)
+
+    @property
+    def prompts(self) -> list[PreparedRequest]:
+        return [part.prepared for part in self._parts]
+
+    def prompt_logprobs(self, prompt: int) -> list[dict[int, Logprob] | None] | None:
+        return self._parts[prompt].prompt_logprobs
+
+    async def next(self) -> list[Delta]:
+        """Wait for news. Raises what went wrong, after which there is nothing left to do but `close`."""
+        try:
+            if self.record.first_token_s is None and self._timeout_s is not None:
+                taken = await self._take_first(self._timeout_s)
+            elif self._only is not None:
+                taken = [(self._only, await self._only.stream.take())]
+            else:
+                taken = await self._take_any()
+            return [self._read(part, news) for part, found in taken for news in found]
+        except PacelineError as error:
+            self._note_failure(_ABORT if isinstance(error, _ABORTS) else _ERROR, error)
+            raise
+        except Exception as error:  # a detokeniser, a row nobody asked for: it must not reach anybody else
+            _logger.exception("request %s failed between the engine and its text", self.record.id)
+            failure = GenerationFailed("the request failed inside the server")
+            self._note_failure(_ERROR, failure)
+            raise failure from error
+
+    async def complete(self) -> list[RequestOutput]:
+        """Wait for all of it: an output for each prompt."""
+        texts: list[list[str]] = [[] for part in self._parts for _ in part.branches]
+        while self._num_open:
+            for delta in await self.next():
+                if delta.text:
+                    texts[delta.index].append(delta.text)
+        outputs = []
+        for part in self._parts:
+            for branch in part.branches:
+                branch.output.text = "".join(texts[part.first_index + branch.output.index])
+            outputs.append(
+                RequestOutput(
+                    request_id=self.record.id,
+                    prompt=part.prepared.text,
+                    prompt_token_ids=part.prepared.token_ids,
+                    outputs=[branch.output for branch in part.branches],
+                    prompt_logprobs=part.prompt_logprobs,
+                    finished=True,
+                )
+            )
+        outputs[0].num_cached_tokens = self.record.num_cached
+        return outputs
+
+    def close(self) -> None:
+        """End what still runs, give everything back. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        record = self.record
+        try:
+            for part in self._parts:
+                part.stream.close()
+                _forget(part.task)
+        finally:
+            self._permit.release()
+            record.finished_s = time.monotonic()
+            if self._num_open and not record.finish_reason:
+                record.finish_reason = _ABORT  # the client left
+            self._observer.finished(record)
+
+    # -- news ----------------------------------------------------------------------------------------------
+
+    async def _take_first(self, timeout_s: float) -> list[tuple[_Part, list[BranchNews]]]:
+        left = timeout_s - (time.monotonic() - self.record.received_s)
+        try:
+            async with asyncio.timeout(max(left, 0.0)):
+                return await self._take_any()
+        except TimeoutError:
+            raise QueueTimeout("no token came in the time a request may wait; try again later") from None
+
+    async def _take_any(self) -> list[tuple[_Part, list[BranchNews]]]:
+        """News of whichever prompts have some. A prompt's next news is asked for when these are dealt with."""
+        waiting = []
+        for part in self._parts:
+            if part.task is None and part.num_open:
+                part.task = asyncio.ensure_future(part.stream.take())
+            if part.task is not None:
+                waiting.append(part.task)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        taken = []
+        for part in self._parts:
+            if part.task is not None and part.task.done():
+                done, part.task = part.task, None
+                taken.append((part, done.result()))
+        return taken
+
+    def _read(self, part: _Part, news: BranchNews) -> Delta:
+        branch = part.branches[news.branch]
+        output, ending = branch.output, news.ending
+        before = len(output.token_ids)
+        if news.logprobs:
+            self._read_logprobs(part, branch, news)
+        text = ""
+        if news.tokens and branch.cut_at is None:
+            is_stop = (
+                ending is not None
+                and ending.reason == _STOP
+                and before + len(news.tokens) == ending.num_output
+            )
+            text = branch.push(news.tokens, ends_with_stop_token=is_stop)
+            if branch.cut_at is not None and ending is None:
+                part.stream.finish_at(news.branch, branch.cut_at)
+            self._count(len(output.token_ids) - before, news.time_s)
+        if ending is not None:
+            text += self._end(part, branch, ending)
+        tokens = news.tokens if branch.cut_at is None else output.token_ids[before:]
+        logprobs = None if output.logprobs is None else output.logprobs[before : before + len(tokens)]
+        return Delta(part.first_index + news.branch, text, tokens, logprobs, output, ending is not None)
+
+    def _read_logprobs(self, part: _Part, branch: BranchText, news: BranchNews) -> None:
+        for found in news.logprobs:
+            number = found.position - len(part.prepared.token_ids)
+            if number >= 0:
+                branch.push_logprobs(found, number)
+            elif part.prompt_logprobs is not None:
+                part.prompt_logprobs[number] = logprob_entry(self._tokenizer, found)
+
+    def _count(self, count: int, time_s: float) -> None:
+        record = self.record
+        if record.first_token_s is None:
+            record.first_token_s = time.monotonic()
+            self._permit.leave_queue()
+            self._observer.first_token(record)
+        record.num_output += count
+        self._observer.tokens(record, count, time_s)
+
+    def _end(self, part: _Part, branch: BranchText, ending: Ending) -> str:
+        record, output = self.record, branch.output
+        text = branch.finish(ending.reason, ending.detail)
+        part.num_open -= 1
+        self._num_open -= 1
+        if output.index == 0:  # the others take the prompt over from the first
+            record.num_cached += ending.num_cached
+        record.preemptions += ending.preemptions
+        record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
+        if output.finish_reason in (_ERROR, _ABORT):
+            raise _failure(ending)
+        if not record.finish_reason:
+            record.finish_reason = output.finish_reason or ""
+        return text
+
+    def _note_failure(self, reason: str, error: PacelineError) -> None:
+        self.record.finish_reason = reason
+        self.record.error_code = getattr(error, "code", "")
+
+
+_ABORTS = (QueueTimeout, DeadlineExceeded, EngineUnavailable)
+
+
+def _failure(ending: Ending) -> PacelineError:
+    """What to tell of a branch that did not end well."""
+    if ending.reason == _ERROR:
+        if ending.detail == "numerical_error":
+            message = "the model's numbers for this request were not usable"
+            return GenerationFailed(message, code="numerical_error")
+        return GenerationFailed("the request failed inside the engine")
+    if ending.detail == "deadline":
+        if ending.num_output == 0:
+            return QueueTimeout("no token came in the time a request may take; try again later")
+        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
+    return EngineUnavailable("the server is shutting down", code="shutting_down")
+
+
+def _forget(task: asyncio.Task[list[BranchNews]] | None) -> None:
+    """Nobody waits for this any more; what it raised is not worth a complaint either."""
+    if task is None:
+        return
+    if not task.done():
+        task.cancel()
+    elif not task.cancelled():
+        task.exception()

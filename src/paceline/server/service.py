@@ -1,0 +1,240 @@
+"""What the routes share: the engine, the model's text side, admission and the way a body becomes a generation.
+
+A body is checked first, then a permit is taken, then the prompt is rendered and tokenised (off the event loop unless
+it is short), then the engine hears of it. Knows nothing of HTTP and of the shapes of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from paceline.checkpoint.generation import GenerationDefaults
+from paceline.checkpoint.open import Checkpoint
+from paceline.llm.chat import ChatPrompts
+from paceline.llm.prompts import PreparedRequest, PromptReader
+from paceline.server.admission import Admission, Capacity
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.call import Call, NoObserver, Observer, RequestRecord
+from paceline.server.failures import ContextTooLong, NotPermitted
+from paceline.server.generation import Generation
+from paceline.server.limits import SERVER_LIMITS, RequestLimits
+from paceline.server.prompt_size import check_prompt
+from paceline.serving.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
+from paceline.text.tokenizer import Tokenizer
+
+# A shorter prompt is tokenised faster than another thread takes over.
+INLINE_CHARS = 1_000
+NUM_THREADS = 2
+CHARS_PER_TOKEN = 4  # a guess at the door, before anything is tokenised
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """The model as far as this process knows it: its names and its text side."""
+
+    names: tuple[str, ...]  # the first is the one that answers carry
+    tokenizer: Tokenizer
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    seed: int = 0
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, names: tuple[str, ...], *, seed: int = 0) -> ServedModel:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        return cls(names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """What an operator can set about requests."""
+
+    limits: RequestLimits = SERVER_LIMITS
+    strict_fields: bool = False
+    max_queue: int = 256  # requests that wait beside those that run
+    max_queued_tokens: int | None = None  # None: a quarter of what so many prompts could hold
+    request_timeout_s: float | None = None  # from arrival to the end
+    queue_timeout_s: float | None = None  # from arrival to the first token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Known:
+    """What follows from an engine that has loaded its model."""
+
+    info: EngineInfo
+    facts: ModelFacts
+    reader: PromptReader
+
+
+class Service:
+    """One model behind one engine."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: ServedModel,
+        settings: ServiceSettings | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> None:
+        self.client = client
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.settings = settings or ServiceSettings()
+        self.observer: Observer = observer or NoObserver()
+        self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
+        self._chat = ChatPrompts(model.tokenizer)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
+        self._known: _Known | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Raises EngineUnavailable before the model is loaded for the first time."""
+        return self._loaded().facts
+
+    def check_ready(self, call: Call) -> None:
+        """Refuse at once what cannot be answered now, before its body is looked at."""
+        state = self.client.state
+        if state is EngineState.STARTING:
+            raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
+        if state is not EngineState.READY:
+            raise EngineUnavailable("the engine is not available; try again in a moment")
+        self._loaded()
+        self.admission.check_door(call.caller)
+
+    async def start(self, call: Call, body: ParsedBody) -> Generation:
+        """From a checked body to a request under way. The caller closes what it gets."""
+        self._check_priority(call, body)
+        known = self._loaded()
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
+        try:
+            is_short = size <= INLINE_CHARS and not body.sampling.bad_words
+            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
+            permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
+            started = self._submit(call, body, prepared)
+        except BaseException:
+            permit.release()
+            raise
+        return Generation(
+            started,
+            self.tokenizer,
+            permit,
+            _record(call, body, prepared),
+            self.observer,
+            first_token_timeout_s=self.settings.queue_timeout_s,
+        )
+
+    async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
+        """Run what takes the processor for a while, beside the event loop unless it is short."""
+        if inline:
+            return do()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def prompt_ids(self, body: ParsedBody) -> list[int]:
+        """The tokens of a conversation, for those who only count them."""
+        options = body.template
+        _, ids = self._chat.render(
+            body.messages or (),
+            switches=options.switches,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+        )
+        return ids
+
+    # -- from a body to the engine -------------------------------------------------------------------------
+
+    def _loaded(self) -> _Known:
+        info = self.client.info
+        if self._known is None or self._known.info is not info:
+            self._known = self._know(info)
+            settings = self.settings
+            most = settings.max_queued_tokens or max(
+                info.max_model_len, settings.max_queue * info.max_model_len // 4
+            )
+            self.admission.capacity.places = info.max_num_seqs + settings.max_queue
+            self.admission.capacity.queued_tokens = most
+        return self._known
+
+    def _know(self, info: EngineInfo) -> _Known:
+        model = self.model
+        facts = ModelFacts(names=model.names, max_model_len=info.max_model_len, generation=model.generation)
+        reader = PromptReader(
+            model.tokenizer,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            seed=model.seed,
+        )
+        return _Known(info=info, facts=facts, reader=reader)
+
+    def _check_priority(self, call: Call, body: ParsedBody) -> None:
+        lowest = call.caller.lowest_priority_number
+        if lowest is not None and body.priority < lowest:
+            message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
+            raise NotPermitted(message, param="priority")
+
+    def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
+        if body.messages is not None:
+            texts: list[tuple[str | None, list[int]]] = [(None, self.prompt_ids(body))]
+        else:
+            texts = [
+                (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+                for prompt in body.prompts
+            ]
+        most = known.facts.max_model_len
+        for _, ids in texts:
+            if len(ids) >= most:
+                raise ContextTooLong(
+                    f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
+                    f"leaves no room for an answer",
+                    param="prompt" if body.messages is None else "messages",
+                )
+        return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
+
+    def _submit(
+        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]
+    ) -> list[tuple[PreparedRequest, EngineStream]]:
+        tenant = call.caller.tenant
+        if body.cache_salt:
+            tenant = f"{tenant}\x1f{body.cache_salt}"
+        timeout_s = self.settings.request_timeout_s
+        if timeout_s is not None:
+            timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))
+        started: list[tuple[PreparedRequest, EngineStream]] = []
+        try:
+            for prompt in prepared:
+                stream = self.client.submit(
+                    prompt.token_ids,
+                    prompt.sampling,
+                    tenant=tenant,
+                    priority=body.priority,
+                    timeout_s=timeout_s,
+                )
+                started.append((prompt, stream))
+        except BaseException:
+            for _, stream in started:
+                stream.close()
+            raise
+        return started
+
+
+def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -> RequestRecord:
+    return RequestRecord(
+        id=call.id,
+        route=call.route,
+        tenant=call.caller.tenant,
+        received_s=call.received_s,
+        num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
+        num_branches=body.num_branches,
+        max_tokens=prepared[0].sampling.max_tokens,
+        is_stream=body.streaming.wanted,
+    )

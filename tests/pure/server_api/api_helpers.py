@@ -1,0 +1,276 @@
+"""A service over an engine that says what a test wrote down, and calls to its routes without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from paceline.core.plan import RowLogprobs
+from paceline.core.sampling import SamplingParams
+from paceline.server.api.routes import Route, routes
+from paceline.server.call import Answer, Call, Caller, Events, RequestRecord
+from paceline.server.service import ServedModel, Service, ServiceSettings
+from paceline.serving.client import (
+    BranchNews,
+    Ending,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    EngineUnavailable,
+)
+from paceline.text.tokenizer import Tokenizer
+from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
+
+INFO = EngineInfo(
+    vocab_size=VOCAB_SIZE,
+    max_model_len=CONTEXT,
+    block_size=16,
+    num_blocks=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    device="cpu",
+    dtype="float32",
+    weight_bytes=1,
+    kv_bytes=1,
+    load_s=0.1,
+)
+ANYBODY = Caller()
+EOS = 3
+Script = Callable[[Sequence[int], SamplingParams], list[list[BranchNews] | Exception]]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        return Tokenizer.from_folder(write_model(Path(folder)), model_vocab_size=VOCAB_SIZE)
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def ending(reason: str = "stop", num_output: int = 1, detail: str = "", num_cached: int = 0) -> Ending:
+    return Ending(
+        reason=reason,
+        detail=detail,
+        num_prompt=1,
+        num_output=num_output,
+        num_cached=num_cached,
+        preemptions=0,
+        queue_s=0.25,
+        time_s=2.0,
+    )
+
+
+def says(*pieces: str, reason: str = "length", num_cached: int = 0, with_eos: bool = False) -> Script:
+    """Every branch says these pieces, a piece in each news; a branch's number takes the place of `#`."""
+
+    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchNews] | Exception]:
+        steps: list[list[BranchNews] | Exception] = []
+        sent = [0] * sampling.n
+        for number, piece in enumerate(pieces):
+            step = []
+            for branch in range(sampling.n):
+                news = BranchNews(branch=branch, tokens=ids(piece.replace("#", str(branch))), time_s=1.0)
+                is_last = number == len(pieces) - 1
+                if is_last and with_eos:
+                    news.tokens.append(EOS)
+                if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+                    news.logprobs = logprobs_of(
+                        prompt, news.tokens, sent[branch], sampling, with_prompt=not number
+                    )
+                sent[branch] += len(news.tokens)
+                if is_last:
+                    news.ending = ending(reason, sent[branch], num_cached=num_cached)
+                step.append(news)
+            steps.append(step)
+        return steps
+
+    return script
+
+
+def logprobs_of(
+    prompt: Sequence[int], tokens: Sequence[int], before: int, sampling: SamplingParams, *, with_prompt: bool
+) -> list[RowLogprobs]:
+    """The chosen token is always the likeliest, with -0.5; the next id follows with -1.5."""
+    places = [(len(prompt) + before + index, token) for index, token in enumerate(tokens)]
+    count = sampling.logprobs or 0
+    if with_prompt and sampling.prompt_logprobs is not None:
+        places = [(index, token) for index, token in enumerate(prompt) if index] + places
+        count = max(count, sampling.prompt_logprobs)
+    return [
+        RowLogprobs(
+            row=0,
+            position=position,
+            token=token,
+            logprob=-0.5,
+            rank=1,
+            top_tokens=(token, token + 1)[:count],
+            top_logprobs=(-0.5, -1.5)[:count],
+        )
+        for position, token in places
+    ]
+
+
+class FakeStream:
+    def __init__(self, steps: list[list[BranchNews] | Exception]) -> None:
+        self._steps = steps
+        self.finished_at: list[tuple[int, int]] = []
+        self.is_closed = False
+        self.gate: asyncio.Event | None = None
+
+    async def take(self) -> list[BranchNews]:
+        if not self._steps:
+            await asyncio.Event().wait()  # an engine that has nothing to say
+        await asyncio.sleep(0)
+        step = self._steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def finish_at(self, branch: int, num_output: int) -> None:
+        self.finished_at.append((branch, num_output))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeClient:
+    def __init__(self, script: Script) -> None:
+        self.state = EngineState.READY
+        self.script = script
+        self.submitted: list[dict[str, Any]] = []
+        self.streams: list[FakeStream] = []
+        self.has_info = True
+
+    @property
+    def info(self) -> EngineInfo:
+        if not self.has_info:
+            raise EngineUnavailable("the model is being loaded", code="starting")
+        return INFO
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return 0.0
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> FakeStream:
+        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
+        self.submitted.append({**given, "timeout_s": timeout_s})
+        self.streams.append(FakeStream(self.script(tokens, sampling)))
+        return self.streams[-1]
+
+
+class Listener:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.records: list[RequestRecord] = []
+        self.num_tokens = 0
+
+    def started(self, record: RequestRecord) -> None:
+        self.heard.append("started")
+
+    def first_token(self, record: RequestRecord) -> None:
+        self.heard.append("first_token")
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        self.num_tokens += count
+
+    def finished(self, record: RequestRecord) -> None:
+        self.heard.append("finished")
+        self.records.append(record)
+
+
+class Api:
+    """One service and its routes."""
+
+    def __init__(self, script: Script | None = None, **settings: Any) -> None:
+        self.client = FakeClient(script or says("hello"))
+        self.listener = Listener()
+        model = ServedModel(names=("tiny", "alias"), tokenizer=tokenizer(), created_s=7)
+        self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
+        self.routes: dict[tuple[str, str], Route] = {
+            (method, route.path): route for route in routes(self.service) for method in route.methods
+        }
+
+    def call(
+        self,
+        route: str,
+        body: dict[str, Any] | None = None,
+        *,
+        caller: Caller = ANYBODY,
+        method: str = "POST",
+        path: dict[str, str] | None = None,
+    ) -> tuple[Route, Call]:
+        call = Call(
+            id="id1",
+            route=route,
+            body=body or {},
+            headers={},
+            caller=caller,
+            received_s=asyncio.get_running_loop().time(),
+            path=path or {},
+        )
+        return self.routes[method, route], call
+
+    async def open(self, route: str, body: dict[str, Any] | None = None, **more: Any) -> Answer | Events:
+        found, call = self.call(route, body, **more)
+        return await found.handler(call)
+
+    def ask(self, route: str, body: dict[str, Any] | None = None, **more: Any) -> Any:
+        """The answer of a route, as JSON."""
+        answer = asyncio.run(self.open(route, body, **more))
+        assert isinstance(answer, Answer)
+        return json.loads(answer.body)
+
+    def stream(self, route: str, body: dict[str, Any], **more: Any) -> bytes:
+        """All bytes of a stream. `created` is 0 in them, so that they are the same on every day."""
+
+        async def run() -> bytes:
+            events = await self.open(route, {**body, "stream": True}, **more)
+            assert isinstance(events, Events)
+            found = b""
+            try:
+                async for frame in events.frames:
+                    found += frame
+            except Exception as error:
+                assert found, "before the first frame an error has a status of its own"
+                found += events.error_frame(error)
+            finally:
+                await events.frames.aclose()
+            return re.sub(rb'"created(_at)?":\d+', rb'"created\1":0', found)
+
+        return asyncio.run(run())
+
+    @property
+    def is_at_rest(self) -> bool:
+        admission = self.service.admission
+        closed = all(stream.is_closed for stream in self.client.streams)
+        return closed and (admission.places_taken, admission.tokens_waiting) == (0, 0)
+
+
+def chunks(data: bytes) -> list[Any]:
+    """The JSON of every frame but [DONE]."""
+    frames = data.decode().split("\n\n")
+    assert frames.pop() == ""
+    found = [frame.partition("data: ")[2] for frame in frames]
+    return [json.loads(frame) for frame in found if frame != "[DONE]"]
