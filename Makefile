@@ -19,11 +19,8 @@ CODE := src tests tools $(wildcard benchmarks)
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Fails on purpose: nothing was served, and a script or supervisor that called this must not read success.
-serve: ## Start the server (not built yet: says so and fails)
-	@echo "The server is not built yet: there is nothing to start in this version." >&2
-	@echo "What runs today: make chat (a model on this machine) and make sim (the simulator)." >&2
-	@exit 1
+serve: $(STAMP) ## Serve a model over HTTP: make serve ARGS="--port 9000"
+	@$(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
 	@$(PYTEST) tests --ignore=tests/mutants -n auto

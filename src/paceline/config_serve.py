@@ -25,19 +25,17 @@ class ApiConfig:
         None, "name of the model in requests; several are separated by commas", kind=str
     )
     strict_fields: bool = option(False, "refuse request fields that are not known instead of listing them")
-    chat_template: str | None = option(None, "file with another chat template than the model's own", kind=str)
-    max_logprobs: int = option(20, "most log probabilities per token", low=0, high=20)
+    max_logprobs: int = option(20, "most log probabilities per token", low=1, high=20)
     max_waiting_requests: int = option(
         256, "requests that may wait; more are answered with 429 at once", low=1, high=100_000
     )
-    max_waiting_tokens: int = option(4_000_000, "prompt tokens that may wait, over all requests", low=1)
+    max_waiting_tokens: int | None = option(None, "prompt tokens that may wait", low=1, kind=int)
     queue_timeout_s: float = option(
         120.0, "seconds a request may wait for its first token", low=0.05, flag="--queue-timeout"
     )
     request_timeout_s: float = option(
         600.0, "seconds a request may take in all", low=0.05, flag="--request-timeout"
     )
-    share_prefix_cache: bool = option(False, "let keys see one another's cached prompt beginnings")
 
     def __post_init__(self) -> None:
         check_options(self)

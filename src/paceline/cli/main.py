@@ -19,6 +19,7 @@ from paceline.cli.doctor import add_doctor
 from paceline.cli.models import add_models
 from paceline.cli.run import add_run
 from paceline.cli.run_batch import add_run_batch
+from paceline.cli.serve import add_serve
 from paceline.cli.sim import add_sim
 from paceline.errors import PacelineError
 
@@ -52,6 +53,7 @@ def _paceline(
         typer.echo(context.get_help())
 
 
+add_serve(app)
 add_chat(app)
 add_run(app)
 add_run_batch(app)

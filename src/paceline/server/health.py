@@ -6,6 +6,8 @@ way. A probe never waits and never makes the engine do anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from paceline.server.api.route import Route
@@ -68,6 +70,6 @@ def health_routes(status: ServerStatus) -> list[Route]:
     ]
 
 
-def _answer(status: int, facts: dict[str, object]) -> Answer:
+def _answer(status: int, facts: Mapping[str, object]) -> Answer:
     headers = {"cache-control": "no-store"} | ({"retry-after": "1"} if status == 503 else {})
     return Answer(body=msgspec.json.encode(facts), status=status, headers=headers)

@@ -1,0 +1,135 @@
+"""`paceline serve`: the flags of the server, and what is told before and after it runs.
+
+Everything is checked before anything heavy is imported; running it is in `serve_run`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import typer
+
+from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.serve_options import merged
+from paceline.config import SchedulerConfig, option
+from paceline.config_process import ProcessConfig
+from paceline.config_serve import ApiConfig, ServerConfig
+from paceline.errors import InputError
+
+HELP = """
+Serve a model over HTTP, in the way of the OpenAI API.
+
+\b
+  paceline serve
+  paceline serve ./my-model --port 9000
+  paceline serve org/model --host 0.0.0.0 --api-keys-file keys.jsonl
+  paceline serve --config server.yaml
+
+Options come from the command line, else from the environment (PACELINE_PORT for --port), else from --config. Stops on
+Ctrl-C or SIGTERM when the requests under way are done; a second signal stops it at once. SIGHUP reads the keys again.
+"""
+# Known from other servers, and refused for a reason.
+REFUSED = {
+    "trust_remote_code": "--trust-remote-code is not supported: no code that comes with a model is ever run",
+    "api_key": "--api-key would show the key to everybody on this machine; use PACELINE_API_KEY or --api-keys-file",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What `paceline serve` takes beside the options of the server, the model and the engine."""
+
+    named_model: str | None = option(None, "the model; the same as --model", kind=str)
+    config: str | None = option(None, "YAML file with options", kind=str)
+    trust_remote_code: bool = option(False, "not supported: no code of a model is run")
+    api_key: str | None = option(None, "not supported: use PACELINE_API_KEY or --api-keys-file", kind=str)
+
+
+def _flags(config: type, *titles: tuple[str, tuple[str, ...]]) -> list[Panel]:
+    """Panels for all options of a config; what no title names comes under the last."""
+    names = [spec.name for spec in fields(config) if "help" in spec.metadata]
+    named = {name for _, group in titles for name in group}
+    rest = tuple(name for name in names if name not in named)
+    panels = []
+    for index, (title, group) in enumerate(titles):
+        chosen = group + (rest if index == len(titles) - 1 else ())
+        flags = tuple(Flag(name=name) for name in chosen)
+        panels.append(Panel(title=title, config=config, flags=flags, optional=True))
+    return panels
+
+
+PANELS = (
+    Panel(
+        title="Server",
+        config=ServeOptions,
+        optional=True,
+        flags=(
+            Flag(name="named_model", metavar="MODEL", is_argument=True),
+            Flag(name="config", metavar="FILE"),
+        ),
+    ),
+    *_flags(
+        ServerConfig,
+        ("Server", ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "api_keys_file")),
+        ("Stopping", ("drain_delay_s", "drain_timeout_s")),
+        (
+            "Logs and metrics",
+            tuple(spec.name for spec in fields(ServerConfig) if "log" in spec.name or "metrics" in spec.name),
+        ),
+        ("Connections", ()),
+    ),
+    *_flags(ApiConfig, ("Requests", ())),
+    MODEL,
+    seed_panel("0"),
+    *ENGINE,
+    BATCH,
+    Panel(
+        title="Engine",
+        config=SchedulerConfig,
+        optional=True,
+        flags=(Flag(name="scheduling_policy"), Flag(name="watermark"), Flag(name="long_prefill_share")),
+    ),
+    *_flags(ProcessConfig, ("Engine process", ())),
+    Panel(
+        title="Not supported",
+        config=ServeOptions,
+        optional=True,
+        flags=(Flag(name="trust_remote_code"), Flag(name="api_key")),
+    ),
+)
+
+
+def add_serve(app: typer.Typer) -> None:
+    add_command(app, "serve", _serve, PANELS, HELP)
+
+
+def _serve(given: Mapping[str, Any]) -> None:
+    values = merged(given, PANELS, {**os.environ, "PACELINE_API_KEY": ""})
+    for name, reason in REFUSED.items():
+        if values.get(name):
+            raise InputError(reason)
+    named = values.pop("named_model", None)
+    if named is not None:
+        if values.get("model") not in (None, named):
+            raise InputError("the model is given twice; give it once, by its place or with --model")
+        values["model"] = named
+    config = ServerConfig(**_of(ServerConfig, values), api=ApiConfig(**_of(ApiConfig, values)))
+    process = ProcessConfig(**_of(ProcessConfig, values))
+    engine = engine_options(values)
+
+    from paceline.cli.serve_run import run_server
+
+    code = run_server(config, process, engine)
+    sys.stdout.flush()
+    if code:
+        raise typer.Exit(code)
+
+
+def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {spec.name for spec in fields(config) if "help" in spec.metadata}
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,90 @@
+"""The card a server shows when it is ready: what runs, how much fits, where it is and how to try it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from typing import TextIO
+
+from paceline.serving.client import EngineInfo
+
+TYPICAL_TOKENS = 2048
+Line = tuple[str, str]
+
+
+def card_lines(
+    info: EngineInfo,
+    *,
+    version: str,
+    names: Sequence[str],
+    base_url: str,
+    metrics_url: str,
+    curl_options: str = "",
+    needs_key: bool,
+) -> list[Line]:
+    """Label and value of each line."""
+    tokens = info.num_blocks * info.block_size
+    also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
+    lines = [
+        ("paceline", version),
+        ("model", names[0] + also),
+        (
+            "runs on",
+            f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}, loaded in {info.load_s:.1f} s",
+        ),
+        (
+            "KV cache",
+            f"{_size(info.kv_bytes)}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
+        ),
+        ("concurrency", _concurrency(info, tokens)),
+        ("API", f"{base_url}/v1"),
+        ("docs", f"{base_url}/docs"),
+        ("metrics", metrics_url),
+    ]
+    lines += [("note", notice) for notice in info.notices]
+    lines.append(("try", curl_line(base_url, names[0], curl_options, needs_key=needs_key)))
+    return lines
+
+
+def curl_line(base_url: str, name: str, options: str, *, needs_key: bool) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    quoted = body.replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if needs_key else ""
+    return (
+        f"curl {options}{base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+    )
+
+
+def show_card(lines: Sequence[Line], stream: TextIO) -> None:
+    """A box on a terminal that has room for it, plain lines elsewhere. The line to copy stays whole."""
+    try:
+        width = max(len(label) for label, _ in lines)
+        if not stream.isatty():
+            stream.write("".join(f"{label}: {value}\n" for label, value in lines))
+        else:
+            stream.write(_boxed(lines, width, shutil.get_terminal_size().columns))
+        stream.flush()
+    except (OSError, ValueError):
+        return  # nobody reads it
+
+
+def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:
+    framed = [f"{label:<{width}}  {value}" for label, value in lines if label != "try"]
+    outside = "".join(f"  {value}\n" for label, value in lines if label == "try")
+    inner = max(map(len, framed))
+    if inner + 4 > columns:
+        return "\n".join(framed) + "\n\n" + outside + "\n"
+    top, bottom = "╭" + "─" * (inner + 2) + "╮\n", "╰" + "─" * (inner + 2) + "╯\n"
+    return top + "".join(f"│ {line:<{inner}} │\n" for line in framed) + bottom + "\n" + outside + "\n"
+
+
+def _concurrency(info: EngineInfo, tokens: int) -> str:
+    parts = [f"{tokens / info.max_model_len:.2f}x for {info.max_model_len:,} tokens per request"]
+    if info.max_model_len > TYPICAL_TOKENS:
+        parts.append(f"{tokens / TYPICAL_TOKENS:.2f}x for {TYPICAL_TOKENS:,}")
+    return f"{', '.join(parts)}; at most {info.max_num_seqs} at once"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,81 @@
+"""Puts the parts of a server together: engine process, application, listeners, API, card."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline import __version__
+from paceline.cli.serve_card import card_lines, show_card
+from paceline.config import ModelConfig
+from paceline.config_process import ProcessConfig
+from paceline.config_serve import ServerConfig
+from paceline.server.app import Api, Application
+from paceline.server.auth import Keyring
+from paceline.server.http.listener import Listener
+from paceline.server.keys_file import read_keys
+from paceline.server.lifecycle import Server
+from paceline.server.logs import LogOutput
+from paceline.server.open_api import model_names, open_api
+from paceline.serving.client import EngineInfo
+from paceline.serving.supervisor import EngineProcess
+
+
+def build_server(
+    config: ServerConfig,
+    process: ProcessConfig,
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    keyring: Keyring,
+    sockets: Sequence[socket.socket],
+    output: LogOutput,
+) -> tuple[Server, list[Listener]]:
+    """A server that has not started, and its listeners."""
+    engine = EngineProcess(model, given, process)
+    app = Application(config, engine.client, keyring)
+    app.dropped_lines = lambda: output.dropped
+    listeners = [Listener(app.main, sockets[0], config, uses_tls=config.ssl_certfile is not None)]
+    if app.side is not None:
+        listeners.append(Listener(app.side, sockets[1], config))
+    build = open_api(model, config.api, engine.client, app.log)
+
+    async def open_in_thread() -> Api:
+        return await asyncio.get_running_loop().run_in_executor(None, build)
+
+    def show(info: EngineInfo) -> None:
+        base, metrics, options = _urls(config, listeners)
+        names = model_names(model, config.api)
+        lines = card_lines(
+            info,
+            version=__version__,
+            names=names,
+            base_url=base,
+            metrics_url=metrics,
+            curl_options=options,
+            needs_key=len(keyring) > 0,
+        )
+        show_card(lines, sys.stdout)
+
+    server = Server(
+        config,
+        engine,
+        app,
+        open_api=open_in_thread,
+        on_ready=show,
+        read_keys=lambda: read_keys(config.api_keys_file),
+    )
+    return server, listeners
+
+
+def _urls(config: ServerConfig, listeners: Sequence[Listener]) -> tuple[str, str, str]:
+    """Where the API and the metrics are, and what curl needs to get there."""
+    scheme = "https" if config.ssl_certfile is not None else "http"
+    options = ""
+    base = f"{scheme}://{listeners[0].address}"
+    if config.uds is not None:
+        options, base = f"--unix-socket {config.uds} ", f"{scheme}://localhost"
+    metrics = base if len(listeners) == 1 else f"http://{listeners[1].address}"
+    return base, f"{metrics}/metrics", options

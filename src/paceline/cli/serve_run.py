@@ -1,0 +1,88 @@
+"""Runs a server in this process: binds, starts the engine's process, serves, and ends with an exit code.
+
+The order is what makes a start quick and mistakes cheap: keys and sockets first, then the engine's process, and only
+then what this process itself has to import, while the engine loads. torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import __version__
+from paceline.config_process import ProcessConfig
+from paceline.config_serve import ServerConfig
+
+
+def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
+    """Serve until told to stop; returns the exit code."""
+    from paceline.llm.arguments import split_arguments
+
+    model, given = split_arguments(None, engine)
+    print(
+        f"paceline {__version__}: loading {model.model or 'SmolLM2-135M-Instruct'} ...",
+        file=sys.stderr,
+        flush=True,
+    )
+
+    import uvloop
+
+    from paceline.server.app import check_exposure
+    from paceline.server.keys_file import read_keys
+    from paceline.server.logs import set_up_logs
+
+    _set_process_limits(config)
+    keyring = read_keys(config.api_keys_file)
+    check_exposure(config, keyring)
+    sockets = _bind(config)
+    output = set_up_logs(config.log_format, config.log_level)
+
+    async def serve() -> int:
+        from paceline.cli.serve_parts import build_server
+
+        server, listeners = build_server(config, process, model, given, keyring, sockets, output)
+        return await server.run(listeners)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(serve())
+            output.finish()
+            # A thread that still computes, or an output that blocks, must not hold up the end.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(code)
+    finally:
+        output.finish()
+        for bound in sockets:
+            bound.close()
+
+
+def _bind(config: ServerConfig) -> list[socket.socket]:
+    from paceline.server.http.listener import bind_tcp, bind_unix
+
+    sockets = [bind_unix(config.uds) if config.uds is not None else bind_tcp(config.host, config.port)]
+    if config.metrics_port is not None:
+        try:
+            sockets.append(bind_tcp(config.metrics_host, config.metrics_port, flag="--metrics-port"))
+        except BaseException:
+            sockets[0].close()
+            raise
+    return sockets
+
+
+def _set_process_limits(config: ServerConfig) -> None:
+    """As many files as connections need, and no core dumps: there are prompts in memory."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + 256
+    with contextlib.suppress(ValueError, OSError):
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if soft > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

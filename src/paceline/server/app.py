@@ -1,0 +1,138 @@
+"""The application: which routes there are, on which listener, and what they share.
+
+The one file of the server that knows all its parts. Before the model is loaded only probes and descriptions are
+there; `open_api` adds the API when the engine and the tokenizer are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.config_serve import LOOPBACK, ServerConfig, split_list
+from paceline.errors import ConfigError
+from paceline.server.api.route import Route
+from paceline.server.auth import Keyring
+from paceline.server.docs import docs_routes
+from paceline.server.errors import Refusal
+from paceline.server.health import PUBLIC, health_routes
+from paceline.server.http.door import Door, Rules
+from paceline.server.http.listener import Listener
+from paceline.server.http.request import HostCheck
+from paceline.server.metrics import HttpMetrics, RequestMetrics
+from paceline.server.metrics_page import MetricsPage
+from paceline.server.request_log import RequestLog
+from paceline.server.status import ServerStatus
+from paceline.serving.client import EngineClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """What is there once a model is loaded."""
+
+    routes: Sequence[Route]
+    model_name: str
+    is_full: Callable[[], bool] = lambda: False
+    close: Callable[[], None] = lambda: None
+
+
+class Application:
+    """The doors of a server and everything behind them but the API itself."""
+
+    def __init__(self, config: ServerConfig, client: EngineClient, keyring: Keyring) -> None:
+        self.status = ServerStatus(client)
+        self.requests = RequestMetrics()
+        self.http = HttpMetrics()
+        self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
+        self.dropped_lines: Callable[[], int] = lambda: 0
+        self.listeners: list[Listener] = []
+        self.metrics = MetricsPage(
+            client,
+            self.requests,
+            self.http,
+            prefix=config.metrics_prefix,
+            more_gauges=self._gauges,
+            more_counters=self._counters,
+        )
+        self._config = config
+        self._own = [*health_routes(self.status), *docs_routes(lambda: self.main.table.routes)]
+        if config.metrics_port is None:
+            self._own.append(self.metrics.route())
+        bound = "localhost" if config.uds is not None else config.host
+        self.main = Door(self._own, self._rules(bound, keyring, PUBLIC), self.log)
+        self.side = self._side_door(keyring) if config.metrics_port is not None else None
+
+    @property
+    def doors(self) -> list[Door]:
+        return [self.main] if self.side is None else [self.main, self.side]
+
+    def become_ready(self, api: Api) -> None:
+        """The API is there: from now on requests are taken."""
+        self.metrics.model_name = api.model_name
+        self.status.is_full = api.is_full
+        self.main.replace_routes([*api.routes, *self._own])
+
+    def replace_keys(self, keyring: Keyring) -> None:
+        for door in self.doors:
+            door.rules.keyring = keyring
+
+    @property
+    def num_under_way(self) -> int:
+        return self.main.num_admitted
+
+    def stop_all(self, *, only_unadmitted: bool = False) -> None:
+        for door in self.doors:
+            door.stop_all(Refusal("shutting_down"), only_unadmitted=only_unadmitted)
+
+    def _side_door(self, keyring: Keyring) -> Door:
+        host = self._config.metrics_host
+        routes = [self.metrics.route(), *health_routes(self.status)]
+        # Whoever can reach a loopback port may read numbers; from elsewhere the key is needed as everywhere.
+        public = PUBLIC | {"/metrics"} if is_loopback(host) else PUBLIC
+        return Door(routes, self._rules(host, keyring, public), self.log)
+
+    def _rules(self, bound: str, keyring: Keyring, public: frozenset[str]) -> Rules:
+        return Rules(
+            hosts=HostCheck.of(bound, split_list(self._config.allowed_hosts)),
+            keyring=keyring,
+            refusal=self.status.refusal,
+            stream_keep_alive_s=self._config.stream_keep_alive_s,
+            public=public,
+        )
+
+    def _gauges(self) -> list[tuple[str, str, float]]:
+        connections = sum(listener.num_connections for listener in self.listeners)
+        return [
+            ("http_connections", "Open connections.", connections),
+            ("http_requests_under_way", "Requests being answered.", len(self.main.exchanges)),
+            ("generations_under_way", "Generations between start and end.", self.requests.under_way),
+        ]
+
+    def _counters(self) -> list[tuple[str, str, float]]:
+        counts = [listener.counts for listener in self.listeners]
+        return [
+            ("connections_refused", "Refused before a route was known.", sum(c.refused for c in counts)),
+            ("connections_stalled", "Cut because nothing was read.", sum(c.stalled for c in counts)),
+            ("connections_timed_out", "Requests that came too slowly.", sum(c.timed_out for c in counts)),
+            ("log_lines_dropped", "Lines the log's output did not take.", self.dropped_lines()),
+        ]
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def check_exposure(config: ServerConfig, keyring: Keyring) -> None:
+    """Refuse to open a server to others without a key."""
+    if len(keyring):
+        return
+    hint = "set --api-keys-file or PACELINE_API_KEY (see SECURITY.md), or listen on 127.0.0.1"
+    if not config.is_loopback:
+        raise ConfigError(f"--host {config.host} lets other machines in, which needs a key: {hint}")
+    if config.metrics_port is not None and not is_loopback(config.metrics_host):
+        raise ConfigError(f"--metrics-host {config.metrics_host} lets other machines in: {hint}")
+
+
+def public_routes(routes: Iterable[Route]) -> list[str]:
+    """The templates that need no key, for those who check them."""
+    return sorted({route.path for route in routes} & PUBLIC)

@@ -1,0 +1,72 @@
+"""From a model on disk to the routes of the API: opens the text side of the model and the service around it.
+
+Runs beside the engine's loading, in a thread, and imports what is heavy only then. Tensors are never looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.config import ModelConfig
+from paceline.config_serve import ApiConfig
+from paceline.errors import ConfigError
+from paceline.server.app import Api
+from paceline.server.call import Observer
+from paceline.serving.client import EngineClient
+
+
+def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
+    """What requests may call the model; the first is what answers carry."""
+    from paceline.checkpoint.default_model import DEFAULT_MODEL, DEFAULT_NAME
+
+    if config.model_names:
+        return config.model_names
+    if model.model is None or model.model.lower() == DEFAULT_NAME:
+        return (DEFAULT_MODEL.file_name.split(".")[0], DEFAULT_NAME)
+    path = Path(model.model)
+    return tuple(dict.fromkeys((model.model, path.name, path.stem)))
+
+
+def open_api(
+    model: ModelConfig, config: ApiConfig, client: EngineClient, observer: Observer
+) -> Callable[[], Api]:
+    """What makes the API, to be called in a thread."""
+
+    def build() -> Api:
+        from paceline.checkpoint.names import resolve
+        from paceline.checkpoint.open import open_checkpoint
+        from paceline.server.api.routes import routes
+        from paceline.server.limits import SERVER_LIMITS
+        from paceline.server.service import ServedModel, Service, ServiceSettings
+        from paceline.text.tokenizer import Tokenizer
+
+        if model.skip_tokenizer_init:
+            raise ConfigError("a server needs the tokenizer; leave --skip-tokenizer-init out")
+        path = resolve(model.model, model.revision, model.download_dir)
+        checkpoint = open_checkpoint(path, load_format=model.load_format)
+        names = model_names(model, config)
+        if model.tokenizer is None:
+            tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        else:
+            tokenizer = Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
+        served = ServedModel(
+            names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=model.seed
+        )
+        settings = ServiceSettings(
+            limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),
+            strict_fields=config.strict_fields,
+            max_queue=config.max_waiting_requests,
+            max_queued_tokens=config.max_waiting_tokens,
+            request_timeout_s=config.request_timeout_s,
+            queue_timeout_s=config.queue_timeout_s,
+        )
+        service = Service(client, served, settings, observer=observer)
+        return Api(
+            routes=routes(service),
+            model_name=names[0],
+            is_full=lambda: service.admission.is_full,
+            close=service.close,
+        )
+
+    return build

@@ -1,0 +1,112 @@
+"""One line for each request when it ends, and a line of statistics while there is traffic. Counts, never text.
+
+Joins what the door knows of a request (route, status) with what its generations tell (tokens, times), and feeds both
+to the metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from paceline.server.call import RequestRecord
+from paceline.server.http.exchange import Exchange
+from paceline.server.logs import log
+from paceline.server.metrics import HttpMetrics, RequestMetrics
+from paceline.serving.client import EngineClient
+
+QUIET = frozenset(("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/metrics"))
+
+
+class RequestLog:
+    """The observer of generations and the log of exchanges."""
+
+    def __init__(self, requests: RequestMetrics, http: HttpMetrics, *, writes_lines: bool) -> None:
+        self._requests = requests
+        self._http = http
+        self._writes_lines = writes_lines
+        self._ended: dict[str, list[RequestRecord]] = {}  # generations of requests that still run
+        # Every piece of news passes these; without a stop on the way.
+        self.first_token = requests.first_token
+        self.tokens = requests.tokens
+
+    # ------------------------------------------------------------ generations
+
+    def started(self, record: RequestRecord) -> None:
+        self._requests.started(record)
+        self._ended.setdefault(record.id, [])
+
+    def finished(self, record: RequestRecord) -> None:
+        self._requests.finished(record)
+        self._ended.setdefault(record.id, []).append(record)
+
+    # ------------------------------------------------------------ requests
+
+    def ended(self, exchange: Exchange) -> None:
+        self._http.count(exchange.route, exchange.method, exchange.status)
+        records = self._ended.pop(exchange.id, [])
+        if not self._writes_lines or exchange.route in QUIET:
+            return
+        name = f"{exchange.method} {exchange.route}" if exchange.route != "none" else exchange.method
+        log(name, **_facts(exchange, records))
+
+    def failed(self, exchange: Exchange, error: BaseException) -> None:
+        log("request failed", level=logging.ERROR, error=error, id=exchange.id, route=exchange.route)
+
+
+def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "id": exchange.id,
+        "status": exchange.status,
+        "code": exchange.error_code,
+        "tenant": exchange.tenant,
+        "time_s": round(time.monotonic() - exchange.received_s, 4),
+    }
+    if not records:
+        return facts
+    first = min((r.first_token_s for r in records if r.first_token_s is not None), default=None)
+    facts["finish"] = ",".join(dict.fromkeys(record.finish_reason for record in records))
+    facts["prompt"] = sum(record.num_prompt for record in records)
+    facts["cached"] = sum(record.num_cached for record in records)
+    facts["output"] = sum(record.num_output for record in records)
+    facts["ttft_s"] = None if first is None else round(first - exchange.received_s, 4)
+    queued = [record.queue_s for record in records if record.queue_s is not None]
+    facts["queue_s"] = round(max(queued), 4) if queued else None
+    facts["preemptions"] = sum(record.preemptions for record in records) or None
+    facts["stream"] = any(record.is_stream for record in records)
+    return facts
+
+
+class StatsLine:
+    """The line people know from vLLM, written while something happens."""
+
+    def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
+        self._client = client
+        self._requests = requests
+        self._last = (time.monotonic(), 0, 0)
+        self._was_idle = True
+
+    def write(self) -> None:
+        now_s, prompt, output = (
+            time.monotonic(),
+            self._requests.prompt_tokens,
+            self._requests.generation_tokens,
+        )
+        last_s, last_prompt, last_output = self._last
+        self._last = (now_s, prompt, output)
+        stats = self._client.stats
+        is_idle = prompt == last_prompt and output == last_output and stats.running + stats.waiting == 0
+        if is_idle and self._was_idle:
+            return
+        self._was_idle = is_idle
+        elapsed_s = max(1e-9, now_s - last_s)
+        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+        hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+        preempted = f"Preemptions: {stats.preemptions}, " if stats.preemptions else ""
+        log(
+            f"Engine 000: Avg prompt throughput: {(prompt - last_prompt) / elapsed_s:.1f} tokens/s, "
+            f"Avg generation throughput: {(output - last_output) / elapsed_s:.1f} tokens/s, "
+            f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs, {preempted}"
+            f"KV cache usage: {usage:.1%}, Prefix cache hit rate: {hits:.1%}"
+        )
