@@ -153,6 +153,11 @@ class AsyncEngine:
         self.detach("the server is shutting down")
         self._state = EngineState.STOPPED
 
+    def ping(self) -> None:
+        """Ask the engine for its gauges of this moment."""
+        if self._sender is not None:
+            self._sender.send(frames.encode(frames.Ping()))
+
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""
         self._is_draining = True
@@ -162,13 +167,17 @@ class AsyncEngine:
         streams = list(self._streams.values())
         for stream in streams:
             self._forget(stream)
-            stream.fail(error)
+            # One for each: an error collects the places it was raised at.
+            stream.fail(EngineUnavailable(str(error), code=error.code))
 
     # -- frames of the engine ------------------------------------------------------------------------------
 
     def take(self, news: frames.News) -> None:
         """Hand news to their streams. Nothing in it can raise: numbers nobody knows are counted and passed over."""
         self.heard()
+        if len(news.branches) * frames.TOKEN.itemsize != len(news.tokens) * frames.ID.itemsize:
+            self.rejects.undecodable += 1
+            return
         for entry in news.logprobs:
             self._take_logprobs(entry)
         if news.tokens:
@@ -258,7 +267,7 @@ class AsyncEngine:
     def _close(self, stream: Stream) -> None:
         if stream.first in self._streams:
             self._forget(stream)
-            stream.fail(_CLOSED)
+            stream.fail(PacelineError("the stream was closed by its owner"))
 
     def _forget(self, stream: Stream) -> None:
         """Nobody waits for it any more: the engine frees what it holds."""
@@ -271,9 +280,6 @@ class AsyncEngine:
         self._streams.pop(stream.first, None)
         for branch in stream.branches:
             self._branches.pop(branch.id, None)
-
-
-_CLOSED = PacelineError("the stream was closed by its owner")
 
 
 def _column(tokens: Sequence[int]) -> bytes:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 HEADER = struct.Struct("<2sHII")  # magic, client, incarnation, bytes of payload
 MAGIC = b"PL"
 ONLY_CLIENT = 0  # there is one HTTP process
-_CHUNK = 256 << 10
-_MOST_CHUNKS = 64  # of one look: a flood of requests must not hold up the next step
+_CHUNK = 64 << 10
+_MOST_CHUNKS = 256  # of one look: a flood of requests must not hold up the next step
 
 
 class ChannelClosed(Exception):
@@ -57,7 +57,7 @@ class FrameReader:
         self._buffer = bytearray()
         self._skip = 0  # bytes of a payload that is not wanted
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """The payloads that are whole now, in order. Raises ChannelBroken when the stream makes no sense."""
         if self._skip:
             passed = min(self._skip, len(data))
@@ -109,6 +109,7 @@ class Channel:
         self.rejects = Rejects()
         self._sock = sock
         self._reader = FrameReader(None, max_frame_bytes, self.rejects)
+        self._arrived = memoryview(bytearray(_CHUNK))  # made once: most looks find nothing
         self._unsent = b""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -118,16 +119,16 @@ class Channel:
         payloads: list[bytes] = []
         for _ in range(_MOST_CHUNKS):
             try:
-                data = self._sock.recv(_CHUNK)
+                count = self._sock.recv_into(self._arrived)
             except BlockingIOError:
                 break
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
-            if not data:
+            if not count:
                 self._reader.at_end()
                 raise ChannelClosed("the other side has closed the channel")
-            payloads += self._reader.feed(data)
-            if len(data) < _CHUNK:
+            payloads += self._reader.feed(self._arrived[:count])
+            if count < _CHUNK:
                 break  # most likely all of it; the rest is found at the next look
         return payloads
 

@@ -62,6 +62,11 @@ class EngineChild:
             self._process.kill()
             await self.wait(10.0)
 
+    def kill_now(self) -> None:
+        """The same without an event loop that could wait."""
+        self._process.kill()
+        self._process.wait()
+
     async def dump_stacks(self) -> None:
         """Have it write to standard error where each of its threads is."""
         for number in (signal.SIGUSR1, signal.SIGCONT):  # one that was stopped writes nothing

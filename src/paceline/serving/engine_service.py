@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.request import RequestId
+from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
 from paceline.errors import InvalidRequest, PacelineError
@@ -124,6 +125,7 @@ class EngineService:
             tokens = self._tokens(add.tokens)
             sampling = add.sampling.params()
             sampling.check_vocabulary(self._vocab_size)
+            _check_logprobs(sampling)
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
@@ -204,6 +206,13 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         failed_steps=state.counters.failed_steps,
         rejected_frames=rejected_frames,
     )
+
+
+def _check_logprobs(sampling: SamplingParams) -> None:
+    """A token's logprobs must fit into a frame: those of a whole vocabulary may not."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) == -1:
+            raise InvalidRequest(f"{name} of the whole vocabulary are not available here", param=name)
 
 
 def _one_line(error: Exception) -> str:

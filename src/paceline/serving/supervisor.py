@@ -156,10 +156,15 @@ class EngineProcess:
 
     async def _begin(self) -> Life:
         self._incarnation += 1
-        child = EngineChild(self.command)
         config = self._config
         link = Link(self._incarnation, config.max_frame_bytes, self.client.rejects, self._on_frame)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=child.sock)
+        child = EngineChild(self.command)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=child.sock)
+        except BaseException:
+            child.sock.close()
+            child.kill_now()
+            raise
         self.client.attach(link)
         configure = frames.Configure(
             self._model,

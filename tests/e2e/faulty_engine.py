@@ -1,0 +1,55 @@
+"""The engine's process with faults that a test switches on while it runs; the program itself knows nothing of them.
+
+The file named by PACELINE_TEST_FAULT says what the model's next computation does: `raise N` (N times), `hang`, `exit`,
+`segv`, `slow SECONDS`, or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from paceline.factory import load_model
+from paceline.serving import engine_main
+
+FAULT = Path(os.environ["PACELINE_TEST_FAULT"])
+
+
+def strike() -> None:
+    name, _, value = FAULT.read_text().partition(" ") if FAULT.exists() else ("", "", "")
+    if name == "raise":
+        FAULT.write_text(f"raise {int(value) - 1}" if int(value) > 1 else "")
+        raise RuntimeError("injected")
+    if name == "hang":
+        time.sleep(3600)
+    if name == "exit":
+        FAULT.write_text("")
+        os._exit(3)
+    if name == "segv":
+        FAULT.write_text("")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "slow":
+        time.sleep(float(value))
+
+
+def load(*arguments: Any) -> Any:
+    loaded = load_model(*arguments)
+    from paceline.models.decoder import Decoder
+
+    forward = Decoder.forward
+
+    def faulty(self: Decoder, *inputs: Any) -> Any:
+        strike()
+        return forward(self, *inputs)
+
+    patch.object(Decoder, "forward", faulty).start()
+    return loaded
+
+
+if __name__ == "__main__":
+    with patch.object(engine_main, "load_model", load):
+        os._exit(engine_main.main())
