@@ -123,15 +123,17 @@ class Generation:
                 taken = [(self._only, await self._only.stream.take())]
             else:
                 taken = await self._take_any()
+        except PacelineError as error:  # refused by the engine, or the engine is gone
+            raise self._noted(error) from None
+        try:
             return [self._read(part, news) for part, found in taken for news in found]
-        except PacelineError as error:
-            self._note_failure(_ABORT if isinstance(error, _ABORTS) else _ERROR, error)
-            raise
-        except Exception as error:  # a detokeniser, a row nobody asked for: it must not reach anybody else
+        except _ENDINGS as error:
+            raise self._noted(error) from None
+        except (
+            Exception
+        ) as error:  # an id nobody knows, a row nobody asked for: it must not reach anybody else
             _logger.exception("request %s failed between the engine and its text", self.record.id)
-            failure = GenerationFailed("the request failed inside the server")
-            self._note_failure(_ERROR, failure)
-            raise failure from error
+            raise self._noted(GenerationFailed("the request failed inside the server")) from error
 
     async def complete(self) -> list[RequestOutput]:
         """Wait for all of it: an output for each prompt."""
@@ -255,12 +257,14 @@ class Generation:
             record.finish_reason = output.finish_reason or ""
         return text
 
-    def _note_failure(self, reason: str, error: PacelineError) -> None:
-        self.record.finish_reason = reason
-        self.record.error_code = getattr(error, "code", "")
+    def _noted(self, error: PacelineError) -> PacelineError:
+        self.record.finish_reason = _ABORT if isinstance(error, _ABORTS) else _ERROR
+        self.record.error_code = str(getattr(error, "code", ""))
+        return error
 
 
 _ABORTS = (QueueTimeout, DeadlineExceeded, EngineUnavailable)
+_ENDINGS = (*_ABORTS, GenerationFailed)  # what a branch can end with; see `_failure`
 
 
 def _failure(ending: Ending) -> PacelineError:

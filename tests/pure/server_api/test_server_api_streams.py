@@ -162,7 +162,7 @@ def test_an_error_behind_the_first_token_is_one_frame_without_done(
     reason: str, detail: str, code: str
 ) -> None:
     def script(prompt: Any, sampling: Any) -> Any:
-        steps = says("ab", "c")(prompt, sampling)
+        steps: Any = says("ab", "c")(prompt, sampling)
         steps[1][0].ending = ending(reason, 3, detail)
         return steps
 

@@ -20,6 +20,7 @@ from paceline.server.limits import RequestLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
+CLAMPED = "more than fit into the context are not made"
 PROMPT_MUST = "a text, a list of texts, a list of token ids, or a list of such lists"
 MESSAGES_MUST = "a list with at least one message"
 MESSAGE_SCHEMA = {
@@ -41,7 +42,11 @@ def sampling_fields(limits: RequestLimits) -> list[Field]:
     ids = Whole(0, LARGEST)
     stop = Text(1, max_bytes=limits.stop_bytes, no_nul=True)
     return [
-        Field(name="min_tokens", kind=Whole(0, LARGEST), help="tokens before anything may end the answer"),
+        Field(
+            name="min_tokens",
+            kind=Whole(0, limits.answer_tokens),
+            help="tokens before anything may end the answer",
+        ),
         Field(name="n", kind=Whole(1, limits.branches), help="answers to make"),
         Field(name="temperature", kind=Number(0, 2), help="0 is greedy"),
         Field(name="top_p", kind=Number(0, 1, above=True), help="likeliest tokens of this mass only"),
@@ -87,6 +92,7 @@ def sampling_fields(limits: RequestLimits) -> list[Field]:
 def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
     """Fields of /v1/chat/completions; `serves=False` for requests out of a file."""
     described = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": limits.messages}
+    tokens = Whole(1, limits.answer_tokens)
     own = [
         Field(
             name="messages",
@@ -94,8 +100,16 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
             help="the conversation",
             required=True,
         ),
-        Field(name="max_tokens", kind=Whole(1, LARGEST), help="tokens of an answer; default: all that fit"),
-        Field(name="max_completion_tokens", kind=Whole(1, LARGEST), help="another name for max_tokens"),
+        Field(
+            name="max_tokens",
+            kind=tokens,
+            help=f"tokens of an answer; default: all that fit; {CLAMPED}",
+        ),
+        Field(
+            name="max_completion_tokens",
+            kind=tokens,
+            help="another name for max_tokens",
+        ),
         Field(name="logprobs", kind=Flag(), help="how likely the tokens were"),
         Field(name="top_logprobs", kind=Whole(0, limits.top_logprobs), help="likeliest tokens at each place"),
         Field(
@@ -115,10 +129,15 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
 def completions_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
     """Fields of /v1/completions; `serves=False` for requests out of a file."""
     described = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, TOKEN_IDS]}
+    tokens = Whole(0, limits.answer_tokens)
     described["anyOf"].append({"type": "array", "items": TOKEN_IDS, "maxItems": limits.prompts})
     own = [
         Field(name="prompt", kind=Shaped((str, list), PROMPT_MUST, described), required=True),
-        Field(name="max_tokens", kind=Whole(0, LARGEST), help="tokens of an answer; default 16; 0 with echo"),
+        Field(
+            name="max_tokens",
+            kind=tokens,
+            help=f"tokens of an answer; default 16; 0 with echo; {CLAMPED}",
+        ),
         Field(name="echo", kind=Flag(), help="begin the answer with the prompt"),
         Field(name="logprobs", kind=Whole(0, limits.completion_logprobs), help="likeliest tokens to tell"),
         Field(name="add_special_tokens", group=Group.ONLY, only=(True,)),

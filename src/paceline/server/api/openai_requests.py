@@ -114,7 +114,7 @@ class BodyParser:
             "shows_token_ids": given.get("return_token_ids", False),
             "shows_prompt_logprobs": "prompt_logprobs" in given,
             "priority": given.get("priority", 0),
-            "cache_salt": _salt(given.get("cache_salt", "")),
+            "cache_salt": checked_salt(given.get("cache_salt", "")),
             "ignored": read.ignored,
         }
         if common["shows_prompt_logprobs"] and common["streaming"].wanted:
@@ -179,7 +179,7 @@ def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> Sampling
     if url == CHAT and "max_tokens" not in changes and facts.generation.max_new_tokens is None:
         changes["max_tokens"] = facts.max_model_len  # the rest of the context, whatever that is
     if "logit_bias" in given:
-        changes["logit_bias"] = _bias(given["logit_bias"])
+        changes["logit_bias"] = bias_of(given["logit_bias"])
     changes["logprobs"] = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
     return default_sampling(facts.generation, **changes)
 
@@ -208,7 +208,7 @@ def _streaming(given: Mapping[str, Any]) -> Streaming:
     )
 
 
-def _salt(value: str) -> str:
+def checked_salt(value: str) -> str:
     """Letters that can stand in a name; what was refused once made a path elsewhere."""
     if not value.isprintable() or "/" in value or "\\" in value:
         message = "cache_salt must be printable text without slashes"
@@ -223,7 +223,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     return (count or 0) if wanted else None
 
 
-def _bias(value: Mapping[str, float]) -> dict[int, float]:
+def bias_of(value: Mapping[str, float]) -> dict[int, float]:
     """JSON has only texts as keys."""
     if not all(key.removeprefix("-").isascii() and key.removeprefix("-").isdigit() for key in value):
         raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from paceline.server.api.anthropic_routes import anthropic_routes
 from paceline.server.api.missing_routes import missing_routes
 from paceline.server.api.model_routes import model_routes
 from paceline.server.api.openai_routes import openai_routes
+from paceline.server.api.responses_routes import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.token_routes import token_routes
 from paceline.server.service import Service
@@ -17,5 +19,7 @@ def routes(service: Service) -> list[Route]:
         *openai_routes(service),
         *model_routes(service),
         *token_routes(service),
+        *anthropic_routes(service),
+        *responses_routes(service),
         *missing_routes(),
     ]
