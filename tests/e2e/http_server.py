@@ -153,7 +153,23 @@ def read_reply(client: socket.socket) -> Reply:
     return parse_reply(b"".join(parts))
 
 
+def read_one(client: socket.socket) -> Reply:
+    """One answer of a known length, on a connection that stays open."""
+    data = b""
+    while True:
+        _, found, body = data.partition(b"\r\n\r\n")
+        if found:
+            reply = parse_reply(data)
+            if len(body) >= int(reply.headers["content-length"]):
+                return reply
+        part = client.recv(65536)
+        assert part, "the connection was closed"
+        data += part
+
+
 def parse_reply(raw: bytes) -> Reply:
+    if not raw:
+        raise ConnectionError("the connection was closed without an answer")
     head, _, body = raw.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
