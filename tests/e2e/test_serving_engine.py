@@ -140,6 +140,7 @@ def test_what_is_refused_is_refused_alone(engine: EngineProcess, run: Run) -> No
             (submit([VOCAB_SIZE], GREEDY, tenant="a"), InvalidRequest, "prompt"),
             (submit([-1], GREEDY, tenant="a"), InvalidRequest, "prompt"),
             (submit([], GREEDY, tenant="a"), InvalidRequest, "prompt"),
+            (submit(PROMPT, GREEDY, tenant="a", timeout_s=float("nan")), InvalidRequest, "timeout"),
             (
                 submit(PROMPT, replace(GREEDY, stop_token_ids=(10**6,)), tenant="a"),
                 InvalidRequest,
@@ -319,3 +320,23 @@ def test_e10_frames_that_make_no_sense_are_counted_by_the_client(engine: EngineP
         assert len((await read(stream))[0].tokens) == 200
 
     run(test())
+
+
+def test_an_engine_does_not_wait_for_a_process_that_does_not_read(folder: Path) -> None:
+    async def test() -> None:
+        async with running(folder, config(stuck_after_s=20.0)) as engine:
+            expected = await ask(engine, sampling=LONG)
+            assert engine._life is not None and engine._life.link._transport is not None
+            engine._life.link._transport.pause_reading()
+            num_open = 60
+            streams = [engine.client.submit(PROMPT, LONG, tenant="a") for _ in range(num_open)]
+            await asyncio.sleep(6)  # their news are more frames than a socket holds
+            resumed_s = time.monotonic()
+            engine._life.link._transport.resume_reading()
+            answers = [(await read(stream))[0] for stream in streams]
+            assert all(answer.tokens == expected for answer in answers)
+            endings = [answer.ending for answer in answers if answer.ending is not None]
+            assert max(ending.time_s for ending in endings) < resumed_s
+            await is_clean(engine)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))

@@ -90,6 +90,8 @@ class AsyncEngine:
         sender = self._ready_sender()
         if sender.num_unsent_bytes > self._config.max_unsent_bytes:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
+        if not -(2**31) <= priority < 2**31:
+            raise InvalidRequest(f"priority {priority} is out of range", param="priority")
         first = self._next_id
         add = frames.Add(
             first,

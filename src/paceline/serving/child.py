@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-COMMAND = (sys.executable, "-m", "paceline.serving.engine_main")
+# -P: a file in the folder the server was started in must not stand in for a module.
+COMMAND = (sys.executable, "-P", "-m", "paceline.serving.engine_main")
 SECRETS = ("PACELINE_API_KEY",)  # of no use to an engine
 STDERR = 2
 _LOOK_S = 0.01

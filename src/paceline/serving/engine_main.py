@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +56,8 @@ def _serve(channel: Channel, configure: frames.Configure) -> int:
     except Exception as error:
         _logger.exception("the model could not be loaded")
         return _say_failure(channel, f"{type(error).__name__}: {error}", 70)
+    gc.collect()
+    gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
     return EngineService(loaded.engine, channel, configure, info.vocab_size).run()
 
@@ -92,6 +96,9 @@ def _prepare_process() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
     _die_with_parent()
+    # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
+    # keep the process, and everybody who waits for it, for many seconds.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
 
 

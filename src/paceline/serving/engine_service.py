@@ -27,6 +27,7 @@ from paceline.serving.refusals import refusal_of
 
 FAREWELL_S = 1.0  # how long the last news may take to leave
 OLDEST_SUBMISSION_S = 3600.0
+LONGEST_TIMEOUT_S = 1e9
 
 _logger = logging.getLogger("paceline")
 
@@ -126,6 +127,8 @@ class EngineService:
             sampling = add.sampling.params()
             sampling.check_vocabulary(self._vocab_size)
             _check_logprobs(sampling)
+            if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
+                raise InvalidRequest("the timeout is no time a request could take", param="timeout")
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s

@@ -21,6 +21,7 @@ TOKEN = np.dtype("<i4")
 
 RequestNumber = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Given = dict[str, bool | int | float | str | None]
 
 
@@ -82,7 +83,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     tokens: bytes  # TOKEN
     sampling: Sampling
     tenant: str
-    priority: int
+    priority: Priority
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
 

@@ -91,6 +91,7 @@ class EngineProcess:
         """End the process, in whatever state it is. May be called twice."""
         self._is_stopping = True
         self.client.refuse_new()
+        self.client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
         life = self._life
         if life is not None:
             life.link.send(frames.encode(frames.Stop()))
@@ -114,7 +115,6 @@ class EngineProcess:
     async def _supervise(self) -> None:
         while True:
             reason, exit_code = await self._live_once()
-            self.client.detach(reason)
             if self._is_stopping:
                 return
             _logger.error("%s", reason)
@@ -136,23 +136,21 @@ class EngineProcess:
         try:
             life = self._life = await self._begin()
         except OSError as error:
+            self.client.detach("the engine's process cannot be started")
             return f"the engine's process cannot be started: {error}", 70
         try:
             reason = await self._watch(life)
         finally:
-            life.link.close()
-        if reason is None:  # it has closed its end: it is gone, or about to be
+            life.link.close()  # whatever it still says comes too late
+        self.client.detach(reason or "the engine's process has ended")  # before anything that takes time
+        if reason is not None:
+            await life.child.dump_stacks()
+        else:  # it has closed its end: it is gone, or about to be
             await life.child.wait(self._config.stop_timeout_s)
+        ended = life.child.describe_end()
         await life.child.kill()
         self._life = None
-        if isinstance(life.failure, frames.LoadFailed):
-            return life.failure.message, life.failure.exit_code
-        while_loading = "" if life.was_ready else " while loading the model"
-        if reason is None:
-            reason = f"the engine's process {life.child.describe_end()}{while_loading}"
-            if life.failure is not None:
-                reason = f"{reason}: {life.failure.message}"
-        return reason, 70
+        return _sentence(life, reason, ended)
 
     async def _begin(self) -> Life:
         self._incarnation += 1
@@ -195,8 +193,6 @@ class EngineProcess:
                     return f"the model was not loaded within {config.ready_timeout_s:g} s"
                 continue
             if client.heartbeat_age_s > config.restart_after_s:
-                client.mark_stuck()
-                await life.child.dump_stacks()
                 return f"the engine gave no sign of life for {config.restart_after_s:g} s"
             if client.heartbeat_age_s > config.stuck_after_s:
                 client.mark_stuck()
@@ -227,6 +223,17 @@ class EngineProcess:
     @property
     def is_ready(self) -> bool:
         return self.client.state is EngineState.READY
+
+
+def _sentence(life: Life, reason: str | None, ended: str) -> tuple[str, int]:
+    """What became of a life, and the exit code that stands for it."""
+    if isinstance(life.failure, frames.LoadFailed):
+        return life.failure.message, life.failure.exit_code
+    if reason is None:
+        while_loading = "" if life.was_ready else " while loading the model"
+        said = "" if life.failure is None else f": {life.failure.message}"
+        reason = f"the engine's process {ended}{while_loading}{said}"
+    return reason, 70
 
 
 def _look_at(future: asyncio.Future[None]) -> None:

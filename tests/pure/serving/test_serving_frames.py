@@ -137,6 +137,7 @@ def add(**changes: Any) -> list[Any]:
         add(sampling={"max_tokens": 1, "unknown": 2}),
         add(sampling={"max_tokens": 1, "bad_words": ["text"]}),
         add(tenant=None),
+        add(priority=2**31),
         add(timeout_s="soon"),
     ],
 )
