@@ -125,6 +125,8 @@ class Generation:
                 taken = await self._take_any()
         except PacelineError as error:  # refused by the engine, or the engine is gone
             raise self._noted(error) from None
+        except Exception as error:
+            raise self._broken() from error
         try:
             return [self._read(part, news) for part, found in taken for news in found]
         except _ENDINGS as error:
@@ -132,8 +134,7 @@ class Generation:
         except (
             Exception
         ) as error:  # an id nobody knows, a row nobody asked for: it must not reach anybody else
-            _logger.exception("request %s failed between the engine and its text", self.record.id)
-            raise self._noted(GenerationFailed("the request failed inside the server")) from error
+            raise self._broken() from error
 
     async def complete(self) -> list[RequestOutput]:
         """Wait for all of it: an output for each prompt."""
@@ -261,6 +262,11 @@ class Generation:
         self.record.finish_reason = _ABORT if isinstance(error, _ABORTS) else _ERROR
         self.record.error_code = str(getattr(error, "code", ""))
         return error
+
+    def _broken(self) -> PacelineError:
+        """Something of ours is wrong. The log has what, the client does not."""
+        _logger.exception("request %s failed between the engine and its text", self.record.id)
+        return self._noted(GenerationFailed("the request failed inside the server"))
 
 
 _ABORTS = (QueueTimeout, DeadlineExceeded, EngineUnavailable)

@@ -17,7 +17,7 @@ from paceline.server.api.anthropic_requests import (
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import anthropic_error_frame
 from paceline.server.api.fields import ignored_header
-from paceline.server.api.frames import EventStream
+from paceline.server.api.frames import stream_events
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route
 from paceline.server.call import Answer, Call, Events
@@ -88,8 +88,12 @@ class MessageRoutes:
         generation = await service.start(call, body)
         headers = ignored_header(body.ignored)
         if body.streaming.wanted:
-            frames = EventStream(generation, MessageEvents(generation, body, call.id))
-            return Events(frames=frames, error_frame=anthropic_error_frame, headers=headers)
+            return stream_events(
+                generation,
+                lambda: MessageEvents(generation, body, call.id),
+                lambda _: anthropic_error_frame,
+                headers,
+            )
         try:
             (output,) = (await generation.complete())[0].outputs
             content = [{"type": "text", "text": output.text}]

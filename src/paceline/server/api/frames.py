@@ -6,10 +6,11 @@ for, which a plain generator would not notice. What the frames look like is a `F
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from paceline.server.call import Events
 from paceline.server.generation import Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
@@ -22,6 +23,9 @@ class FrameWriter(Protocol):
 
     def end(self) -> bytes:
         """What follows when every branch has ended well."""
+
+
+Writer = TypeVar("Writer", bound=FrameWriter)
 
 
 class EventStream(AsyncGenerator[bytes, None]):
@@ -51,6 +55,21 @@ class EventStream(AsyncGenerator[bytes, None]):
             await self._frames.aclose()
         finally:
             self._generation.close()
+
+
+def stream_events(
+    generation: Generation,
+    make_writer: Callable[[], Writer],
+    error_frame: Callable[[Writer], Callable[[BaseException], bytes]],
+    headers: Mapping[str, str],
+) -> Events:
+    """The stream of a generation, which is closed at once if there cannot be one."""
+    try:
+        writer = make_writer()
+    except BaseException:
+        generation.close()
+        raise
+    return Events(frames=EventStream(generation, writer), error_frame=error_frame(writer), headers=headers)
 
 
 async def _frames(generation: Generation, writer: FrameWriter) -> AsyncGenerator[bytes, None]:

@@ -175,7 +175,7 @@ class OneOrMany:
 
 @dataclass(frozen=True, slots=True)
 class MapOf:
-    """An object with free keys. `message` replaces the sentence for whatever is wrong in it."""
+    """An object with free keys, some of them null. `message` replaces the sentence for whatever is wrong in it."""
 
     part: Kind
     max_entries: int
@@ -193,7 +193,8 @@ class MapOf:
             raise refuse(name, f"takes at most {self.max_entries} entries, not {len(value)}")
         for part in value.values():
             try:
-                self.part.check(part, name)
+                if part is not None:
+                    self.part.check(part, name)
             except InvalidRequest:
                 raise refuse(name, self.message or f"must be {self.must}") from None
 

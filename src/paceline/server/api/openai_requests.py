@@ -202,9 +202,9 @@ def _streaming(given: Mapping[str, Any]) -> Streaming:
         if name not in STREAM_OPTIONS:
             message = f"stream_options takes {' and '.join(STREAM_OPTIONS)}, not {name!r:.64}"
             raise InvalidRequest(message, param="stream_options")
-    every = options.get("continuous_usage_stats", False)
+    every = options.get("continuous_usage_stats")
     return Streaming(
-        wanted=True, include_usage=options.get("include_usage", False), continuous_usage=bool(every)
+        wanted=True, include_usage=bool(options.get("include_usage")), continuous_usage=bool(every)
     )
 
 

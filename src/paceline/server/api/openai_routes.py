@@ -9,7 +9,7 @@ import msgspec
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import openai_error_frame
 from paceline.server.api.fields import ignored_header
-from paceline.server.api.frames import EventStream
+from paceline.server.api.frames import stream_events
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_frames import ChatChunks, CompletionChunks
 from paceline.server.api.openai_requests import BodyParser, ParsedBody
@@ -37,8 +37,12 @@ class OpenAIRoute:
         headers = ignored_header(body.ignored)
         if body.streaming.wanted:
             make = ChatChunks if self._url == CHAT else CompletionChunks
-            frames = EventStream(generation, make(generation, body, service.tokenizer, call.id))
-            return Events(frames=frames, error_frame=openai_error_frame, headers=headers)
+            return stream_events(
+                generation,
+                lambda: make(generation, body, service.tokenizer, call.id),
+                lambda _: openai_error_frame,
+                headers,
+            )
         try:
             answer = await self._whole(call, body, generation)
         finally:

@@ -11,7 +11,7 @@ from paceline.llm.outputs import CompletionOutput
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import responses_error_frame
 from paceline.server.api.fields import ignored_header
-from paceline.server.api.frames import EventStream
+from paceline.server.api.frames import stream_events
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.api.responses_requests import RESPONSES, parse_responses, responses_table
 from paceline.server.api.route import Route
@@ -153,9 +153,12 @@ class ResponsesRoute:
         headers = ignored_header(body.ignored)
         response = Response(call, body)
         if body.streaming.wanted:
-            writer = ResponseEvents(generation, response)
-            frames = EventStream(generation, writer)
-            return Events(frames=frames, error_frame=writer.error_frame, headers=headers)
+            return stream_events(
+                generation,
+                lambda: ResponseEvents(generation, response),
+                lambda writer: writer.error_frame,
+                headers,
+            )
         try:
             (output,) = (await generation.complete())[0].outputs
             answer = response.finished(output, output.text, generation.usage)
