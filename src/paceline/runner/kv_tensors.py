@@ -6,6 +6,9 @@ then lies in one piece for the matrix product. Host places for swapped-out block
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +47,7 @@ class KVTensors:
         assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
 
         def pool(num_blocks: int) -> Tensor:
-            # numpy's zeros are pages the system hands out when they are first written (torch writes them at
-            # once): a cache that is not used costs nothing.
-            shape = (spec.num_kv_heads, num_blocks, config.block_size, spec.head_dim)
-            return torch.from_numpy(np.zeros(shape, np.float32))
+            return _zeros((spec.num_kv_heads, num_blocks, config.block_size, spec.head_dim))
 
         def pools(counts: list[int]) -> list[LayerPools]:
             return [LayerPools(pool(counts[group]), pool(counts[group])) for group in spec.layer_groups]
@@ -96,3 +96,16 @@ class KVTensors:
 
     def _of_group(self, layers: list[LayerPools], group: int) -> list[LayerPools]:
         return [pools for pools, mine in zip(layers, self.layer_groups, strict=True) if mine == group]
+
+
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    """Zeros whose pages the system hands out when they are first written: a cache that is not used costs nothing.
+
+    Pages of 4 KiB, not 2 MiB: each head of each layer begins at a place of its own, and with large pages the first
+    few blocks would take hundreds of megabytes.
+    """
+    memory = mmap.mmap(-1, max(math.prod(shape) * 4, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.float32, math.prod(shape)).reshape(shape))
