@@ -297,13 +297,12 @@ def test_make_help_lists_the_targets() -> None:
     assert run("make").stdout == result.stdout
 
 
-def test_make_serve_explains_and_fails() -> None:
+def test_make_serve_runs_the_server() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    result = run("make", "--no-print-directory", "serve")
-    assert result.returncode != 0
-    assert "not built yet" in result.stderr
-    assert "make sim" in result.stderr
+    result = run("make", "--dry-run", "--no-print-directory", "serve", "ARGS=--port 9000")
+    assert result.returncode == 0, result.stderr
+    assert "paceline serve --port 9000" in result.stdout
 
 
 def test_python_dash_m_is_the_command() -> None:

@@ -84,7 +84,8 @@ def _from_file(path: Path, specs: Mapping[str, Field[Any]]) -> dict[str, Any]:
         kind = specs[name].metadata["kind"]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if value is not None and not isinstance(value, kind):
+        is_wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if value is not None and is_wrong:
             wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
             raise ConfigError(f"--config {path}: {key} must be {wanted}, not {value!r:.80}")
         values[name] = value

@@ -71,7 +71,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "too_deep": Entry(400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
     "too_many_keys": Entry(400, BAD, "The request body has too many keys; 64 are allowed."),
     "key_too_long": Entry(400, BAD, "A key of the request body is too long; 256 characters are allowed."),
-    "invalid_number": Entry(400, BAD, "Numbers must be finite and not longer than 400 digits."),
+    "invalid_number": Entry(400, BAD, "Numbers must be finite and at most 4,300 digits long."),
     "invalid_unicode": Entry(400, BAD, "A string of the request body holds half of a surrogate pair."),
     # What is asked for.
     "invalid_value": Entry(400, BAD, "A field of the request is wrong."),
@@ -92,6 +92,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "engine_unavailable": Entry(503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": Entry(503, OURS, "The request waited too long for its turn; try again later.", 5),
     "shutting_down": Entry(503, OURS, "The server is shutting down; try again later.", 5),
+    "out_of_memory": Entry(503, OURS, "There is not enough memory for this request now.", 5),
     "deadline_exceeded": Entry(504, OURS, "The request took longer than it may."),
 }
 
@@ -164,6 +165,8 @@ def anthropic_body(problem: Problem) -> bytes:
 
 def _code_of(error: BaseException) -> str:
     code = getattr(error, "code", None) if isinstance(error, PacelineError) else None
+    if isinstance(error, MemoryError):
+        return "out_of_memory"
     if isinstance(error, EngineFailed):
         return "engine_unavailable"
     if isinstance(code, str) and code in CATALOGUE:

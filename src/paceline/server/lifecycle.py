@@ -87,6 +87,9 @@ class Server:
                 await listener.open()
             await self._load()
             await self._stop.wait()
+        except BaseException as error:
+            self._exit_code = error.exit_code if isinstance(error, PacelineError) else 1
+            raise
         finally:
             self._guard_exit()
             await self._shut_down(listeners)
@@ -167,14 +170,14 @@ class Server:
 
     def _guard_exit(self) -> None:
         """Whatever hangs from here on, the process ends in time."""
-        longest_s = (
-            0.0 if self._forced.is_set() else self._config.drain_delay_s + self._config.drain_timeout_s
-        )
+        longest_s = 1.0  # nothing to drain: only the engine has to be ended
+        if self._api is not None and not self._forced.is_set():
+            longest_s = self._config.drain_delay_s + self._config.drain_timeout_s
         _exit_after(longest_s + GRACE_S, self._exit_code)
 
     async def _shut_down(self, listeners: list[Listener]) -> None:
         self._app.status.phase = Phase.DRAINING
-        if not self._forced.is_set():
+        if self._api is not None and not self._forced.is_set():
             await self._wait_forced(self._config.drain_delay_s)
         for listener in listeners:
             listener.close()

@@ -87,6 +87,8 @@ class Listener:
     ) -> None:
         self.counts = ConnectionCounts()
         self.socket = bound
+        self._address = bound.getsockname()
+        self._is_unix = bound.family == socket.AF_UNIX
         self._backlog = config.backlog
         self._settings = uvicorn.Config(
             app,
@@ -118,7 +120,7 @@ class Listener:
             )
             return made
 
-        make = loop.create_unix_server if self.socket.family == socket.AF_UNIX else loop.create_server
+        make = loop.create_unix_server if self._is_unix else loop.create_server
         self._server = await make(connection, sock=self.socket, ssl=self._settings.ssl, backlog=self._backlog)
 
     def refresh_date(self) -> None:
@@ -128,9 +130,9 @@ class Listener:
     @property
     def address(self) -> str:
         """Where it listens, as the part of a URL behind the scheme."""
-        if self.socket.family == socket.AF_UNIX:
-            return str(self.socket.getsockname())
-        host, port = self.socket.getsockname()[:2]
+        if self._is_unix:
+            return str(self._address)
+        host, port = self._address[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
@@ -142,10 +144,10 @@ class Listener:
         if self._server is not None:
             self._server.close()
             self._server = None
-            if self.socket.family == socket.AF_UNIX:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.socket.getsockname())
         self.socket.close()
+        if self._is_unix:
+            with contextlib.suppress(OSError):
+                os.unlink(self._address)
 
     def end_connections(self) -> None:
         """Close idle connections now and the others with the answer they are waiting for."""

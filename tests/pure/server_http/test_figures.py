@@ -1,0 +1,177 @@
+"""Metrics, log lines and the start card: the right numbers, closed sets, one line each."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.cli.serve_card import card_lines, show_card
+from paceline.server.call import RequestRecord
+from paceline.server.logs import FACTS, LogOutput, escaped
+from paceline.server.metrics import FINISH_REASONS, Histogram, HttpMetrics, RequestMetrics
+from paceline.server.metrics_page import MetricsPage
+from paceline.serving.client import EngineState, EngineStats
+from tests.serve_fake import INFO, FakeClient
+
+
+def record(**fields: object) -> RequestRecord:
+    made = RequestRecord(id="1", route="/v1/x", tenant="t", received_s=10.0)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def page_of(client: FakeClient, requests: RequestMetrics, http: HttpMetrics) -> MetricsPage:
+    page = MetricsPage(client, requests, http, prefix="paceline:", more_gauges=list, more_counters=list)
+    page.model_name = 'a "model"'
+    return page
+
+
+def samples(page: MetricsPage) -> dict[tuple[str, str], float]:
+    families = text_string_to_metric_families(page.render().decode())
+    return {
+        (sample.name, sample.labels.get("le") or sample.labels.get("finished_reason") or ""): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_histogram_counts_by_bucket() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.5):
+        histogram.observe(value)
+    histogram.observe(1.2, 3)
+    assert histogram.counts == [2, 4, 1]
+    assert abs(histogram.total - 9.1) < 1e-9
+
+
+def test_the_page_shows_what_happened() -> None:
+    client, requests, http = FakeClient(), RequestMetrics(), HttpMetrics()
+    client.state = EngineState.READY
+    one = record(num_prompt=7, num_cached=4, num_output=3, max_tokens=9, queue_s=0.5, finish_reason="length")
+    requests.started(one)
+    one.first_token_s = 11.0
+    requests.first_token(one)
+    requests.tokens(one, 1, 100.0)
+    requests.tokens(one, 2, 100.5)
+    one.finished_s = 12.0
+    requests.finished(one)
+    http.count("/v1/x", "POST", 200)
+    found = samples(page_of(client, requests, http))
+    assert found["paceline:num_requests_running", ""] == 2
+    assert found["paceline:kv_cache_usage_perc", ""] == 3 / 8
+    assert found["paceline:prompt_tokens_total", ""] == 7
+    assert found["paceline:generation_tokens_total", ""] == 3
+    assert found["paceline:request_success_total", "length"] == 1
+    assert found["paceline:request_success_total", "stop"] == 0
+    assert found["paceline:time_to_first_token_seconds_sum", ""] == 1.0
+    assert found["paceline:inter_token_latency_seconds_count", ""] == 2
+    assert found["paceline:inter_token_latency_seconds_bucket", "0.2"] == 0
+    assert found["paceline:inter_token_latency_seconds_bucket", "0.3"] == 2
+    assert found["paceline:e2e_request_latency_seconds_sum", ""] == 2.0
+    assert found["paceline:request_inference_time_seconds_sum", ""] == 1.5
+    assert found["paceline:request_prefill_kv_computed_tokens_sum", ""] == 3
+    assert requests.under_way == 0
+
+
+def test_gauges_are_read_when_asked() -> None:
+    client = FakeClient()
+    page = page_of(client, RequestMetrics(), HttpMetrics())
+    assert samples(page)["paceline:num_requests_running", ""] == 2
+    client.stats = EngineStats(running=0)
+    assert samples(page)["paceline:num_requests_running", ""] == 0
+    assert samples(page)["paceline:engine_up", ""] == 0
+
+
+def test_labels_are_closed_sets() -> None:
+    requests, http = RequestMetrics(), HttpMetrics()
+    for index in range(50):
+        made = record(finish_reason=f"odd-{index}")
+        requests.started(made)
+        requests.finished(made)
+        http.count("none", f"ODD{index}", 405)
+    assert set(requests.finished_by_reason) == set(FINISH_REASONS)
+    assert requests.finished_by_reason["error"] == 50
+    assert http.counts == {("none", "other", "405"): 50}
+
+
+# ---------------------------------------------------------------- logs
+
+
+def line_of(message: str, *, as_json: bool, **facts: object) -> str:
+    stream = io.StringIO()
+    output = LogOutput(stream, as_json=as_json)
+    made = logging.makeLogRecord({"msg": message, "levelno": logging.INFO, "levelname": "INFO", FACTS: facts})
+    output.handle(made)
+    output.finish(5.0)
+    return stream.getvalue()
+
+
+def test_a_line_is_always_one_line() -> None:
+    evil = "a\nb\x1b[31m\u2028c\x9b"
+    text = line_of(evil, as_json=False, name=evil)
+    assert text.count("\n") == 1
+    assert "\x1b" not in text and "\u2028" not in text and "\x9b" not in text
+    found = line_of(evil, as_json=True, name=evil)
+    assert found.count("\n") == 1
+    assert json.loads(found)["name"] == evil
+    assert "\x9b" not in found
+    assert escaped("tab\t") == "tab\\x09"
+
+
+class Blocked(io.StringIO):
+    def write(self, text: str) -> int:
+        time.sleep(60)
+        return 0
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError("gone")
+
+
+def test_an_output_that_is_gone_or_blocked_costs_lines_only() -> None:
+    made = logging.makeLogRecord({"msg": "x", "levelno": logging.INFO})
+    gone = LogOutput(Closed(), as_json=False)
+    for _ in range(10):
+        gone.handle(made)
+    gone.finish(5.0)
+    assert gone.dropped == 10
+    blocked = LogOutput(Blocked(), as_json=False)
+    for _ in range(10_100):
+        blocked.handle(made)
+    assert blocked.dropped >= 99
+    blocked.finish(0.01)
+
+
+# ---------------------------------------------------------------- card
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_card_says_what_runs_and_where() -> None:
+    lines = card_lines(
+        INFO,
+        version="1",
+        names=("m'", "n"),
+        base_url="http://h:1",
+        metrics_url="http://h:1/metrics",
+        needs_key=True,
+    )
+    plain, boxed = io.StringIO(), Terminal()
+    show_card(lines, plain)
+    show_card(lines, boxed)
+    assert "KV cache: 0 MiB: 8 blocks x 16 = 128 tokens\n" in plain.getvalue()
+    assert "concurrency: 2.00x for 64 tokens per request; at most 4 at once\n" in plain.getvalue()
+    curl = dict(lines)["try"]
+    assert "Authorization: Bearer $PACELINE_API_KEY" in curl
+    assert "m'\\''" in curl
+    assert curl in boxed.getvalue().splitlines()[-2]
+    assert boxed.getvalue().startswith(("╭", "paceline"))

@@ -1,0 +1,177 @@
+"""What is read from headers and paths: hosts, keys, types, ids, routes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from paceline.server.api.route import Route
+from paceline.server.auth import Key, Keyring
+from paceline.server.call import Answer, Call
+from paceline.server.errors import Refusal
+from paceline.server.http.request import HostCheck, check_content, echoed_id, new_id
+from paceline.server.http.routing import RouteTable
+from paceline.server.keys_file import BadKeysFile, read_keys
+
+HASH = hashlib.sha256(b"k").hexdigest()
+
+
+async def handler(call: Call) -> Answer:
+    raise NotImplementedError
+
+
+def route(path: str, *methods: str) -> Route:
+    return Route(methods=methods, path=path, handler=handler, takes_body="POST" in methods)
+
+
+@pytest.mark.parametrize(
+    "bound, more, host, is_good",
+    [
+        ("127.0.0.1", (), b"localhost", True),
+        ("127.0.0.1", (), b"LOCALHOST:8000", True),
+        ("127.0.0.1", (), b"[::1]:8000", True),
+        ("127.0.0.1", (), b"example.org", False),
+        ("127.0.0.1", ("example.org",), b"Example.org:1", True),
+        ("192.168.1.5", (), b"192.168.1.5:8000", True),
+        ("192.168.1.5", (), b"192.168.1.6", False),
+        ("0.0.0.0", (), b"anything.example", True),
+        ("0.0.0.0", (), b"any thing", False),
+        ("127.0.0.1", ("*",), b"anything.example", True),
+        ("fe80::1", (), b"[fe80::1]:80", True),
+        ("127.0.0.1", (), b"localhost:80:80", False),
+        ("127.0.0.1", (), b"localhost\\", False),
+        ("127.0.0.1", (), b"", False),
+    ],
+)
+def test_hosts(bound: str, more: tuple[str, ...], host: bytes, is_good: bool) -> None:
+    check = HostCheck.of(bound, more)
+    if is_good:
+        check.check([(b"host", host)], "1.1")
+    else:
+        with pytest.raises(Refusal):
+            check.check([(b"host", host)], "1.1")
+
+
+def test_only_http_1_0_may_do_without_a_host() -> None:
+    check = HostCheck.of("127.0.0.1", ())
+    check.check([], "1.0")
+    with pytest.raises(Refusal):
+        check.check([], "1.1")
+
+
+def test_content_types() -> None:
+    for good in ("application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'):
+        check_content({"content-type": good})
+    check_content({"content-type": "application/json", "content-encoding": "identity"})
+    for bad in (
+        {},
+        {"content-type": "text/json"},
+        {"content-type": "application/json", "content-encoding": "br"},
+    ):
+        with pytest.raises(Refusal) as refused:
+            check_content(bad)
+        assert refused.value.code == "unsupported_media_type"
+
+
+def test_ids_are_unique_and_echoed_only_when_harmless() -> None:
+    assert len({new_id() for _ in range(1000)}) == 1000
+    assert echoed_id([(b"x-request-id", b"a-1")]) == b"a-1"
+    for bad in (b"", b"a b", b"a\x00", b"\xff", b"a" * 129):
+        assert echoed_id([(b"x-request-id", bad)]) is None
+    assert echoed_id([(b"x-request-id", b"a"), (b"x-request-id", b"b")]) is None
+
+
+def test_routes_match_exactly_what_was_sent() -> None:
+    table = RouteTable(
+        [route("/v1/models", "GET"), route("/v1/models/{id:path}", "GET"), route("/v1/x/{a}/y", "POST")]
+    )
+    found = table.match(b"/v1/models/org/a%20b", "GET")
+    assert found is not None
+    assert (found.template, found.parameters) == ("/v1/models/{id:path}", {"id": "org/a b"})
+    assert table.match(b"/v1/x/1%2F2/y", "POST") is not None
+    head = table.match(b"/v1/models", "HEAD")
+    assert head is not None and head.route is not None
+    wrong = table.match(b"/v1/x/1/y", "GET")
+    assert wrong is not None and wrong.route is None and wrong.allowed == ("POST",)
+    for path in (b"/v1/models/", b"/v1/x/1/2/y", b"/v1/x//y", b"/v1/%6dodels", b"", b"/"):
+        assert table.match(path, "GET") is None, path
+
+
+# ---------------------------------------------------------------- keys
+
+
+def bearer(key: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Bearer " + key)]
+
+
+def test_a_keyring_knows_its_keys() -> None:
+    ring = Keyring(
+        [Key(name=name, sha256=hashlib.sha256(name.encode()).digest(), max_concurrency=3) for name in "abc"]
+    )
+    assert ring.admit(bearer(b"b")).tenant == "b"
+    assert ring.admit([(b"x-api-key", b"c")]).max_concurrency == 3
+    for headers in ([], bearer(b"d"), bearer(b""), bearer("é".encode("latin-1")), [(b"authorization", b"b")]):
+        with pytest.raises(Refusal) as refused:
+            ring.admit(headers)
+        assert refused.value.code == "invalid_api_key"
+    assert Keyring([]).admit([]).tenant == "default"
+
+
+def written(path: Path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'# keys\n{{"name": "a", "sha256": "{HASH}", "weight": 2, "class": "gold"}}\n\n',
+        f'[{{"name": "a", "sha256": "{HASH}"}}]',
+        f"- name: a\n  sha256: {HASH}\n  max_concurrency: 4\n",
+        f"keys:\n- name: a\n  sha256: {HASH}\n",
+    ],
+)
+def test_keys_files_are_json_lines_or_yaml(tmp_path: Path, text: str) -> None:
+    ring = read_keys(written(tmp_path / "keys", text), {})
+    assert ring.admit(bearer(b"k")).tenant == "a"
+
+
+def test_the_environment_brings_one_key() -> None:
+    ring = read_keys(None, {"PACELINE_API_KEY": "k"})
+    assert ring.admit(bearer(b"k")).tenant == "default"
+    assert len(read_keys(None, {})) == 0
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("", "holds no key"),
+        ('{"name": "a"}', "sha256 must be"),
+        (f'{{"sha256": "{HASH}"}}', "name must be"),
+        (f'{{"name": "a b", "sha256": "{HASH}"}}', "name must be"),
+        ('{"name": "a", "sha256": "k"}', "entry 1"),
+        (f'{{"name": "a", "sha256": "{HASH}", "limit": 1}}', "'limit'"),
+        (f'{{"name": "a", "sha256": "{HASH}", "weight": 0}}', "weight must be"),
+        (f'{{"name": "a", "sha256": "{HASH}", "max_concurrency": true}}', "max_concurrency must be"),
+        (f'{{"name": "a", "sha256": "{HASH}"}}\n{{"name": "b", "sha256": "{HASH}"}}', "same sha256"),
+        ("{broken", "not JSON"),
+        ("a: [", "neither JSON lines nor YAML"),
+        ("5", "list of keys"),
+    ],
+)
+def test_mistakes_in_a_keys_file_are_named(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(BadKeysFile, match=part) as failed:
+        read_keys(written(tmp_path / "keys", text), {})
+    assert "--api-keys-file" in str(failed.value)
+    assert HASH not in str(failed.value)
+
+
+def test_a_keys_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys", f'{{"name": "a", "sha256": "{HASH}"}}', 0o644)
+    with pytest.raises(BadKeysFile, match="chmod 600"):
+        read_keys(path, {})
+    with pytest.raises(BadKeysFile, match="cannot be read"):
+        read_keys(str(tmp_path / "nothing"), {})

@@ -1,0 +1,106 @@
+"""Options of the server from the command line, the environment and a file, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.serve import PANELS
+from paceline.cli.serve_options import merged
+from paceline.config import check_options, flag_of
+from paceline.config_process import ProcessConfig
+from paceline.config_serve import ApiConfig, ServerConfig
+from paceline.errors import ConfigError
+from paceline.server.app import check_exposure
+from paceline.server.auth import Key, Keyring
+
+
+def test_every_option_has_a_flag_and_flags_are_unique() -> None:
+    shown = [(panel.config, flag.name) for panel in PANELS for flag in panel.flags]
+    assert len(set(shown)) == len(shown)
+    flags: list[str] = []
+    for config, name in shown:
+        spec = next(spec for spec in fields(config) if spec.name == name)
+        flags.append(flag_of(spec))
+    assert len(set(flags)) == len(flags)
+    for config in (ServerConfig, ApiConfig, ProcessConfig):
+        for spec in fields(config):
+            if "help" in spec.metadata:
+                assert (config, spec.name) in shown, spec.name
+
+
+def test_the_first_place_that_says_something_counts(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "port: 1\nqueue-timeout: 5\nmax_model_len: 64\nserved-model-name: [a, b]\nstrict-fields: true\n"
+    )
+    environment = {
+        "PACELINE_PORT": "2",
+        "PACELINE_CONFIG": str(path),
+        "PACELINE_STRICT_FIELDS": "no",
+        "PACELINE_X": "y",
+    }
+    assert merged({"port": None}, PANELS, environment) == {
+        "config": str(path),
+        "port": 2,
+        "queue_timeout_s": 5.0,
+        "max_model_len": 64,
+        "served_model_name": "a,b",
+        "strict_fields": False,
+    }
+    assert merged({"port": 3}, PANELS, environment)["port"] == 3
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("prot: 1", "'prot'; did you mean port"),
+        ("port: [", "not a YAML file"),
+        ("port: eight", "port must be a whole number"),
+        ("port: true", "port must be a whole number"),
+        ("- a", "name: value"),
+        ("config: other.yaml", "'config'"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        merged({"config": str(path)}, PANELS, {})
+
+
+def test_mistakes_in_the_environment_name_the_variable() -> None:
+    for variable, value in (("PACELINE_PORT", "tcp://10.0.0.1:80"), ("PACELINE_STRICT_FIELDS", "maybe")):
+        with pytest.raises(ConfigError, match=variable):
+            merged({}, PANELS, {variable: value})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        merged({"config": "/nowhere/x.yaml"}, PANELS, {})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"port": 70_000},
+        {"max_body_bytes": 1},
+        {"ssl_certfile": "x"},
+        {"log_format": "xml"},
+        {"drain_timeout_s": -1.0},
+    ],
+)
+def test_values_out_of_range_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerConfig(**given)
+
+
+def test_other_machines_are_let_in_only_with_a_key() -> None:
+    ring = Keyring([Key(name="a", sha256=b"\x00" * 32)])
+    for config in (ServerConfig(host="0.0.0.0"), ServerConfig(metrics_host="10.0.0.1", metrics_port=1)):
+        with pytest.raises(ConfigError, match="--api-keys-file"):
+            check_exposure(config, Keyring([]))
+        check_exposure(config, ring)
+    for config in (ServerConfig(), ServerConfig(host="::1"), ServerConfig(host="0.0.0.0", uds="/tmp/x")):
+        check_exposure(config, Keyring([]))
+        check_options(config)
