@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import BranchText, logprob_entry
@@ -63,7 +64,7 @@ class _Part:
         ids = prepared.token_ids
         self.branches = [BranchText(index, tokenizer, ids, sampling) for index in range(sampling.n)]
         self.num_open = sampling.n
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: list[RowLogprobs | None] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(ids)
         self.task: asyncio.Task[list[BranchNews]] | None = None
@@ -112,7 +113,11 @@ class Generation:
         return [part.prepared for part in self._parts]
 
     def prompt_logprobs(self, prompt: int) -> list[dict[int, Logprob] | None] | None:
-        return self._parts[prompt].prompt_logprobs
+        """What is known of the tokens of one prompt. Takes a while for a long one; from any thread."""
+        found = self._parts[prompt].prompt_logprobs
+        if found is None:
+            return None
+        return [None if entry is None else logprob_entry(self._tokenizer, entry) for entry in found]
 
     async def next(self) -> list[Delta]:
         """Wait for news. Raises what went wrong, after which there is nothing left to do but `close`."""
@@ -137,7 +142,7 @@ class Generation:
             raise self._broken() from error
 
     async def complete(self) -> list[RequestOutput]:
-        """Wait for all of it: an output for each prompt."""
+        """Wait for all of it: an output for each prompt, without what `prompt_logprobs` tells."""
         texts: list[list[str]] = [[] for part in self._parts for _ in part.branches]
         while self._num_open:
             for delta in await self.next():
@@ -153,7 +158,6 @@ class Generation:
                     prompt=part.prepared.text,
                     prompt_token_ids=part.prepared.token_ids,
                     outputs=[branch.output for branch in part.branches],
-                    prompt_logprobs=part.prompt_logprobs,
                     finished=True,
                 )
             )
@@ -232,7 +236,7 @@ class Generation:
             if number >= 0:
                 branch.push_logprobs(found, number)
             elif part.prompt_logprobs is not None:
-                part.prompt_logprobs[number] = logprob_entry(self._tokenizer, found)
+                part.prompt_logprobs[number] = found
 
     def _count(self, count: int, time_s: float) -> None:
         record = self.record

@@ -141,6 +141,18 @@ def test_an_echo_with_logprobs_goes_on_where_the_prompt_ended() -> None:
     assert second["logprobs"]["text_offset"] == [2, 3] and third["logprobs"]["text_offset"] == [4]
 
 
+def test_each_of_several_prompts_is_echoed_before_its_own_text() -> None:
+    asked = {"model": "tiny", "prompt": ["xx", "yyy"], "echo": True, "logprobs": 1, "n": 2}
+    found = chunks(Api(says("a", "b")).stream(COMPLETIONS, asked))
+    texts: dict[int, list[str]] = {}
+    for chunk in found:
+        (choice,) = chunk["choices"]
+        texts.setdefault(choice["index"], []).append(choice["text"])
+        if choice["text"] in ("xx", "yyy"):
+            assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (len(choice["text"]) - 1)]
+    assert texts == {index: ["xx" if index < 2 else "yyy", "a", "b", ""] for index in range(4)}
+
+
 def test_an_echo_of_the_prompt_alone() -> None:
     asked = {**TEXT, "echo": True, "max_tokens": 0, **USAGE}
     found = chunks(Api(says("a")).stream(COMPLETIONS, asked))

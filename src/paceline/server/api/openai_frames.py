@@ -55,6 +55,7 @@ class ChunkWriter:
             self._before.append(b'%b{"index":%d,%b' % (self._head, index, self.before_text))
         self._after = b'%b,"logprobs":null,"finish_reason":null}%b' % (self.after_text, self._tail)
         self._has_begun = False
+        self._echoes = body.echo.prompt
 
     def write(self, deltas: list[Delta]) -> bytes:
         frames: list[bytes] = []
@@ -62,6 +63,8 @@ class ChunkWriter:
             self._has_begun = True
             self._begin(frames)
         for delta in deltas:
+            if self._echoes:
+                self._echo_before(delta, frames)
             if self._is_plain:
                 if delta.text:
                     frames += (self._before[delta.index], _encode(delta.text), self._after)
@@ -79,6 +82,9 @@ class ChunkWriter:
 
     def _begin(self, frames: list[bytes]) -> None:
         """What comes before the first delta."""
+
+    def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
+        """The prompt of a choice that begins with it."""
 
     def _full_chunk(self, delta: Delta) -> bytes:
         logprobs = b"null"
@@ -154,6 +160,7 @@ class CompletionChunks(ChunkWriter):
     def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
         super().__init__(generation, body, tokenizer, id)
         self._lists: dict[int, LogprobLists] = {}  # of each choice: they go on where the last chunk ended
+        self._echoed: set[int] = set()
 
     def write(self, deltas: list[Delta]) -> bytes:
         if not self._body.echo.nothing_else:
@@ -166,10 +173,11 @@ class CompletionChunks(ChunkWriter):
                 frames.append(self._last_chunk(delta))
         return b"".join(frames)
 
-    def _begin(self, frames: list[bytes]) -> None:
-        if self._body.echo.prompt:
-            for index in range(self._body.num_branches):
-                self._echo(index, frames)
+    def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
+        # With the first token everything is known of the prompt; news without one are about a part of it.
+        if delta.index not in self._echoed and (delta.tokens or delta.has_ended):
+            self._echoed.add(delta.index)
+            self._echo(delta.index, frames)
 
     def _echo(self, index: int, frames: list[bytes]) -> None:
         number = index // self._body.sampling.n

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from paceline.llm.outputs import RequestOutput
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import openai_error_frame
 from paceline.server.api.fields import ignored_header
@@ -18,6 +17,8 @@ from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generation import Generation
 from paceline.server.service import Service
+
+INLINE_ENTRIES = 500  # logprobs of more tokens are written beside the event loop
 
 
 class OpenAIRoute:
@@ -47,15 +48,30 @@ class OpenAIRoute:
             answer = await self._whole(call, body, generation)
         finally:
             generation.close()
-        return Answer(body=msgspec.json.encode(answer), headers=headers)
+        return Answer(body=answer, headers=headers)
 
-    async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> dict[str, Any]:
+    async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> bytes:
         outputs = await generation.complete()
+        sampling = body.sampling
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        usage = generation.usage
+        is_short = not has_logprobs or usage.num_prompt + usage.num_output <= INLINE_ENTRIES
+        return await self._service.work(lambda: self._bytes(call, body, generation, outputs), inline=is_short)
+
+    def _bytes(
+        self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
+    ) -> bytes:
+        for number, output in enumerate(outputs):
+            output.prompt_logprobs = generation.prompt_logprobs(number)
         tokenizer, num_top = self._service.tokenizer, body.sampling.logprobs
         shown = {"token_ids": body.shows_token_ids, "prompt_logprobs": body.shows_prompt_logprobs}
         if self._url == CHAT:
-            return chat_body(body.model, outputs[0], tokenizer, num_top, id=call.id, **shown)
-        return completion_body(body.model, outputs, num_top, tokenizer, echo=body.echo, id=call.id, **shown)
+            found = chat_body(body.model, outputs[0], tokenizer, num_top, id=call.id, **shown)
+        else:
+            found = completion_body(
+                body.model, outputs, num_top, tokenizer, echo=body.echo, id=call.id, **shown
+            )
+        return msgspec.json.encode(found)
 
 
 def openai_routes(service: Service) -> list[Route]:

@@ -66,17 +66,19 @@ class TokenRoutes:
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
         special = read.fields.get("add_special_tokens", True)
 
-        def encode() -> list[int]:
+        def encode() -> bytes:
             if body.messages is not None:
-                return service.prompt_ids(body)
-            return service.tokenizer.encode(str(body.prompts[0]), add_special_tokens=special)
+                ids = service.prompt_ids(body)
+            else:
+                ids = service.tokenizer.encode(str(body.prompts[0]), add_special_tokens=special)
+            names = None
+            if read.fields.get("return_token_strs"):
+                names = [service.tokenizer.token_name(index) for index in ids]
+            found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
+            return msgspec.json.encode(found)
 
-        ids = await service.work(encode, inline=size <= INLINE_CHARS)
-        names = None
-        if read.fields.get("return_token_strs"):
-            names = [service.tokenizer.token_name(index) for index in ids]
-        found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
-        return Answer(body=msgspec.json.encode(found), headers=ignored_header(read.ignored))
+        data = await service.work(encode, inline=size <= INLINE_CHARS)
+        return Answer(body=data, headers=ignored_header(read.ignored))
 
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
