@@ -233,6 +233,36 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
     run(test())
 
 
+def test_a_process_that_cannot_be_started_is_told(folder: Path) -> None:
+    async def test() -> None:
+        engine = EngineProcess(ModelConfig(model=str(folder)), GIVEN, config())
+        engine.command = ("/no/such/program",)
+        await engine.start()
+        with pytest.raises(EngineUnavailable, match="cannot be started"):
+            await engine.wait_ready()
+        await engine.stop()
+
+    run(test())
+
+
+def test_a_mistake_of_the_supervisor_leaves_nobody_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        lost: list[str] = []
+        async with running(folder) as engine:
+            engine.on_lost = lost.append
+            monkeypatch.setattr(engine._budget, "spend", lambda now_s: 1 / 0)
+            reader = asyncio.create_task(read(engine.client.submit(PROMPT, LONG, tenant="a")))
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineUnavailable):
+                await reader
+            await until(lambda: bool(lost))
+
+    run(test())
+
+
 def test_an_engine_that_dies_while_it_loads_is_told(folder: Path) -> None:
     async def test() -> None:
         engine = EngineProcess(ModelConfig(model=str(folder), load_format="dummy"), GIVEN, config())

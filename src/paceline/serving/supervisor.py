@@ -67,7 +67,7 @@ class EngineProcess:
         assert self._task is None, "an engine process is started once"
         self._ready = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(_look_at)
-        self._task = asyncio.create_task(self._supervise(), name="paceline-supervisor")
+        self._task = asyncio.create_task(self._run(), name="paceline-supervisor")
 
     async def wait_ready(self) -> None:
         """Until the model is loaded for the first time. Raises EngineUnavailable that says why it cannot be."""
@@ -112,21 +112,31 @@ class EngineProcess:
 
     # -- lives ---------------------------------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
+    async def _run(self) -> None:
+        try:
+            reason, exit_code = await self._supervise()
+        except Exception:  # a mistake of ours: nobody may wait for an engine that nobody watches
+            _logger.exception("the engine is no longer watched")
+            reason, exit_code = "the engine is no longer watched", 70
+            self.client.detach(reason)
+        assert self._ready is not None
+        if not self._ready.done():
+            self._fail_ready(reason, exit_code)
+        elif not self._is_stopping and self.on_lost is not None:
+            self.on_lost(reason)
+
+    async def _supervise(self) -> tuple[str, int]:
+        """One engine after the other; returns why there is no further one, and an exit code."""
+        assert self._ready is not None
         while True:
             reason, exit_code = await self._live_once()
             if self._is_stopping:
-                return
+                return reason, exit_code
             _logger.error("%s", reason)
-            assert self._ready is not None
-            if not self._ready.done():  # it has never worked: trying again would not help
-                self._fail_ready(reason, exit_code)
-                return
-            pause_s = self._budget.spend(time.monotonic())
+            # If it has never worked, trying again would not help.
+            pause_s = self._budget.spend(time.monotonic()) if self._ready.done() else None
             if pause_s is None:
-                if self.on_lost is not None:
-                    self.on_lost(reason)
-                return
+                return reason, exit_code
             await asyncio.sleep(pause_s)
             self.num_restarts += 1
             _logger.warning("the engine is restarted")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -258,3 +260,12 @@ def test_times_that_contradict_each_other_are_refused() -> None:
         ProcessConfig(heartbeat_s=4.0)
     with pytest.raises(ConfigError, match="--restart-after-s"):
         ProcessConfig(stuck_after_s=60.0)
+
+
+def test_the_http_process_loads_no_engine() -> None:
+    heavy = ["torch", "paceline.factory", "paceline.engine", "paceline.scheduler", "paceline.models"]
+    program = (
+        f"import sys, paceline.serving.supervisor; print([name for name in {heavy} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
