@@ -82,9 +82,6 @@ class FakeEngine:
         self.on_lost: Callable[[str], None] | None = None
         self._load_s = load_s
 
-    async def start(self) -> None:
-        pass
-
     async def wait_ready(self) -> None:
         await asyncio.sleep(self._load_s)
         self.client.state = EngineState.READY

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.cli.serve_card import card_lines, show_card
 from paceline.config import ModelConfig
-from paceline.config_process import ProcessConfig
 from paceline.config_serve import ServerConfig
 from paceline.server.app import Api, Application
 from paceline.server.auth import Keyring
@@ -26,15 +24,13 @@ from paceline.serving.supervisor import EngineProcess
 
 def build_server(
     config: ServerConfig,
-    process: ProcessConfig,
     model: ModelConfig,
-    given: Mapping[str, Any],
+    engine: EngineProcess,
     keyring: Keyring,
     sockets: Sequence[socket.socket],
     output: LogOutput,
 ) -> tuple[Server, list[Listener]]:
     """A server that has not started, and its listeners."""
-    engine = EngineProcess(model, given, process)
     app = Application(config, engine.client, keyring)
     app.dropped_lines = lambda: output.dropped
     listeners = [Listener(app.main, sockets[0], config, uses_tls=config.ssl_certfile is not None)]

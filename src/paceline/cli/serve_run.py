@@ -19,6 +19,8 @@ from paceline import __version__
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ServerConfig
 
+HEAD_START_S = 0.02  # for the engine's process to be on its way before this one is busy importing
+
 
 def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
     """Serve until told to stop; returns the exit code."""
@@ -44,9 +46,15 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
     output = set_up_logs(config.log_format, config.log_level)
 
     async def serve() -> int:
+        from paceline.serving.supervisor import EngineProcess
+
+        running = EngineProcess(model, given, process)
+        await running.start()
+        await asyncio.sleep(HEAD_START_S)
+
         from paceline.cli.serve_parts import build_server
 
-        server, listeners = build_server(config, process, model, given, keyring, sockets, output)
+        server, listeners = build_server(config, model, running, keyring, sockets, output)
         return await server.run(listeners)
 
     try:

@@ -36,14 +36,12 @@ TICK_S = 1.0
 
 
 class EngineHandle(Protocol):
-    """An engine as far as a server's life concerns it."""
+    """An engine that was started, as far as a server's life concerns it."""
 
     on_lost: Callable[[str], None] | None
 
     @property
     def client(self) -> EngineClient: ...
-
-    async def start(self) -> None: ...
 
     async def wait_ready(self) -> None: ...
 
@@ -82,7 +80,6 @@ class Server:
         self._install_signals()
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._engine.start()
             for listener in listeners:
                 await listener.open()
             await self._load()
