@@ -99,7 +99,10 @@ class Routes:
 
     async def echo(self, call: Call) -> Answer:
         body = {"body": call.body, "id": call.id, "tenant": call.caller.tenant, "path": call.path}
-        return Answer(body=json.dumps(body).encode(), headers={"x-paceline-ignored-fields": "a, b"})
+        return Answer(
+            body=json.dumps(body).encode(),
+            headers={"x-paceline-ignored-fields": str(call.body.get("header", "a, b"))},
+        )
 
     async def crash(self, call: Call) -> Answer:
         raise RuntimeError("the secret of the inside")

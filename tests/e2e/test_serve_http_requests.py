@@ -294,6 +294,23 @@ def test_an_early_answer_leaves_the_connection_usable(server: FakeServer) -> Non
         assert read_one(client).status == 200
 
 
+def test_a_refusal_is_told_on_a_connection_that_was_used_before(server: FakeServer) -> None:
+    with server.connect() as client:
+        client.sendall(request_bytes("GET", "/health", close=False))
+        assert read_one(client).status == 200
+        client.sendall(
+            request_bytes("POST", "/v1/echo", b"", headers=("Content-Length: 99999999",), close=False)
+        )
+        assert read_reply(client).status == 413
+
+
+def test_headers_that_quote_a_client_stay_on_their_line(server: FakeServer) -> None:
+    reply = server.post("/v1/echo", {"header": "a\r\nx-evil: 1\u00e9" + "b" * 5000})
+    assert "x-evil" not in reply.headers
+    assert reply.headers["x-paceline-ignored-fields"].startswith("a??x-evil: 1?bbb")
+    assert len(reply.headers["x-paceline-ignored-fields"]) == 2048
+
+
 def test_a_second_request_on_a_busy_connection_ends_it_cleanly(server: FakeServer) -> None:
     first = request_bytes("POST", "/v1/slow", b'{"seconds": 0.2}', close=False)
     with server.connect() as client:

@@ -63,7 +63,7 @@ def run_tests(tests: Sequence[str], patch: Path | None) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         copy = Path(folder)
         for part in ("src", "tests"):
-            skipped = shutil.ignore_patterns("__pycache__", "e2e", "mutants", "dst")
+            skipped = shutil.ignore_patterns("__pycache__", "mutants", "dst")
             shutil.copytree(PROJECT / part, copy / part, ignore=skipped)
         shutil.copy(PROJECT / "pyproject.toml", copy)
         if patch is not None:

@@ -37,7 +37,7 @@ class CannotListen(PacelineError):
 
 
 def bind_tcp(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A bound socket that does not listen yet."""
+    """A socket on which clients may queue from now on."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,6 +49,7 @@ def bind_tcp(host: str, port: int, *, flag: str = "--port") -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         bound.bind(address)
+        bound.listen()  # only now it is certain that nobody else has it
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:

@@ -149,11 +149,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self._stop("bad_request")
         self._disarm()
-        self._in_body = True
         if self._declared_bytes() > self.limits.max_body_bytes:
             self._stop("body_too_large")
         self._arm(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
+        self._in_body = True  # from here on `cycle` is this request's own
 
     def _declared_bytes(self) -> int:
         # The parser has seen to it that there is one at most, and that it is a number.

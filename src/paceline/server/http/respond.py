@@ -8,6 +8,7 @@ later becomes one error frame.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 from paceline.server.api.route import ANTHROPIC_ERRORS
@@ -15,7 +16,9 @@ from paceline.server.call import Answer, Events
 from paceline.server.errors import Problem, anthropic_body, openai_body
 from paceline.server.http.exchange import Exchange
 
+MAX_HEADER_CHARS = 2048
 COMMENT = b": keep-alive\n\n"
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -118,6 +121,8 @@ class _Stream:
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers as bytes. Values may quote a client's words: they are kept short, printable and on their line."""
     return [
-        (name.lower().encode("ascii"), value.encode("ascii", "replace")) for name, value in headers.items()
+        (name.lower().encode("ascii"), _UNPRINTABLE.sub("?", value[:MAX_HEADER_CHARS]).encode("ascii"))
+        for name, value in headers.items()
     ]
