@@ -30,7 +30,7 @@ class ProcessConfig:
     max_restarts: int = option(3, "restarts within --restart-window-s before giving up", low=0)
     restart_window_s: float = option(600.0, "seconds after which a restart is forgotten", low=1.0)
     restart_backoff_s: float = option(1.0, "wait before a second restart; doubles with each further", low=0.0)
-    stop_timeout_s: float = option(5.0, "longest time an engine may take to end", low=0.1)
+    stop_timeout_s: float = option(1.0, "longest time an engine may take to end", low=0.1)
     max_frame_bytes: int = option(
         4 << 20, "largest message between the processes", low=64 << 10, high=1 << 30
     )

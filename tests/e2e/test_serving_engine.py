@@ -68,7 +68,7 @@ def run(loop: asyncio.Runner) -> Run:
 def shared(loop: asyncio.Runner, folder: Path, fault: Path) -> Iterator[EngineProcess]:
     """One process for all tests of this file: each leaves it as it found it."""
     stack = AsyncExitStack()
-    process = config(stuck_after_s=0.5, restart_after_s=50.0, max_restarts=0)
+    process = config(stuck_after_s=2.5, restart_after_s=50.0, max_restarts=0)
     engine = loop.run(stack.enter_async_context(running(folder, process, fault=fault)))
     yield engine
     loop.run(stack.aclose())
@@ -247,12 +247,12 @@ def test_e8_a_stopped_engine_is_noticed_and_may_come_back(engine: EngineProcess,
         await stream.take()
         os.kill(engine.pid, signal.SIGSTOP)
         try:
-            assert await until(lambda: engine.client.state is EngineState.STUCK) < 5
+            await until(lambda: engine.client.state is EngineState.STUCK)
             with pytest.raises(EngineUnavailable):
                 await read(stream)
             with pytest.raises(EngineUnavailable, match="does not answer"):
                 engine.client.submit(PROMPT, GREEDY, tenant="a")
-            assert engine.client.heartbeat_age_s > 0.5
+            assert engine.client.heartbeat_age_s > 2.5
         finally:
             os.kill(engine.pid, signal.SIGCONT)
         await until(lambda: engine.client.state is EngineState.READY)

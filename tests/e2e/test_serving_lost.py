@@ -115,6 +115,8 @@ def test_e2_an_engine_that_fails_again_and_again_answers_everybody_and_is_replac
             await until(lambda: engine.pid not in (pid, None))
             await is_clean(engine)
         assert "exited with code 70" in caplog.text
+        told = [record.getMessage() for record in caplog.records if record.name == "paceline.engine"]
+        assert any("gives up" in text and "RuntimeError: injected" in text for text in told)
 
     run(test())
 
@@ -123,7 +125,7 @@ def test_e8_a_step_that_hangs_is_noticed_and_the_engine_is_replaced(
     folder: Path, fault: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def test() -> None:
-        process = config(stuck_after_s=0.4, restart_after_s=1.5)
+        process = config(stuck_after_s=1.5, restart_after_s=4.0)
         async with running(folder, process, fault=fault) as engine:
             pid = engine.pid
             stream = engine.client.submit(PROMPT, LONG, tenant="a")
@@ -143,7 +145,7 @@ def test_e8_a_step_that_hangs_is_noticed_and_the_engine_is_replaced(
 
 def test_e8_waiters_of_a_stopped_engine_may_be_kept(folder: Path) -> None:
     async def test() -> None:
-        process = config(stuck_after_s=0.3, fail_when_stuck=False)
+        process = config(stuck_after_s=1.5, fail_when_stuck=False)
         async with running(folder, process) as engine:
             assert engine.pid is not None
             expected = await ask(engine, sampling=LONG)

@@ -26,6 +26,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.serving import frames
 from paceline.serving.channel import Channel, ChannelClosed
 from paceline.serving.client import EngineInfo
+from paceline.serving.engine_logs import LogQueue, set_up_logs
 from paceline.serving.engine_service import EngineService
 
 FIRST_FRAME_S = 30.0
@@ -37,36 +38,41 @@ _logger = logging.getLogger("paceline")
 def main() -> int:
     """Returns the exit code of the process."""
     _prepare_process()
+    logs = set_up_logs()
     channel = Channel(_take_socket(), ProcessConfig().max_frame_bytes)
     try:
         configure = _first_frame(channel)
-        return 0 if configure is None else _serve(channel, configure)
+        return 0 if configure is None else _serve(channel, configure, logs)
     except ChannelClosed:
         return 0
+    finally:
+        logs.spill()
 
 
-def _serve(channel: Channel, configure: frames.Configure) -> int:
+def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
     started_s = time.monotonic()
     try:
-        with LoadingBeats(channel, configure.heartbeat_s):
+        with LoadingBeats(channel, configure.heartbeat_s, logs):
             loaded = load_model(configure.model, configure.given)
             info = _info(loaded, configure, time.monotonic() - started_s)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
         _logger.exception("the model could not be loaded")
+        logs.send(channel)
         return _say_failure(channel, f"{type(error).__name__}: {error}", 70)
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
-    return EngineService(loaded.engine, channel, configure, info.vocab_size).run()
+    return EngineService(loaded.engine, channel, configure, info.vocab_size, logs).run()
 
 
 class LoadingBeats:
     """Signs of life from a thread of its own, for as long as the main one loads a model."""
 
-    def __init__(self, channel: Channel, every_s: float) -> None:
+    def __init__(self, channel: Channel, every_s: float, logs: LogQueue) -> None:
         self._channel = channel
+        self._logs = logs
         self._every_s = every_s
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-loading", daemon=True)
@@ -86,6 +92,7 @@ class LoadingBeats:
             try:
                 if self._channel.is_free:
                     self._channel.send(beat)
+                self._logs.send(self._channel)
             except ChannelClosed:  # whoever asked for the model is gone; loading cannot be interrupted
                 os._exit(0)
 
@@ -99,7 +106,6 @@ def _prepare_process() -> None:
     # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
     # keep the process, and everybody who waits for it, for many seconds.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
 
 
 def _die_with_parent() -> None:
@@ -167,6 +173,5 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
 
 if __name__ == "__main__":
     code = main()
-    logging.shutdown()
     sys.stdout.flush()
     os._exit(code)  # nothing that a library still has to say at the end may keep the process

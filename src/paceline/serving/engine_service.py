@@ -22,6 +22,7 @@ from paceline.scheduler.invariants import SampledChecker
 from paceline.serving import frames
 from paceline.serving.channel import Channel, ChannelClosed
 from paceline.serving.client import EngineStats
+from paceline.serving.engine_logs import LogQueue
 from paceline.serving.outbox import Outbox
 from paceline.serving.refusals import refusal_of
 
@@ -36,9 +37,15 @@ class EngineService:
     """Serves one engine over one channel."""
 
     def __init__(
-        self, engine: Engine, channel: Channel, configure: frames.Configure, vocab_size: int
+        self,
+        engine: Engine,
+        channel: Channel,
+        configure: frames.Configure,
+        vocab_size: int,
+        logs: LogQueue,
     ) -> None:
         self._engine = engine
+        self._logs = logs
         self._channel = channel
         self._vocab_size = vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
@@ -97,6 +104,7 @@ class EngineService:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
         while self._outbox and self._channel.is_free:
             self._channel.send(frames.encode(self._outbox.take()))
+        self._logs.send(self._channel)
 
     # -- what the other side asks for ----------------------------------------------------------------------
 

@@ -184,7 +184,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Loading | Ready | LoadFailed | News | Failed
+class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
+    """A log record of the engine's process."""
+
+    level: int  # of the logging module
+    message: str
+
+
+FromEngine = Loading | Ready | LoadFailed | News | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -24,6 +24,7 @@ from paceline.serving.link import Link
 from paceline.serving.restarts import RestartBudget
 
 _logger = logging.getLogger("paceline")
+_engine_logger = logging.getLogger("paceline.engine")  # what the engine's process says
 _LOOK_S = 0.02
 
 
@@ -210,6 +211,9 @@ class EngineProcess:
     def _on_frame(self, frame: frames.FromEngine) -> None:
         if isinstance(frame, frames.News):
             self.client.take(frame)
+            return
+        if isinstance(frame, frames.Log):
+            _engine_logger.log(frame.level, "%s", frame.message)
             return
         self.client.heard()
         life = self._life

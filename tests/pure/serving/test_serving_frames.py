@@ -62,6 +62,7 @@ FROM_ENGINE = [
     frames.Ready(INFO),
     frames.LoadFailed("no such file", 2),
     frames.Failed("three failures"),
+    frames.Log(30, "two\nlines"),
     frames.News(1.5),
     frames.News(
         1.5,
