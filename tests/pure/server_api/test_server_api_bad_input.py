@@ -166,6 +166,7 @@ def test_only_text_is_read(part: str) -> None:
     assert refusal(Api(), CHAT, {"model": "tiny", "messages": turns}) == (400, MODALITY, "messages")
     body = {**GOOD[MESSAGES], "messages": turns}
     assert refusal(Api(), MESSAGES, body) == (400, MODALITY, "messages")
+    assert refusal(Api(), RESPONSES, {"model": "tiny", "input": turns}) == (400, MODALITY, "input")
 
 
 def test_the_length_of_the_context() -> None:
@@ -203,6 +204,7 @@ def test_other_routes_have_the_same_limits() -> None:
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": [5]}, "input"),
         (RESPONSES, {"input": TURNS * 1025}, "input"),
+        (RESPONSES, {"input": [{"role": "boss", "content": "x"}]}, "input"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"instructions": 5}, "instructions"),
         (RESPONSES, {"stop": ["a"] * 5}, "stop"),
@@ -231,9 +233,9 @@ def test_a_key_may_not_ask_for_more_than_it_is_allowed() -> None:
 
 @pytest.mark.parametrize("route", list(GOOD))
 def test_unknown_fields_are_named_or_refused(route: str) -> None:
-    body = {**GOOD[route], "temprature": 1, "x y": 2, "nothing": None}
+    body = {**GOOD[route], "temprature": 1, "x y": 2, "nothing": None, "x-y": 3}
     answer = asyncio.run(Api().open(route, body))
-    assert isinstance(answer, Answer) and answer.headers == {"x-paceline-ignored-fields": "temprature"}
+    assert isinstance(answer, Answer) and answer.headers == {"x-paceline-ignored-fields": "temprature, x-y"}
     assert refusal(Api(strict_fields=True), route, body) == (400, "unknown_parameter", "temprature")
     asyncio.run(Api(strict_fields=True).open(route, GOOD[route]))
 

@@ -7,6 +7,7 @@ anyway, or not supported. Every field that is not required may be null, which is
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,7 @@ from paceline.server.failures import UnknownParameter, UnsupportedParameter
 
 MAX_NAMED = 16  # unknown fields named in a header
 MAX_NAME_CHARS = 64
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Group(Enum):
@@ -109,5 +111,5 @@ class FieldTable:
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Names of ignored fields as a header; such as cannot stand in one are left out."""
-    shown = [name for name in names if len(name) <= MAX_NAME_CHARS and name.isascii() and name.isidentifier()]
+    shown = [name for name in names if len(name) <= MAX_NAME_CHARS and _HEADER_NAME.fullmatch(name)]
     return {"x-paceline-ignored-fields": ", ".join(shown[:MAX_NAMED])} if shown else {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.errors import InvalidRequest
 from paceline.llm.outputs import CompletionOutput
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import responses_error_frame
@@ -149,7 +150,12 @@ class ResponsesRoute:
         body = parse_responses(
             self.table, call.body, service.facts, settings.limits, strict=settings.strict_fields
         )
-        generation = await service.start(call, body)
+        try:
+            generation = await service.start(call, body)
+        except InvalidRequest as error:
+            if error.param == "messages":  # what a conversation is called elsewhere
+                error.param = "input"
+            raise
         headers = ignored_header(body.ignored)
         response = Response(call, body)
         if body.streaming.wanted:
