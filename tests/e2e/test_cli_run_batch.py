@@ -164,6 +164,27 @@ BAD: list[tuple[object, int, str | None, str]] = [
 ]
 
 
+def test_what_is_known_of_the_prompt_and_the_tokens(model: Path, tmp_path: Path) -> None:
+    more = {"prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 2, "ignore_eos": True}
+    turns = [*HELLO, {"role": "assistant", "content": "well"}]
+    lines = [
+        line("text", COMPLETIONS, prompt=[77, 74], **more),
+        line("chat", CHAT, messages=turns, continue_final_message=True, **more),
+    ]
+    batch(model, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    found = {result["custom_id"]: result["response"]["body"] for result in results(tmp_path / "out.jsonl")}
+    (choice,) = found["text"]["choices"]
+    assert choice["prompt_token_ids"] == [77, 74] and len(choice["token_ids"]) == 2
+    assert choice["prompt_logprobs"][0] is None and "74" in choice["prompt_logprobs"][1]
+    chat = found["chat"]
+    assert (
+        len(chat["prompt_token_ids"])
+        == len("<user\nhello>\n<assistant\nwell")
+        == chat["usage"]["prompt_tokens"]
+    )
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+
+
 def test_a_completion_can_begin_with_its_prompt(model: Path, tmp_path: Path) -> None:
     asked = {"prompt": [77, 74, 81], "temperature": 0, "ignore_eos": True, "logprobs": 2}
     lines = [

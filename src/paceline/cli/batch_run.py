@@ -110,7 +110,14 @@ class BatchRun:
         url, content = _target(envelope)
         body = parse_body(url, content, self._facts)
         if body.messages is not None:
-            chat = self._front.read_chat(body.messages, body.sampling, switches=body.template.switches)
+            options = body.template
+            chat = self._front.read_chat(
+                body.messages,
+                body.sampling,
+                switches=options.switches,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+            )
             prepared = [chat]
         else:
             prepared = [self._front.read(prompt, body.sampling) for prompt in body.prompts]
@@ -142,12 +149,11 @@ class BatchRun:
         self._write(number, line.custom_id, OK, self._body(line, outputs), num_input, num_output)
 
     def _body(self, line: Line, outputs: list[RequestOutput]) -> dict[str, Any]:
-        num_top = line.body.sampling.logprobs
         tokenizer = self._front.tokenizer
         assert tokenizer is not None
         if line.url == COMPLETIONS:
-            return completion_body(line.body.model, outputs, num_top, tokenizer, echo=line.body.echo)
-        return chat_body(line.body.model, outputs[0], tokenizer, num_top)
+            return completion_body(line.body, outputs, tokenizer)
+        return chat_body(line.body, outputs[0], tokenizer)
 
     def _refuse(self, number: int, custom_id: str | None, error: Exception) -> None:
         if not isinstance(error, InvalidRequest):

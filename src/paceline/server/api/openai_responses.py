@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.llm.outputs import Logprob, RequestOutput
-from paceline.server.api.openai_requests import Echo
+from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.generation import Usage
 from paceline.text.tokenizer import Tokenizer
 
@@ -16,19 +16,12 @@ SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
 
 Json = dict[str, Any]
 Entry = dict[int, Logprob] | None
-NO_ECHO = Echo()
 
 
 def chat_body(
-    model: str,
-    output: RequestOutput,
-    tokenizer: Tokenizer,
-    num_top: int | None,
-    *,
-    id: str | None = None,
-    token_ids: bool = False,
-    prompt_logprobs: bool = False,
+    asked: ParsedBody, output: RequestOutput, tokenizer: Tokenizer, *, id: str | None = None
 ) -> Json:
+    num_top = asked.sampling.logprobs
     choices = []
     for part in output.outputs:
         choice: Json = {
@@ -41,41 +34,33 @@ def chat_body(
         if num_top is not None:
             entries = chat_logprob_entries(part.token_ids, part.logprobs or [], tokenizer, num_top)
             choice["logprobs"] = {"content": entries, "refusal": None}
-        if token_ids:
+        if asked.shows_token_ids:
             choice["token_ids"] = part.token_ids
         choices.append(choice)
-    body = _body(f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", model, choices, [output])
-    if token_ids:
+    body = _body(f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", asked.model, choices, [output])
+    if asked.shows_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
-    if prompt_logprobs:
+    if asked.shows_prompt_logprobs:
         body["prompt_logprobs"] = _prompt_logprobs(output)
     return body
 
 
 def completion_body(
-    model: str,
-    outputs: Sequence[RequestOutput],
-    num_top: int | None,
-    tokenizer: Tokenizer,
-    *,
-    echo: Echo = NO_ECHO,
-    id: str | None = None,
-    token_ids: bool = False,
-    prompt_logprobs: bool = False,
+    asked: ParsedBody, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, *, id: str | None = None
 ) -> Json:
     """The branches of every prompt, one prompt after the other."""
     choices: list[Json] = []
     for output in outputs:
         for number in range(len(output.outputs)):
-            choice = _completion_choice(output, number, num_top, tokenizer, echo)
+            choice = _completion_choice(asked, output, number, tokenizer)
             choice["index"] = len(choices)
-            if token_ids:
+            if asked.shows_token_ids:
                 choice["token_ids"] = output.outputs[number].token_ids
                 choice["prompt_token_ids"] = output.prompt_token_ids
-            if prompt_logprobs:
+            if asked.shows_prompt_logprobs:
                 choice["prompt_logprobs"] = _prompt_logprobs(output)
             choices.append(choice)
-    return _body(f"cmpl-{id or uuid.uuid4().hex}", "text_completion", model, choices, outputs)
+    return _body(f"cmpl-{id or uuid.uuid4().hex}", "text_completion", asked.model, choices, outputs)
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Json:
@@ -148,9 +133,8 @@ def finite(value: float) -> float:
     return max(value, SMALLEST_LOGPROB)
 
 
-def _completion_choice(
-    output: RequestOutput, number: int, num_top: int | None, tokenizer: Tokenizer, echo: Echo
-) -> Json:
+def _completion_choice(asked: ParsedBody, output: RequestOutput, number: int, tokenizer: Tokenizer) -> Json:
+    echo, num_top = asked.echo, asked.sampling.logprobs
     part = output.outputs[number]
     text, tokens = "", []
     known: list[Entry] = []

@@ -63,15 +63,10 @@ class OpenAIRoute:
     ) -> bytes:
         for number, output in enumerate(outputs):
             output.prompt_logprobs = generation.prompt_logprobs(number)
-        tokenizer, num_top = self._service.tokenizer, body.sampling.logprobs
-        shown = {"token_ids": body.shows_token_ids, "prompt_logprobs": body.shows_prompt_logprobs}
+        tokenizer = self._service.tokenizer
         if self._url == CHAT:
-            found = chat_body(body.model, outputs[0], tokenizer, num_top, id=call.id, **shown)
-        else:
-            found = completion_body(
-                body.model, outputs, num_top, tokenizer, echo=body.echo, id=call.id, **shown
-            )
-        return msgspec.json.encode(found)
+            return msgspec.json.encode(chat_body(body, outputs[0], tokenizer, id=call.id))
+        return msgspec.json.encode(completion_body(body, outputs, tokenizer, id=call.id))
 
 
 def openai_routes(service: Service) -> list[Route]:
