@@ -23,6 +23,7 @@ from paceline.server.errors import Refusal, openai_body, problem_of
 from paceline.server.http.request import new_id
 
 WRITE_BUFFER_BYTES = 65_536
+CONNECTION = "paceline.connection"  # in the scope: the connection itself
 LINGER_S = 1.0  # how long a refused client's bytes are swallowed, so that it gets to read its answer
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _OTHER_METHOD = re.compile(rb"[A-Z]{1,32} /[\x21-\x7e]* HTTP/1\.[01]\r?\n")
@@ -153,6 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop("body_too_large")
         self._arm(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._in_body = True  # from here on `cycle` is this request's own
 
     def _declared_bytes(self) -> int:
@@ -253,6 +255,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stall_timer = None
         self.counts.stalled += 1
         self.transport.abort()
+
+    def write_chunk(self, body: bytes) -> bool:
+        """Write a piece of a chunked answer that has begun; False when it has to go the long way, and wait there."""
+        if self.flow.write_paused or self.cycle.disconnected or not self.cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def abort(self) -> None:
         """Cut the connection, whatever is under way."""

@@ -15,6 +15,7 @@ from paceline.server.api.route import ANTHROPIC_ERRORS
 from paceline.server.call import Answer, Events
 from paceline.server.errors import Problem, anthropic_body, openai_body
 from paceline.server.http.exchange import Exchange
+from paceline.server.http.protocol import CONNECTION
 
 MAX_HEADER_CHARS = 2048
 COMMENT = b": keep-alive\n\n"
@@ -77,6 +78,8 @@ class _Stream:
 
     async def send(self) -> None:
         exchange, send = self._exchange, self._exchange.send
+        connection = exchange.scope.get(CONNECTION)
+        write = connection.write_chunk if connection is not None else _long_way
         try:
             async for frame in self._events.frames:
                 if exchange.lost:
@@ -84,7 +87,8 @@ class _Stream:
                 if not exchange.has_begun:
                     await self._begin()
                 self._was_silent = False
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                if not write(frame):
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
             if not exchange.has_begun:
                 await self._begin()
         except asyncio.CancelledError:
@@ -118,6 +122,10 @@ class _Stream:
         if not self._exchange.has_begun:
             await self._begin()
         await self._exchange.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+
+def _long_way(body: bytes) -> bool:
+    return False
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
