@@ -6,6 +6,7 @@ may wait. Flags, the keys of a config file, environment variables and validation
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from paceline.config import check_options, option
@@ -15,6 +16,7 @@ LOG_FORMATS = ("auto", "text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MIB = 2**20
+_METRICS_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}:?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class ServerConfig:
     metrics_port: int | None = option(
         None, "serve /metrics on a port of its own, and not on the main one", low=0, high=65535, kind=int
     )
-    metrics_prefix: str = option("paceline:", "what names of metrics begin with; vllm: suits dashboards")
+    metrics_prefix: str = option("paceline", "what names of metrics begin with; vllm suits its dashboards")
 
     max_connections: int = option(1024, "most open connections", low=1, high=1_000_000)
     backlog: int = option(1024, "connections the system holds until they are accepted", low=1, high=65535)
@@ -111,6 +113,11 @@ class ServerConfig:
         check_options(self)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
+
+        if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
+            raise ConfigError(
+                f"--metrics-prefix must be letters, digits and underscores, not {self.metrics_prefix!r}"
+            )
 
     @property
     def is_loopback(self) -> bool:

@@ -38,6 +38,8 @@ REFUSED = {
     "trust_remote_code": "--trust-remote-code is not supported: no code that comes with a model is ever run",
     "api_key": "--api-key would show the key to everybody on this machine; use PACELINE_API_KEY or --api-keys-file",
 }
+# Names of the same options elsewhere.
+ALSO = {"drain_timeout_s": ("--shutdown-timeout",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ def _flags(config: type, *titles: tuple[str, tuple[str, ...]]) -> list[Panel]:
     panels = []
     for index, (title, group) in enumerate(titles):
         chosen = group + (rest if index == len(titles) - 1 else ())
-        flags = tuple(Flag(name=name) for name in chosen)
+        flags = tuple(Flag(name=name, also=ALSO.get(name, ())) for name in chosen)
         panels.append(Panel(title=title, config=config, flags=flags, optional=True))
     return panels
 
@@ -79,7 +81,11 @@ PANELS = (
         ("Stopping", ("drain_delay_s", "drain_timeout_s")),
         (
             "Logs and metrics",
-            tuple(spec.name for spec in fields(ServerConfig) if "log" in spec.name or "metrics" in spec.name),
+            tuple(
+                spec.name
+                for spec in fields(ServerConfig)
+                if spec.name.startswith(("log_", "disable_log", "metrics_"))
+            ),
         ),
         ("Connections", ()),
     ),

@@ -50,7 +50,7 @@ class Application:
             client,
             self.requests,
             self.http,
-            prefix=config.metrics_prefix,
+            prefix=config.metrics_prefix.removesuffix(":") + ":",
             more_gauges=self._gauges,
             more_counters=self._counters,
         )

@@ -156,6 +156,7 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "engine_steps", "Steps made.", stats.steps
     yield "engine_busy_seconds", "Time inside steps.", stats.busy_s
     yield "engine_failed_steps", "Steps that failed.", stats.failed_steps
+    yield "engine_frames_rejected", "Messages between the processes that were wrong.", stats.rejected_frames
     yield "invariant_violations", "Invariants found broken.", stats.violations
 
 

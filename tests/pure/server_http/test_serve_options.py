@@ -87,6 +87,7 @@ def test_mistakes_in_the_environment_name_the_variable() -> None:
         {"max_body_bytes": 1},
         {"ssl_certfile": "x"},
         {"log_format": "xml"},
+        {"metrics_prefix": "a b"},
         {"drain_timeout_s": -1.0},
     ],
 )
