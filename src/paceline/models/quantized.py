@@ -1,15 +1,17 @@
-"""Weights that stay quantised, multiplied by the best 4-bit product torch has on the machine.
+"""Weights that stay quantised, multiplied by the best products torch has on the machine.
 
-A weight is scale * q + offset with one scale and offset per group of 32 inputs. On ARM the product takes 4-bit values
+A weight is scale * q + offset with one scale and offset per group of 32 inputs. On ARM the 4-bit product takes values
 around zero and quantises its input: q - 8 goes through it, and the rest is one small product with the sums of each
-group's inputs; eight bits are two 4-bit planes, the high one with 16 times the scale. On x86 the product takes
-offsets and bfloat16. With either, the result of a row does not depend on how many rows there are.
+group's inputs; eight bits go through the product of bytes with bytes. On x86 the 4-bit product takes offsets and
+bfloat16. With each, the result of a row does not depend on how many rows there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from paceline.models.layers import Linear
 from paceline.models.load import DenseStorage
 
 GROUP = 32
+EDGE = 32  # columns added to a product of bytes: the two that fix the scale, and zeros up to a whole group
+TINY = 1e-30  # what a row of zeros is divided by
+BYTE_ENGINE = "onednn"
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -31,6 +36,10 @@ def fast_product() -> str | None:
     if kleidi is not None and kleidi.is_available():
         return "dynamic"
     return "bfloat16" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else None
+
+
+def _has_byte_product() -> bool:
+    return BYTE_ENGINE in torch.backends.quantized.supported_engines and hasattr(torch, "quantize_per_tensor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,27 +71,23 @@ class BFloat16Linear:
 
 
 class DynamicLinear:
-    """A product with 4-bit planes and inputs quantised on the way, for ARM."""
+    """A product with 4-bit weights and inputs quantised on the way, for ARM."""
 
     def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+        assert groups.bits == 4
         self._out, self._in = groups.q.shape
         scale = torch.from_numpy(groups.scale)
-        if groups.bits == 4:
-            planes, middle = [(groups.q, scale)], 8
-        else:
-            high, low = groups.q >> np.uint8(4), groups.q & np.uint8(15)
-            planes, middle = [(high, scale * 16), (low, scale)], 136
-        self._planes = [self._pack(q, plane_scale) for q, plane_scale in planes]
-        # What the planes leave out, per group of inputs; None where a format is symmetric.
-        rest = torch.from_numpy(groups.offset) + middle * scale
+        pairs = torch.from_numpy(groups.q[:, 0::2] | (groups.q[:, 1::2] << 4))
+        self._packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(
+            pairs, scale.to(torch.bfloat16), None, GROUP, self._in, self._out
+        )
+        # What values around zero leave out, per group of inputs; None where a format is symmetric.
+        rest = torch.from_numpy(groups.offset) + 8 * scale
         self._rest = rest.t().contiguous() if bool(rest.any()) else None
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        product = torch.ops.aten._dyn_quant_matmul_4bit
-        out: Tensor = product(x, self._planes[0], GROUP, self._in, self._out)
-        for plane in self._planes[1:]:
-            out += product(x, plane, GROUP, self._in, self._out)
+        out: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(x, self._packed, GROUP, self._in, self._out)
         if self._rest is not None:
             sums = x.view(len(x), -1, GROUP).sum(dim=-1)
             if len(x) == 1:  # a single row would be summed in another order
@@ -93,12 +98,53 @@ class DynamicLinear:
             out += self._bias
         return out
 
-    def _pack(self, q: Bytes, scale: Tensor) -> Tensor:
-        pairs = torch.from_numpy(q[:, 0::2] | (q[:, 1::2] << 4))
-        packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(
-            pairs, scale.to(torch.bfloat16), None, GROUP, self._in, self._out
-        )
-        return packed
+
+class ByteLinear:
+    """A product of bytes with bytes, for ARM: one scale for each row of weights and for each row of inputs.
+
+    The product chooses one scale for all its inputs, from the smallest and the largest of them. So each row is moved
+    and stretched to lie between -1 and 1, and two columns that meet no weight hold these two: the scale is then
+    always the same, and no row feels another.
+    """
+
+    def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+        weight = torch.from_numpy(_dense(groups))
+        self._scale = weight.abs().amax(dim=1).clamp_min_(TINY)
+        ends = torch.zeros(len(weight), EDGE)
+        values = torch.cat([weight / self._scale[:, None], ends], dim=1)
+        self._packed = _pack_bytes(values)
+        # Of the weights as bytes: their rounding then meets the inputs as they are, not as they were moved.
+        self._sums = (values * 127).round_().sum(dim=1).div_(127).mul_(self._scale)
+        self._edge = torch.zeros(1, EDGE)
+        self._edge[0, 0], self._edge[0, 1] = 1.0, -1.0
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        low, high = torch.aminmax(x, dim=1, keepdim=True)
+        middle, reach = (low + high).mul_(0.5), (high - low).mul_(0.5).clamp_min_(TINY)
+        scaled = torch.cat([(x - middle).div_(reach), self._edge.expand(len(x), -1)], dim=1)
+        # Nothing beyond the two ends may reach the others through the common scale: not the last bit of a
+        # rounding, and not a row that is not finite, whose own result is not finite either, by its middle.
+        scaled.nan_to_num_().clamp_(-1.0, 1.0)
+        out: Tensor = torch.ops.quantized.linear_dynamic(scaled, self._packed, False)
+        out.mul_(reach).mul_(self._scale).addcmul_(middle, self._sums)
+        if self._bias is not None:
+            out += self._bias
+        return out
+
+
+def _pack_bytes(values: Tensor) -> Any:
+    """Values in [-1, 1] as signed bytes, packed for the product."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = BYTE_ENGINE
+    try:
+        with warnings.catch_warnings():
+            # It says that quantised tensors will leave torch one day; the storage then no longer offers this.
+            warnings.simplefilter("ignore")
+            quantised = torch.quantize_per_tensor(values, 1 / 127, 0, torch.qint8)
+            return torch.ops.quantized.linear_prepack(quantised, None)
+    finally:
+        torch.backends.quantized.engine = before
 
 
 class StackedLinear:
@@ -128,18 +174,21 @@ class QuantizedStorage:
 
     def __init__(self, product: str) -> None:
         self._dense = DenseStorage()
-        self._make = DynamicLinear if product == "dynamic" else BFloat16Linear
-        # Eight bits would lose through bfloat16 what they hold more than four.
-        self._bits = (4, 8) if product == "dynamic" else (4,)
+        # By bits. Eight would lose through bfloat16 what they hold more than four.
+        self._make: dict[int, Callable[[Groups, Tensor | None], Linear]] = {
+            4: DynamicLinear if product == "dynamic" else BFloat16Linear
+        }
+        if product == "dynamic" and _has_byte_product():
+            self._make[8] = ByteLinear
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         groups = [_groups(weight) for weight in weights]
-        kept = [group for group in groups if group is not None and group.bits in self._bits]
+        kept = [group for group in groups if group is not None and group.bits in self._make]
         if len(kept) < len(groups):
             return self._dense.linear(weights, bias)
         if len({group.bits for group in kept}) == 1:
-            return self._make(_stack(kept), bias)
-        stacked = StackedLinear([self._make(group) for group in kept])
+            return self._make[kept[0].bits](_stack(kept), bias)
+        stacked = StackedLinear([self._make[group.bits](group, None) for group in kept])
         return stacked if bias is None else _Biased(stacked, bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
@@ -198,6 +247,12 @@ def _requantized(values: Floats) -> Groups:
     safe = np.where(scale == 0, 1, scale)[:, :, None]
     q = (np.rint(grouped / safe) + 128).astype(np.uint8).reshape(values.shape)
     return Groups(q, scale, -128 * scale, 8)
+
+
+def _dense(groups: Groups) -> Floats:
+    grouped = groups.q.reshape(*groups.scale.shape, GROUP).astype(np.float32)
+    values: Floats = (grouped * groups.scale[:, :, None] + groups.offset[:, :, None]).reshape(groups.q.shape)
+    return values
 
 
 def _half(raw: Bytes) -> Floats:
