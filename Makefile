@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check sim clean lint
+.PHONY: help serve chat test check sim options clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
+
+options: $(STAMP) ## Write docs/reference/options.md again
+	@$(BIN)/python -m tools.option_pages
 
 # Results under out/ are the user's and stay.
 clean: ## Remove .venv, caches and build output

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.cli.chat import add_chat
 from paceline.cli.doctor import add_doctor
 from paceline.cli.models import add_models
+from paceline.cli.options import dashed
 from paceline.cli.run import add_run
 from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code. Only bugs raise."""
     try:
         command = typer.main.get_command(app)
-        code = command.main(list(arguments), prog_name="paceline", standalone_mode=False)
+        code = command.main(dashed(arguments), prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

@@ -7,7 +7,8 @@ turns such fields into the parameters of a command, so that no flag, help text o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -15,6 +16,9 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.config import flag_of
+
+_NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgKMG]?)")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,35 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
+def whole_number(text: str | int) -> int:
+    """A whole number as people write them: 4096, 4k (4,000), 4K (4,096), 1.5m."""
+    found = _NUMBER.fullmatch(str(text).strip().replace("_", ""))
+    if found is None:
+        raise ValueError
+    value = float(found[1]) * _UNITS[found[2]] if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _number_flag(text: str | int) -> int:
+    try:
+        return whole_number(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number (such as 4096, 4k or 4K).") from None
+
+
+def dashed(arguments: Sequence[str]) -> list[str]:
+    """Arguments with the names of flags spelled in one way: --max_num_seqs is --max-num-seqs."""
+    done: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return done + list(arguments[index:])
+        name, equals, value = argument.partition("=")
+        done.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
+    return done
+
+
 def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
     spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
     assert spec.default is not MISSING, flag.name
@@ -84,6 +117,8 @@ def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
     if flag.is_argument:
         declared = typer.Argument(**shown)
     else:
+        if int in (kind, *get_args(kind)):
+            shown["parser"] = _number_flag
         declared = typer.Option(*_names(spec, flag, kind), **shown)
     return inspect.Parameter(
         flag.name,

@@ -12,7 +12,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.options import Panel
+from paceline.cli.options import Panel, whole_number
 from paceline.config import flag_of
 from paceline.errors import ConfigError
 
@@ -61,7 +61,7 @@ def _read(text: str, spec: Field[Any], variable: str) -> Any:
     if kind is str:
         return text
     try:
-        return kind(text)
+        return whole_number(text) if kind is int else kind(text)
     except ValueError:
         whole = "whole " if kind is int else ""
         raise ConfigError(

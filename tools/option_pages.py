@@ -1,0 +1,81 @@
+"""Writes docs/reference/options.md: the flags of every command, as the commands themselves declare them.
+
+`python -m tools.option_pages` writes the page; a test compares it with what it would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.cli import chat, run, run_batch, serve, sim_options
+from paceline.cli.options import Flag, Panel
+from paceline.config import flag_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
+COMMANDS: dict[str, tuple[Panel, ...]] = {
+    "serve": serve.PANELS,
+    "chat": chat.PANELS,
+    "run": run.PANELS,
+    "run-batch": run_batch.PANELS,
+    "sim": sim_options.PANELS,
+}
+HEAD = (
+    "# Options\n\n"
+    "Made from the declarations in `config.py`, `config_serve.py`, `config_process.py` and the commands; "
+    "`make options` makes it again. Numbers may be written with k, m or g (thousands), or K, M or G (powers of "
+    "1,024); underscores in a flag's name are as good as dashes. For `serve`, every flag is also a key of the "
+    "`--config` file (`port: 9000`) and an environment variable (`PACELINE_PORT=9000`); the command line counts "
+    "first, then the environment, then the file.\n"
+)
+
+
+def page() -> str:
+    parts = [HEAD]
+    for command, panels in COMMANDS.items():
+        parts.append(f"\n## paceline {command}\n")
+        for title, rows in _by_title(panels):
+            parts.append(f"\n### {title}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
+            parts += [f"| {' | '.join(row)} |\n" for row in rows]
+    return "".join(parts)
+
+
+def _by_title(panels: tuple[Panel, ...]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    titles = dict.fromkeys(panel.title for panel in panels)
+    for title in titles:
+        rows = [_row(panel, flag) for panel in panels if panel.title == title for flag in panel.flags]
+        yield title, rows
+
+
+def _row(panel: Panel, flag: Flag) -> tuple[str, ...]:
+    spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
+    names = [flag.metavar or flag.name.upper()] if flag.is_argument else [*flag.also, flag_of(spec)]
+    shown = ", ".join(f"`{name}`" for name in names)
+    return shown, _values(spec), _default(spec, flag), spec.metadata["help"].replace("|", "\\|")
+
+
+def _values(spec: Field[Any]) -> str:
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    if choices:
+        return ", ".join(choices)
+    kind = {int: "whole number", float: "number", bool: "yes or no", str: "text", tuple: "text, several"}
+    text = kind.get(spec.metadata["kind"], "text")
+    if low is not None and high is not None:
+        return f"{text}, {low:,} to {high:,}"
+    if low is not None:
+        return f"{text}, at least {low:,}"
+    return text if high is None else f"{text}, at most {high:,}"
+
+
+def _default(spec: Field[Any], flag: Flag) -> str:
+    if flag.default is not None:
+        return flag.default
+    if isinstance(spec.default, bool):
+        return "yes" if spec.default else "no"
+    return "" if spec.default in (None, ()) else str(spec.default)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
