@@ -84,6 +84,7 @@ def processed_reference(raw: F32, sequence: Story, eos: tuple[int, ...]) -> F32:
     for token in range(len(out)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             out[token] = -np.inf
+    allowed = out.copy()
     for word in params.bad_words:
         assert not isinstance(word, str)
         if len(tokens) >= len(word) - 1 and tokens[len(tokens) - len(word) + 1 :] == list(word[:-1]):
@@ -91,6 +92,8 @@ def processed_reference(raw: F32, sequence: Story, eos: tuple[int, ...]) -> F32:
     if len(output) < params.min_tokens:
         for token in params.stop_token_ids + eos:
             out[token] = -np.inf
+    if out.max() == -np.inf:  # what forbids everything forbids nothing
+        out = allowed
     for token, bias in params.logit_bias.items():
         out[token] += np.float32(bias)
     for token in range(len(out)):

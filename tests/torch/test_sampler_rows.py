@@ -178,13 +178,25 @@ def test_a_row_of_nans_only() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_left_to_choose_from(temperature: float) -> None:
-    params = SamplingParams(
-        temperature=temperature, seed=1, allowed_token_ids=(3,), bad_words=((3,),), logprobs=1
-    )
-    drawn = sample_one(params, torch.zeros(8))
-    assert not drawn.finite[0] and 0 <= drawn.tokens[0] < 8 and drawn.logprobs == ()
     drawn = sample_one(SamplingParams(temperature=temperature, seed=1), torch.full((8,), -torch.inf))
     assert not drawn.finite[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": (3,), "bad_words": ((3,),)},
+        {"allowed_token_ids": (3, 4), "bad_words": ((3,),), "stop_token_ids": (4,), "min_tokens": 2},
+        {"allowed_token_ids": (5,), "min_tokens": 2},
+        {"bad_words": tuple((token,) for token in range(8))},
+    ],
+)
+def test_what_forbids_every_token_forbids_none(temperature: float, fields: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, logprobs=1, **fields)
+    drawn = sample_one(params, torch.zeros(8), eos=(5,))
+    assert drawn.finite[0] and drawn.tokens[0] in fields.get("allowed_token_ids", range(8))
+    assert len(drawn.logprobs) == 1
 
 
 def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:

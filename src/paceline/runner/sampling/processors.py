@@ -31,7 +31,7 @@ class LogitRules:
         allowed = params.allowed_token_ids
         self._allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
         self._bad_words = BadWords(params, tokens) if params.bad_words else None
-        self._stop_ids = np.array(params.stop_token_ids + eos_token_ids, dtype=np.int64)
+        self._stop_ids = params.stop_token_ids + eos_token_ids
         self._stop_from = num_prompt + params.min_tokens
         self._bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -43,13 +43,25 @@ class LogitRules:
             kept = logits[self._allowed]
             logits[:] = OUT
             logits[self._allowed] = kept
-        if self._bad_words is not None:
-            self._bad_words.apply(logits)
-        if position < self._stop_from:
-            logits[self._stop_ids] = OUT
+        self._ban(logits, position)
         logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply(logits)
+
+    def _ban(self, logits: F32, position: int) -> None:
+        """Bad words, and ends of the output before its time. What would leave no token at all is not banned."""
+        banned = [] if self._bad_words is None else self._bad_words.banned()
+        if position < self._stop_from:
+            banned += self._stop_ids
+        if not banned:
+            return
+        before = logits[banned]
+        logits[banned] = OUT
+        if self._allowed is None and len(banned) < len(logits):
+            return
+        left = logits if self._allowed is None else logits[self._allowed]
+        if left.max() == OUT:
+            logits[banned] = before
 
     def note(self, token: int) -> None:
         """The row has one more token of output."""
@@ -72,11 +84,11 @@ class BadWords:
         self._words = tuple(words)
         self._recent = deque(tokens[len(tokens) - min(longest, len(tokens)) :].tolist(), maxlen=longest)
 
-    def apply(self, logits: F32) -> None:
+    def banned(self) -> list[int]:
         recent = tuple(self._recent)
-        for beginning, last in self._words:
-            if recent[len(recent) - len(beginning) :] == beginning:
-                logits[last] = OUT
+        return [
+            last for beginning, last in self._words if recent[len(recent) - len(beginning) :] == beginning
+        ]
 
     def note(self, token: int) -> None:
         self._recent.append(token)
