@@ -5,8 +5,10 @@ Runs beside the engine's loading, in a thread, and imports what is heavy only th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.config import ModelConfig
 from paceline.config_serve import ApiConfig
@@ -14,6 +16,9 @@ from paceline.errors import ConfigError
 from paceline.server.app import Api
 from paceline.server.call import Observer
 from paceline.serving.client import EngineClient
+
+if TYPE_CHECKING:
+    from paceline.server.admission import Admission
 
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
@@ -24,8 +29,11 @@ def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
         return config.model_names
     if model.model is None or model.model.lower() == DEFAULT_NAME:
         return (DEFAULT_MODEL.file_name.split(".")[0], DEFAULT_NAME)
-    path = Path(model.model)
-    return tuple(dict.fromkeys((model.model, path.name, path.stem)))
+    path = Path(model.model).expanduser()
+    # A path of this machine is nobody else's business; whoever wants it shown can give it as a name.
+    is_local = path.exists() or path.is_absolute()
+    name = Path(os.path.abspath(path)).name
+    return tuple(dict.fromkeys((name if is_local else model.model, name, name.removesuffix(".gguf"))))
 
 
 def open_api(
@@ -66,7 +74,15 @@ def open_api(
             routes=routes(service),
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
+            gauges=lambda: _gauges(service.admission),
             close=service.close,
         )
 
     return build
+
+
+def _gauges(admission: Admission) -> list[tuple[str, str, float]]:
+    return [
+        ("admission_places_taken", "Answers asked for that are not over.", admission.places_taken),
+        ("admission_tokens_waiting", "Prompt tokens without a first token.", admission.tokens_waiting),
+    ]

@@ -225,7 +225,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 def bias_of(value: Mapping[str, float]) -> dict[int, float]:
     """JSON has only texts as keys."""
-    if not all(key.removeprefix("-").isascii() and key.removeprefix("-").isdigit() for key in value):
+    if not all(key.isascii() and key.isdigit() and str(int(key)) == key for key in value):
         raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
     return {int(key): number for key, number in value.items()}
 
