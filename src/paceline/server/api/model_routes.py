@@ -1,7 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: what this server answers for."""
+"""GET /v1/models and /v1/models/{id}: what this server answers for, with the fields of OpenAI and of Anthropic."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -19,7 +20,8 @@ class ModelRoutes:
 
     async def all(self, call: Call) -> Answer | Events:
         cards = [self._card(name) for name in self._service.model.names]
-        return Answer(body=msgspec.json.encode({"object": "list", "data": cards}))
+        page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
+        return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def one(self, call: Call) -> Answer | Events:
         name = checked_model(call.path["id"], self._service.facts)
@@ -36,6 +38,9 @@ class ModelRoutes:
             "parent": None,
             "max_model_len": self._service.facts.max_model_len,
             "permission": [],
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.server.api.route import OPENAI_ERRORS, Route
+from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, Route
 from paceline.server.auth import ANYBODY, Keyring
 from paceline.server.call import Call, Events
 from paceline.server.errors import Refusal, problem_of
 from paceline.server.http.exchange import CLIENT_CLOSED, ClientGone, Exchange, Receive, Scope, Send
-from paceline.server.http.request import HostCheck, check_content, text_headers
+from paceline.server.http.request import HostCheck, check_content, speaks_anthropic, text_headers
 from paceline.server.http.respond import send_answer, send_events, send_problem
 from paceline.server.http.routing import Match, RouteTable
 from paceline.server.http.strict_json import read_object
@@ -81,10 +81,12 @@ class Door:
             self._log.ended(exchange)
 
     async def _answer(self, exchange: Exchange) -> None:
-        shape = OPENAI_ERRORS
+        # Routes have a shape, but a client that cannot reach its route has to understand the answer too.
+        shape = ANTHROPIC_ERRORS if speaks_anthropic(exchange.scope["headers"]) else OPENAI_ERRORS
         try:
             match = self._match(exchange)
-            shape = match.route.error_shape if match.route is not None else OPENAI_ERRORS
+            if match.route is not None and match.route.error_shape == ANTHROPIC_ERRORS:
+                shape = ANTHROPIC_ERRORS
             route, call = await self._admit(exchange, match)
             await self._run(exchange, route, call)
         except asyncio.CancelledError:

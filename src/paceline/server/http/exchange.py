@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.server.call import RequestRecord
 from paceline.server.errors import Refusal
-from paceline.server.http.request import echoed_id, new_id
+from paceline.server.http.request import echoed_id, new_id, speaks_anthropic
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -110,6 +110,8 @@ class Exchange:
         headers = [*headers, (b"x-request-id", own or request_id)]
         if own is not None:
             headers.append((b"x-paceline-request-id", request_id))
+        if speaks_anthropic(self.scope["headers"]):
+            headers.append((b"request-id", own or request_id))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool) -> None:

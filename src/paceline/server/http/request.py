@@ -31,6 +31,11 @@ def echoed_id(headers: RawHeaders) -> bytes | None:
     return found[0] if len(found) == 1 and _PRINTABLE.fullmatch(found[0]) else None
 
 
+def speaks_anthropic(headers: RawHeaders) -> bool:
+    """Whether a client of the Anthropic API asks: each of them names the version of it."""
+    return any(name == b"anthropic-version" for name, _ in headers)
+
+
 def text_headers(headers: RawHeaders) -> dict[str, str]:
     """The headers as text, the first of those given twice."""
     result: dict[str, str] = {}

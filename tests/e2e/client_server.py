@@ -1,0 +1,132 @@
+"""A real `paceline serve` with a tiny made-up model for client libraries: keys, a port of its own, its metrics.
+
+Three keys are let in: one that may do anything, one with a single request at a time and one that is disabled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.model_cli import COMMAND, ENDLESS_CONTEXT, environment
+from tests.model_folder import write_model
+
+MODEL = "tiny"
+KEY, NARROW_KEY, DISABLED_KEY = "key-of-anybody", "key-for-one-at-a-time", "key-of-nobody"
+PATIENCE_S = 60.0
+# Far more than a test waits for; what asks for it is never seen to end by itself.
+ENDLESS = ENDLESS_CONTEXT // 2
+
+
+class ClientServer:
+    """A running server process."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        model = write_model(folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
+        self.port = _free_port()
+        self._errors = (folder / "stderr").open("wb")
+        self.process = subprocess.Popen(
+            [
+                *(*COMMAND, "serve", str(model), "--load-format", "dummy", "--served-model-name", MODEL),
+                *("--port", str(self.port), "--api-keys-file", str(_keys_file(folder / "keys"))),
+                *("--num-gpu-blocks-override", "16384", "--drain-timeout", "0.2", *flags),
+            ],
+            env=environment(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_for(self, status: int) -> None:
+        """Until /health answers so: 503 while the model is being loaded, 200 from then on."""
+        self.wait_until(lambda: self._get("/health")[0] == status)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:
+            assert self.process.poll() is None, self.errors()
+            try:
+                if condition():
+                    return
+            except OSError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError("it did not happen in time")
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        lines = self._get("/metrics")[1].splitlines()
+        found = [line for line in lines if line.startswith((f"paceline:{name}{{", f"paceline:{name} "))]
+        assert found, f"there is no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def is_running(self) -> bool:
+        return self.metric("num_requests_running") > 0 and self.metric("kv_cache_usage_perc") > 0
+
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing waits, and no block is held."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return not any(self.metric(name) for name in names)
+
+    def errors(self) -> str:
+        return "the server has ended: " + Path(self._errors.name).read_text()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._errors.close()
+
+    def _get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+@contextmanager
+def client_server(folder: Path, *flags: str) -> Iterator[ClientServer]:
+    server = ClientServer(folder, *flags)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _keys_file(path: Path) -> Path:
+    entries = [
+        {"name": "anybody", "sha256": _hash(KEY)},
+        {"name": "narrow", "sha256": _hash(NARROW_KEY), "max_concurrency": 1},
+        {"name": "nobody", "sha256": _hash(DISABLED_KEY), "enabled": False},
+    ]
+    path.write_text("\n".join(map(json.dumps, entries)))
+    path.chmod(0o600)
+    return path
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
