@@ -117,7 +117,8 @@ def test_one_question(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--url", "http://localhost:8000/v1"), "--url needs a server, which this version does not have"),
+        (("--url", "ftp://localhost"), "--url ftp://localhost is not an address"),
+        (("--url", "localhost", "--block-size", "8"), "--block-size is for a model in this process"),
         (("-q", " "), "the message of --quick is empty"),
         (("--top-p", "2"), "--top-p must be between 1e-09 and 1"),
     ],

@@ -120,7 +120,7 @@ from paceline.cli.main import run
 for command in ([], ["chat"], ["run"], ["run-batch"], ["doctor"], ["pull"]):
     assert run([*command, "--help"]) == 0
 assert run(["run", "--temperature", "9", "hi"]) == 2
-assert run(["chat", "--url", "http://localhost"]) == 2
+assert run(["chat", "--url", "ftp://localhost"]) == 2
 sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

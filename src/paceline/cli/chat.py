@@ -24,8 +24,10 @@ from paceline.config import option
 from paceline.errors import EngineFailed, InputError, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.cli.answer import Answering
     from paceline.cli.chat_input import LineSource
     from paceline.cli.chat_session import Session
+    from paceline.core.sampling import SamplingParams
 
 INTERRUPTED = 130
 HELP = """
@@ -35,6 +37,7 @@ Talk to a model. Answers stream as they are made.
   paceline chat
   paceline chat -q "Name three rivers."
   paceline chat --model org/model --system-prompt "Answer in one sentence."
+  paceline chat --url http://localhost:8000
 
 Ctrl-C stops an answer, Ctrl-D or /bye leaves, /? lists the commands. When standard input is not a terminal, each
 line is a message.
@@ -48,7 +51,11 @@ class ChatOptions:
     quick: str | None = option(None, "ask this, print the answer and leave", kind=str)
     system_prompt: str | None = option(None, "what the model is told before the conversation", kind=str)
     stats: bool = option(False, "print time to first token and tokens/s after each answer, to standard error")
-    url: str | None = option(None, "talk to a server (not in this version)", kind=str)
+    url: str | None = option(
+        None,
+        "talk to the server at this address instead of loading a model; its key is PACELINE_API_KEY",
+        kind=str,
+    )
 
 
 PANELS = (
@@ -71,20 +78,18 @@ def add_chat(app: typer.Typer) -> None:
 
 
 def _chat(values: Mapping[str, Any]) -> None:
-    if values["url"] is not None:
-        raise InputError(
-            "--url needs a server, which this version does not have; without it the model runs in this process"
-        )
-    engine, given = engine_options(values), given_sampling(values)
     quick = values["quick"]
     if quick is not None and not quick.strip():
         raise InputError("the message of --quick is empty")
+    given = given_sampling(values)
     on_terminal = quick is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if values["url"] is not None:
+        _chat_with_server(values, given, on_terminal=on_terminal)
+        return
+    engine = engine_options(values)
     if on_terminal:
-        _banner(values["model"])
+        _banner(values["model"] or "SmolLM2-135M-Instruct")
 
-    from paceline.cli.chat_input import open_lines
-    from paceline.cli.chat_session import Session
     from paceline.cli.talk import Talker
 
     with Talker(engine) as talker:
@@ -93,23 +98,46 @@ def _chat(values: Mapping[str, Any]) -> None:
                 'this model has no chat template; use paceline run --raw "TEXT" to continue a text'
             )
         sampling = talk_sampling(talker.llm.loaded.checkpoint.generation, given, model=values["model"])
-        session = Session(
-            talker, sampling, system_prompt=values["system_prompt"], shows_stats=values["stats"]
+        _converse(talker, sampling, values, on_terminal=on_terminal)
+
+
+def _chat_with_server(values: Mapping[str, Any], given: Mapping[str, Any], *, on_terminal: bool) -> None:
+    from paceline.checkpoint.generation import GenerationDefaults
+    from paceline.cli.remote import Remote
+
+    unused = [name for name in engine_options(values) if name not in ("model", "seed")]
+    if unused:
+        flag = "--" + unused[0].replace("_", "-")
+        raise InputError(
+            f"{flag} is for a model in this process, and --url talks to a server; give one of them"
         )
-        if quick is not None:
-            _ask_once(session, quick)
-            return
-        with open_lines(on_terminal) as lines:
-            _talk(session, lines, on_terminal=on_terminal)
+    remote = Remote(values["url"], values["model"])
+    if on_terminal:
+        _banner(f"{remote.model} at {values['url']}")
+    if values["seed"] is not None:
+        given = {**given, "seed": values["seed"]}
+    sampling = talk_sampling(GenerationDefaults(), given, model=remote.model)
+    _converse(remote, sampling, values, on_terminal=on_terminal)
 
 
-def _banner(model: str | None) -> None:
+def _converse(
+    talker: Answering, sampling: SamplingParams, values: Mapping[str, Any], *, on_terminal: bool
+) -> None:
+    from paceline.cli.chat_input import open_lines
+    from paceline.cli.chat_session import Session
+
+    session = Session(talker, sampling, system_prompt=values["system_prompt"], shows_stats=values["stats"])
+    if values["quick"] is not None:
+        _ask_once(session, values["quick"])
+        return
+    with open_lines(on_terminal) as lines:
+        _talk(session, lines, on_terminal=on_terminal)
+
+
+def _banner(who: str) -> None:
     from paceline import __version__
 
-    print(
-        f"paceline {__version__}, {model or 'SmolLM2-135M-Instruct'}. /? for help, Ctrl-D to leave.",
-        flush=True,
-    )
+    print(f"paceline {__version__}, {who}. /? for help, Ctrl-D to leave.", flush=True)
 
 
 def _ask_once(session: Session, message: str) -> None:

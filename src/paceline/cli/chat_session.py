@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.cli.talk import Answer, Talker
+from paceline.cli.answer import Answer, Answering
 from paceline.cli.terminal import Printer, note
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
@@ -46,7 +46,7 @@ class Session:
     """One conversation with one model."""
 
     def __init__(
-        self, talker: Talker, sampling: SamplingParams, *, system_prompt: str | None, shows_stats: bool
+        self, talker: Answering, sampling: SamplingParams, *, system_prompt: str | None, shows_stats: bool
     ) -> None:
         self._talker = talker
         self._sampling = sampling
@@ -95,7 +95,7 @@ class Session:
 
     def _make_room(self) -> None:
         """Drop the oldest turns when an answer would not fit any more; several at once, so that it stays rare."""
-        longest = self._talker.llm.max_model_len
+        longest = self._talker.max_model_len
         room = min(self._sampling.max_tokens, longest // 4)
         if self._count() + room <= longest:
             return
@@ -108,7 +108,7 @@ class Session:
                 )
 
     def _count(self) -> int:
-        return self._talker.llm.count_chat_tokens(self._messages())
+        return self._talker.count(self._messages())
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Session:
     def _stats(self, rest: str) -> None:
         print(f"last answer: {self._last.describe()}" if self._last else "nothing has been answered yet")
         used = self._count() if self._turns else 0
-        print(f"conversation: {len(self._turns)} messages, {used} of {self._talker.llm.max_model_len} tokens")
+        print(f"conversation: {len(self._turns)} messages, {used} of {self._talker.max_model_len} tokens")
 
 
 def _shown(value: object) -> str:

@@ -8,46 +8,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
+from paceline.cli.answer import Answer, Show
 from paceline.core.sampling import SamplingParams
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.chat import Messages
 from paceline.llm.outputs import RequestOutput
 
-Show = Callable[[str], None]
 # One answer at a time needs one row; a budget that is given is not measured, which saves a second at the start.
 FOR_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
-
-
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    """An answer as far as it came, and how it went."""
-
-    text: str = ""
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_output: int = 0
-    finish_reason: str | None = None
-    error: str | None = None
-    ttft_s: float = 0.0  # from asking to the first token
-    decode_s: float = 0.0  # from the first token to the last
-    is_interrupted: bool = False
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of the tokens behind the first one."""
-        return (self.num_output - 1) / self.decode_s if self.num_output > 1 and self.decode_s > 0 else 0.0
-
-    def describe(self) -> str:
-        cached = f" ({self.num_cached} cached)" if self.num_cached else ""
-        return (
-            f"prompt {self.num_prompt} tokens{cached}, first token after {self.ttft_s:.2f} s, "
-            f"{self.num_output} tokens at {self.tokens_per_s:.1f} tokens/s"
-        )
 
 
 class Talker:
@@ -69,6 +41,13 @@ class Talker:
     def has_template(self) -> bool:
         tokenizer = self.llm.get_tokenizer()
         return tokenizer is not None and tokenizer.chat_template is not None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.max_model_len
+
+    def count(self, messages: Messages) -> int:
+        return self.llm.count_chat_tokens(messages)
 
     def complete(self, prompt: str, sampling: SamplingParams, show: Show) -> Answer:
         return self._runner.run(_follow(self.llm.generate(prompt, sampling), show))

@@ -1,0 +1,172 @@
+"""Talking to a server that speaks the OpenAI API, ours or another, with nothing but the standard library.
+
+Fields beyond OpenAI's are sent only where they were changed, so that any server takes the rest. The key comes from
+the environment, never from the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.cli.answer import Answer, Conversation, Show
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InputError, PacelineError
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 600.0
+UNKNOWN_LENGTH = 10**9
+STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty")
+BEYOND = ("top_k", "min_p", "repetition_penalty", "seed", "stop")
+_DEFAULTS = SamplingParams()
+
+
+class ServerRefused(PacelineError):
+    """The server answered with an error, or not at all."""
+
+
+class Remote:
+    """A server as somebody to talk to."""
+
+    def __init__(self, url: str, model: str | None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"--url {url} is not an address; use one like http://localhost:8000")
+        self._is_https = parts.scheme == "https"
+        self._address = parts.netloc.rpartition("@")[2]
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
+        self._counts = True
+        cards = self._ask("GET", "/v1/models").get("data") or []
+        card: dict[str, Any] = next((card for card in cards if model in (None, card.get("id"))), {})
+        if not card and model is None:
+            raise ServerRefused(f"the server at {url} serves no model")
+        self.model: str = model or card["id"]
+        self.max_model_len: int = card.get("max_model_len") or UNKNOWN_LENGTH
+
+    def count(self, messages: Conversation) -> int:
+        """Tokens of a conversation; 0 where the server cannot tell."""
+        if not self._counts:
+            return 0
+        try:
+            return int(self._ask("POST", "/tokenize", {"model": self.model, "messages": messages})["count"])
+        except (PacelineError, KeyError):
+            self._counts = False
+            return 0
+
+    def reply(self, messages: Conversation, sampling: SamplingParams, show: Show) -> Answer:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_fields(sampling),
+        }
+        answer = Answer()
+        asked_s = first_s = last_s = time.perf_counter()
+        connection, response = self._open("POST", "/v1/chat/completions", body)
+        try:
+            for event in _events(response):
+                new = _take(answer, event)
+                if new:
+                    last_s = time.perf_counter()
+                    first_s = first_s if answer.text else last_s
+                    answer.text += new
+                    answer.num_output += 1
+                    show(new)
+        except KeyboardInterrupt:  # what there is stays; the server notices that nobody listens
+            answer.is_interrupted = True
+        finally:
+            connection.close()
+        answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
+        return answer
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        connection, response = self._open(method, path, body)
+        try:
+            found = json.loads(response.read())
+        except ValueError:
+            found = None
+        finally:
+            connection.close()
+        if not isinstance(found, dict):
+            raise ServerRefused(f"what answers at {self._address} is no server of the OpenAI API")
+        return found
+
+    def _open(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        make = HTTPSConnection if self._is_https else HTTPConnection
+        connection = make(self._address, timeout=CONNECT_TIMEOUT_S)
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            connection.connect()
+            connection.sock.settimeout(READ_TIMEOUT_S)
+            connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            connection.close()
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ServerRefused(
+                f"the server at {self._address} cannot be reached ({reason}); start one with paceline serve"
+            ) from error
+        if response.status != 200:
+            message = _error_text(response)
+            connection.close()
+            raise ServerRefused(f"the server answered {response.status}: {message}")
+        return connection, response
+
+
+def _fields(sampling: SamplingParams) -> dict[str, Any]:
+    changed = {name: getattr(sampling, name) for name in BEYOND}
+    kept = {name: value for name, value in changed.items() if value != getattr(_DEFAULTS, name)}
+    return {name: getattr(sampling, name) for name in STANDARD} | kept
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream up to its end; a stream that breaks off is an error."""
+    try:
+        for line in response:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerRefused(f"the answer ended early: {_message(event)}")
+                yield event
+    except (OSError, HTTPException, ValueError) as error:
+        raise ServerRefused(f"the server's answer broke off ({type(error).__name__})") from error
+    raise ServerRefused("the server's answer broke off")
+
+
+def _take(answer: Answer, event: Mapping[str, Any]) -> str:
+    """Note what an event tells; returns new text."""
+    usage = event.get("usage")
+    if usage:
+        answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    new = ""
+    for choice in event.get("choices") or ():
+        new += (choice.get("delta") or {}).get("content") or ""
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    return new
+
+
+def _error_text(response: HTTPResponse) -> str:
+    try:
+        return _message(json.loads(response.read(65_536)))
+    except (OSError, HTTPException, ValueError):
+        return response.reason
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(message or "no reason given").split())[:500]

@@ -1,0 +1,96 @@
+"""`paceline chat --url`: a conversation with a real server, without a model in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client_server import ENDLESS, KEY, MODEL, ClientServer, client_server
+from tests.e2e.model_cli import COMMAND, environment
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
+    with client_server(tmp_path_factory.mktemp("server")) as running:
+        running.wait_for(200)
+        yield running
+
+
+def chat(*arguments: str, cache: Path, key: str = KEY, lines: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "chat", *arguments],
+        env=environment(cache, PACELINE_API_KEY=key),
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_a_question_and_its_figures(server: ClientServer, tmp_path: Path) -> None:
+    asked = ("--url", server.url, "-q", "hello there", "--max-tokens", "7", "--temperature", "0", "--stats")
+    first = chat(*asked, cache=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip() and "7 tokens at" in first.stderr and "(cut after 7 tokens)" in first.stderr
+    again = chat(*asked, "--model", MODEL, cache=tmp_path)
+    assert again.stdout == first.stdout
+
+
+def test_lines_of_a_pipe_are_turns(server: ClientServer, tmp_path: Path) -> None:
+    done = chat(
+        *("--url", f"{server.url}/v1/", "--max-tokens", "3", "--seed", "4"),
+        cache=tmp_path,
+        lines="one\ntwo\n/stats\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "conversation: 4 messages, " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "says"),
+    [
+        (("--url", "http://127.0.0.1:9"), KEY, "the server at 127.0.0.1:9 cannot be reached"),
+        (("--url", "{url}"), "wrong", "the server answered 401: "),
+        (("--url", "{url}", "--model", "other"), KEY, "the server answered 404: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    server: ClientServer, tmp_path: Path, arguments: tuple[str, ...], key: str, says: str
+) -> None:
+    given = [argument.replace("{url}", server.url) for argument in arguments]
+    done = chat(*given, "-q", "hello", cache=tmp_path, key=key)
+    assert done.returncode == 1
+    assert done.stderr.startswith("paceline: error: ") and done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+def test_an_interrupt_stops_the_answer_on_the_server_too(server: ClientServer, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--url", server.url, "-q", "go on", "--max-tokens", str(ENDLESS)],
+        env=environment(tmp_path, PACELINE_API_KEY=KEY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(TIMEOUT_S) == 130
+    finally:
+        process.kill()
+    server.wait_until(server.is_idle)
+
+
+def test_talking_to_a_server_loads_no_torch() -> None:
+    code = "import sys, paceline.cli.remote, paceline.cli.chat_session; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
