@@ -105,6 +105,7 @@ HTTP = {
     ),
     "host with a user": (request_bytes("GET", "/v1/seen", headers=("Host: a@localhost",)), 400, "bad_host"),
     "absolute target": (request_bytes("GET", "http://evil.example/v1/seen"), 400, "bad_request"),
+    "tunnel": (request_bytes("CONNECT", "evil.example:80"), 400, "bad_request"),
     "star": (request_bytes("OPTIONS", "*"), 400, "bad_request"),
     "HTTP/3.7": (b"GET /health HTTP/3.7\r\nHost: localhost\r\n\r\n", 400, "bad_request"),
     "put": (request_bytes("PUT", "/v1/echo", b"{}"), 405, "method_not_allowed"),

@@ -142,6 +142,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._made_progress = True
         self._in_head = False
+        if self.parser.get_method() == b"CONNECT":  # asks for a tunnel, which cannot be read as anything else
+            self._stop("bad_request")
         if self.parser.should_upgrade():
             self._is_upgrade = True
             return
