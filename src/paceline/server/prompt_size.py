@@ -15,6 +15,8 @@ from paceline.server.limits import RequestLimits
 from paceline.text.messages import TEXT_PARTS
 
 NAMES = ("name", "tool_call_id")
+# Every template spends at least a token on a message, and time: a thousand empty ones are not a small prompt.
+CHARS_PER_MESSAGE = 8
 
 
 def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) -> int:
@@ -41,8 +43,8 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) ->
 
 
 def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
-    """Characters of a conversation's contents."""
-    total = 0
+    """Characters of a conversation's contents, and some for each message itself."""
+    total = CHARS_PER_MESSAGE * len(messages)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequest(
