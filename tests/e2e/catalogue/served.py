@@ -1,0 +1,170 @@
+"""A real `paceline serve` on a tiny made-up model, with keys, a log in a file, and secrets planted around it.
+
+The secrets are what must never come out again: keys, a variable of the environment, the model's path and what
+another tenant asked. Everything that comes back is kept, so that it can be searched for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.http_server import Reply, read_reply, request_bytes
+from tests.e2e.model_cli import environment
+from tests.model_folder import write_model
+
+ANSWER_S = 60.0
+NAME = "tiny"
+KEYS = {
+    "alpha": "canary-key-alpha-7f3a",
+    "beta": "canary-key-beta-91cc",
+    "gone": "canary-key-gone-5e10",
+    "low": "canary-key-low-c2d4",
+    "holder": "canary-key-holder-08b7",
+}
+RULES: dict[str, dict[str, Any]] = {
+    "gone": {"enabled": False},
+    "low": {"lowest_priority_number": 0, "max_concurrency": 2},
+}
+FOLDER, VARIABLE = "canary-folder-d41d", "canary-variable-3b9f"
+OTHERS_PROMPT = "canary prompt of beta 6e0c"
+# Shows everything of a message that a template can show, and refuses what one word asks it to refuse.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['content'] == 'please raise' %}{{ raise_exception('words of the template') }}{% endif %}"
+    "{{ '<|start|>' + message['role'] + '\\n' }}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['arguments'] | tojson }}"
+    "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}"
+    "{{ '<|end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+
+
+class TinyServer:
+    """A running server and everything it has said."""
+
+    def __init__(self, place: Path, *flags: str, context: int = 256, **variables: str) -> None:
+        self.folder = write_model(place / FOLDER / NAME, template=TEMPLATE, max_position_embeddings=context)
+        self.log_path = place / "log"
+        self.said: list[bytes] = []
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "paceline", "serve", str(self.folder)),
+                    *("--load-format", "dummy", "--port", "0", "--log-format", "json"),
+                    *("--api-keys-file", str(_write_keys(place / "keys.jsonl")), *flags),
+                ],
+                env=environment(place, PACELINE_TEST_SECRET=VARIABLE, **variables),
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        try:
+            self.port = self._read_card()
+        except BaseException:
+            self.close()
+            raise
+        self.loaded_at = len(self.log)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def _read_card(self) -> int:
+        """The port; the card comes when the model is loaded, or nothing when the start failed."""
+        assert self.process.stdout is not None
+        self.card = b""
+        for line in self.process.stdout:
+            self.card += line
+            if line.startswith(b"API: "):
+                port = int(line.rpartition(b":")[2].partition(b"/")[0])
+            if line.startswith(b"try: "):
+                return port
+        raise AssertionError(f"the server did not start:\n{self.log[-3000:]}")
+
+    def raw(self, data: bytes, *, timeout_s: float = ANSWER_S) -> Reply:
+        """Send bytes on a connection of their own and read until the server closes it."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout_s) as client:
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused early; the answer is there
+                client.sendall(data)
+            reply = read_reply(client)
+        self.said.append(reply.raw)
+        return reply
+
+    def get(self, path: str, *headers: str, method: str = "GET", key: str | None = "alpha") -> Reply:
+        return self.raw(signed(method, path, None, *headers, key=key))
+
+    def post(self, path: str, body: Any, *headers: str, key: str | None = "alpha") -> Reply:
+        return self.raw(signed("POST", path, body, *headers, key=key))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.get("/metrics").body.decode().splitlines()
+        found = [
+            float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == f"paceline:{name}"
+        ]
+        assert found, name
+        return sum(found)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        until_s = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until_s, "it did not happen in time"
+            time.sleep(0.05)
+
+    def wait_until_idle(self) -> None:
+        names = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "generations_under_way",
+        )
+        self.wait_until(lambda: not any(map(self.metric, names)))
+
+    def resident_bytes(self) -> int:
+        """Memory of the HTTP process that is its own."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@contextmanager
+def tiny_server(place: Path, *flags: str, **options: Any) -> Iterator[TinyServer]:
+    server = TinyServer(place, *flags, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def signed(method: str, path: str, body: Any, *headers: str, key: str | None = "alpha") -> bytes:
+    """A whole request; a body that is not bytes is written as JSON."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    own = () if key is None else (f"Authorization: Bearer {KEYS[key]}",)
+    return request_bytes(method, path, data, headers=(*own, *headers))
+
+
+def _write_keys(path: Path) -> Path:
+    lines = [
+        json.dumps({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **RULES.get(name, {})})
+        for name, key in KEYS.items()
+    ]
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    return path
