@@ -20,7 +20,7 @@ from paceline.server.http.door import Door, Rules
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import MetricsPage
+from paceline.server.metrics_page import Facts, MetricsPage
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
 from paceline.serving.client import EngineClient
@@ -33,6 +33,7 @@ class Api:
     routes: Sequence[Route]
     model_name: str
     is_full: Callable[[], bool] = lambda: False
+    gauges: Facts = list  # more than the application knows of
     close: Callable[[], None] = lambda: None
 
 
@@ -46,6 +47,8 @@ class Application:
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
         self.dropped_lines: Callable[[], int] = lambda: 0
         self.listeners: list[Listener] = []
+        self.loop_lag_s = 0.0  # kept by the lifecycle
+        self._api_gauges: Facts = list
         self.metrics = MetricsPage(
             client,
             self.requests,
@@ -70,6 +73,7 @@ class Application:
         """The API is there: from now on requests are taken."""
         self.metrics.model_name = api.model_name
         self.status.is_full = api.is_full
+        self._api_gauges = api.gauges
         self.main.replace_routes([*api.routes, *self._own])
 
     def replace_keys(self, keyring: Keyring) -> None:
@@ -106,6 +110,8 @@ class Application:
             ("http_connections", "Open connections.", connections),
             ("http_requests_under_way", "Requests being answered.", len(self.main.exchanges)),
             ("generations_under_way", "Generations between start and end.", self.requests.under_way),
+            ("event_loop_lag_seconds", "The latest the event loop was in ten seconds.", self.loop_lag_s),
+            *self._api_gauges(),
         ]
 
     def _counters(self) -> list[tuple[str, str, float]]:

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -34,6 +35,7 @@ LAST_WORDS_S = 0.5  # for error frames to leave, after the drain
 FORCED_S = 1.5  # the longest a second signal may take
 GRACE_S = 1.8  # what the watchdog adds to the drain
 TICK_S = 1.0
+LAG_WINDOW_S = 10.0  # of which the worst delay of the event loop is told
 
 
 class EngineHandle(Protocol):
@@ -214,8 +216,13 @@ class Server:
     async def _tick(self) -> None:
         stats = StatsLine(self._engine.client, self._app.requests)
         last_s = time.monotonic()
+        pause_s = min(TICK_S, self._config.log_stats_interval_s)
+        lags_s: deque[float] = deque(maxlen=max(1, round(LAG_WINDOW_S / pause_s)))
         while True:
-            await asyncio.sleep(min(TICK_S, self._config.log_stats_interval_s))
+            asked_s = time.monotonic()
+            await asyncio.sleep(pause_s)
+            lags_s.append(max(0.0, time.monotonic() - asked_s - pause_s))
+            self._app.loop_lag_s = max(lags_s)
             for listener in self._app.listeners:
                 listener.refresh_date()
             now_s = time.monotonic()

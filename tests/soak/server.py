@@ -1,0 +1,207 @@
+"""The server under test as a user starts it, seen from outside: its log, its /metrics, and /proc."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.model_folder import write_model
+from tests.soak.plans import CONTEXT, KEYS, MODEL, key_header
+
+COMMAND = (sys.executable, "-m", "paceline")
+START_S = 120.0
+HEADER_TIMEOUT_S = 3.0
+# A quarter of what 32 users and the stalled readers hold when all are served at once: 10 blocks a user, 40 a reader.
+NUM_BLOCKS = 100
+FLAGS = {
+    "load-format": "dummy",
+    "served-model-name": MODEL,
+    "port": "0",
+    "num-gpu-blocks-override": str(NUM_BLOCKS),
+    "max-num-seqs": "48",
+    "max-num-batched-tokens": "256",
+    "header-timeout": str(HEADER_TIMEOUT_S),
+    "stalled-client-timeout": "2",
+    "log-format": "json",
+}
+_SAMPLE = re.compile(r"^paceline:([a-z_]+)(?:\{([^}]*)\})? ([0-9.e+-]+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What the system says of one process."""
+
+    files: int
+    threads: int
+    memory_kib: int  # anonymous, in memory or swapped out
+
+
+class Metrics:
+    """One page of /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [
+            (name, dict(_LABEL.findall(labels)), float(value))
+            for name, labels, value in _SAMPLE.findall(text)
+        ]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of all samples of that name and those labels."""
+        return sum(
+            value
+            for found, with_labels, value in self._samples
+            if found == name and labels.items() <= with_labels.items()
+        )
+
+    def by(self, name: str, label: str, **only: str) -> Counter[str]:
+        """The samples of that name, summed by one label."""
+        counts: Counter[str] = Counter()
+        for found, labels, value in self._samples:
+            if found == name and only.items() <= labels.items():
+                counts[labels[label]] += round(value)
+        return counts
+
+
+class Served:
+    """A server process. `close` it whatever happens."""
+
+    def __init__(self, folder: Path, command: Sequence[str] = COMMAND) -> None:
+        model = write_model(folder / "model", max_position_embeddings=CONTEXT)
+        flags = [word for name, value in FLAGS.items() for word in (f"--{name}", value)]
+        flags += ["--api-keys-file", str(_write_keys(folder))]
+        environment = {**os.environ, "PACELINE_CACHE_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*command, "serve", str(model), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        self.log = LogReader(self.process)
+        try:
+            self.port = self._wait_for_card()
+            self.engine = children_of(self.process.pid)[0]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {"http": self.process.pid, "engine": self.engine}
+
+    def states(self) -> dict[str, ProcessState]:
+        return {name: process_state(pid) for name, pid in self.pids.items()}
+
+    def get(self, path: str, timeout_s: float = 30.0) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            name, _, value = key_header("red").partition(": ")
+            connection.request("GET", path, headers={name: value, "Connection": "close"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.get("/metrics")[1].decode())
+
+    def num_tasks(self) -> int:
+        """Tasks of the event loop, from the line a signal makes the server write."""
+        before = len(self.log.states)
+        self.process.send_signal(signal.SIGUSR1)
+        until_s = time.monotonic() + 30.0
+        while len(self.log.states) == before:
+            assert time.monotonic() < until_s, "the server did not write its state"
+            time.sleep(0.01)
+        return self.log.states[-1]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60.0)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _wait_for_card(self) -> int:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"API: "):
+                return int(line.split(b":")[-1].partition(b"/")[0])
+        raise RuntimeError("the server ended before it was ready:\n" + "\n".join(self.log.last))
+
+
+class LogReader(threading.Thread):
+    """Reads the log to its end and keeps what matters of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(daemon=True)
+        assert process.stderr is not None
+        self._lines = process.stderr
+        self.states: list[int] = []  # tasks, each time the state was written
+        self.complaints: list[str] = []  # warnings and errors
+        self.num_requests = 0
+        self.last: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with self._lines:
+            for line in self._lines:
+                self._take(line.decode())
+
+    def _take(self, line: str) -> None:
+        self.last = [*self.last[-30:], line.rstrip()]
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return
+        if found["level"] in ("warning", "error"):
+            self.complaints = [*self.complaints[:99], line[:2000]]
+        if found["message"] == "state":
+            self.states.append(found["tasks"])
+        if "status" in found and "time_s" in found:
+            self.num_requests += 1
+
+
+def process_state(pid: int) -> ProcessState:
+    place = Path(f"/proc/{pid}")
+    fields: Mapping[str, str] = dict(
+        line.split(":", 1) for line in (place / "status").read_text().splitlines()
+    )
+    memory = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+    return ProcessState(
+        files=len(os.listdir(place / "fd")), threads=int(fields["Threads"]), memory_kib=memory
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _write_keys(folder: Path) -> Path:
+    """A key for each tenant; one of them may not have many requests under way."""
+    place = folder / "keys.jsonl"
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}
+        | ({"max_concurrency": 8} if name == "blue" else {})
+        for name, key in KEYS.items()
+    ]
+    place.touch(mode=0o600)
+    place.write_text("\n".join(map(json.dumps, entries)))
+    return place
