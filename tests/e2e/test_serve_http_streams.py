@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -127,6 +128,8 @@ def test_a_client_that_does_not_read_is_bounded_and_cut(server: FakeServer) -> N
         counts_after(server, "closed", before)
         made = server.seen()["frames"] - before["frames"]
         assert made < 1200  # a kilobyte each: about what the buffers of both sides hold
+        # Reset, not closed: nothing unread stays with the system until somebody reads it.
+        server.wait_until(lambda: client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET)
     assert "connections_stalled_total" in server.get("/metrics").body.decode()
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from paceline.server.http.request import new_id
 
 WRITE_BUFFER_BYTES = 65_536
 CONNECTION = "paceline.connection"  # in the scope: the connection itself
+NO_LINGER = struct.pack("ii", 1, 0)  # close with a reset, at once
 LINGER_S = 1.0  # how long a refused client's bytes are swallowed, so that it gets to read its answer
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _OTHER_METHOD = re.compile(rb"[A-Z]{1,32} /[\x21-\x7e]* HTTP/1\.[01]\r?\n")
@@ -256,7 +259,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _has_stalled(self) -> None:
         self._stall_timer = None
         self.counts.stalled += 1
-        self.transport.abort()
+        self.abort()
 
     def write_chunk(self, body: bytes) -> bool:
         """Write a piece of a chunked answer that has begun; False when it has to go the long way, and wait there."""
@@ -266,7 +269,14 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def abort(self) -> None:
-        """Cut the connection, whatever is under way."""
+        """Cut the connection, whatever is under way.
+
+        With a reset: what a reader left unread would otherwise stay in the system's buffers, for as long as the
+        reader lives and does not read.
+        """
+        bound = self.transport.get_extra_info("socket")
+        if bound is not None and bound.family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
         self.transport.abort()
 
 
