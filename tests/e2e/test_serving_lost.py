@@ -143,7 +143,7 @@ def test_e8_a_step_that_hangs_is_noticed_and_the_engine_is_replaced(
     assert "Current thread" in stacks and "strike" in stacks
 
 
-def test_e8_waiters_of_a_stopped_engine_may_be_kept(folder: Path) -> None:
+def test_e8_waiters_of_a_stopped_engine_may_be_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         process = config(stuck_after_s=1.5, fail_when_stuck=False)
         async with running(folder, process) as engine:
@@ -164,6 +164,8 @@ def test_e8_waiters_of_a_stopped_engine_may_be_kept(folder: Path) -> None:
             await is_clean(engine)
 
     run(test())
+    told = [record.getMessage() for record in caplog.records if record.name == "paceline"]
+    assert told == ["the engine gave no sign of life for 1.5 s"]
 
 
 PARENT = """

@@ -206,6 +206,8 @@ class EngineProcess:
             if client.heartbeat_age_s > config.restart_after_s:
                 return f"the engine gave no sign of life for {config.restart_after_s:g} s"
             if client.heartbeat_age_s > config.stuck_after_s:
+                if self.is_ready:
+                    _logger.warning("the engine gave no sign of life for %g s", config.stuck_after_s)
                 client.mark_stuck()
 
     def _on_frame(self, frame: frames.FromEngine) -> None:
