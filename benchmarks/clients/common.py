@@ -128,7 +128,9 @@ def target(options: argparse.Namespace, *flags: str) -> Iterator[Target]:
         yield _described(options.url.rstrip("/"))
         return
     log = options.work / f"{Path(sys.argv[0]).stem}-server.log"
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *flags]
+    # A step may take long on a machine that does other work beside; that is no error of client or server.
+    patient = ("--stuck-after-s", "50")
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *patient, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *([options.model] if options.model else [])], stdout=subprocess.PIPE, stderr=output
