@@ -6,6 +6,7 @@ they came in. Knows rows and numbers; never a request, never text.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from paceline.runner.workers import Workers
 
 Bool = NDArray[np.bool_]
 
+_logger = logging.getLogger("paceline")
+
 
 class CPURunner:
     """Computes plans with a decoder."""
@@ -51,6 +54,7 @@ class CPURunner:
         self._rows = DeviceRows(config)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
+        self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
         self._workers = Workers()
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
@@ -113,7 +117,12 @@ class CPURunner:
         self._rows.apply(plan)
         for row, sampling in zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True):
             known = self._rows.tokens[row, : self._rows.num_tokens[row]].astype(np.int32)
-            self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))
+            self._broken.discard(row)
+            try:
+                self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))
+            except Exception:
+                _logger.exception("row %d cannot be set up", row)
+                self._broken.add(row)
 
     def _move_blocks(self, plan: StepPlan) -> NDArray[np.int32]:
         """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
@@ -149,14 +158,16 @@ class CPURunner:
 
     def _finite_rows(self, batch: Batch, hidden: Tensor) -> Bool:
         """Which rows have usable numbers; what the others stored is wiped at once."""
+        finite = np.ones(len(batch.rows), np.bool_)
+        if self._broken:
+            finite[np.isin(batch.rows, list(self._broken))] = False
         good = torch.isfinite(hidden).all(dim=-1).numpy()
         if good.all():
-            return np.ones(len(batch.rows), np.bool_)
+            return finite | batch.masked
         bad_rows = np.unique(batch.row_of[~good])
         bad = np.isin(batch.row_of, bad_rows[bad_rows < len(batch.rows)])
         for group, slots in enumerate(batch.slots):
             self._kv.clear(group, torch.from_numpy(slots[bad & (slots >= 0)]))
-        finite = np.ones(len(batch.rows), np.bool_)
         finite[bad_rows[bad_rows < len(batch.rows)]] = False
         return finite | batch.masked
 
@@ -168,24 +179,28 @@ class CPURunner:
         tokens = np.zeros(len(at), np.int32)
         count = np.zeros(len(at), np.int32)
         finished = np.full(len(at), RUNNING_ON, np.uint8)
-        asked = self._prompt_logprobs(batch, hidden)
-        due = np.flatnonzero((batch.start + batch.count == rows.num_tokens[at]) & ~batch.masked)
+        asked = self._prompt_logprobs(batch, hidden, finite)
+        is_due = (batch.start + batch.count == rows.num_tokens[at]) & ~batch.masked
+        if self._broken:
+            is_due &= finite
+        due = np.flatnonzero(is_due)
         if not len(due):
             return tokens, count, finished, asked
         who = at[due]
         position = rows.num_tokens[who]
         logits = self._decoder.logits(hidden[torch.from_numpy(batch.last[due])])
         drawn = self._sampler.sample(logits, who, position)
-        finite[due] &= drawn.finite
-        rows.tokens[who, position] = drawn.tokens
+        known = (drawn.tokens >= 0) & (drawn.tokens < self._decoder.spec.vocab_size)
+        finite[due] &= drawn.finite & known  # a token nobody knows must not reach the next step, or a client
+        rows.tokens[who, position] = np.where(known, drawn.tokens, 0)
         rows.num_tokens[who] += 1
-        tokens[due], count[due] = drawn.tokens, 1
+        tokens[due], count[due] = rows.tokens[who, position], 1
         at_length = rows.num_tokens[who] >= rows.limit[who]
         finished[due] = np.where(drawn.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
         rows.ended[who] = drawn.stopped | at_length
         return tokens, count, finished, asked + drawn.logprobs
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor, finite: Bool) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
         rows = self._rows
         found: list[RowLogprobs] = []
@@ -199,7 +214,11 @@ class CPURunner:
             logits = self._decoder.logits(hidden[first : first + end - start])
             positions = np.arange(start + 1, end + 1)
             targets = rows.tokens[row, positions]
-            found += prompt_logprobs(logits, targets, positions, row, int(rows.prompt_logprobs[row]))
+            try:
+                found += prompt_logprobs(logits, targets, positions, row, int(rows.prompt_logprobs[row]))
+            except Exception:
+                _logger.exception("row %d cannot be told about its prompt", row)
+                finite[index] = False
         return tuple(found)
 
 

@@ -2,11 +2,13 @@
 
 It owns what sampling remembers of a row, written anew when the row is joined. It knows rows and positions,
 never requests or text. A step of greedy rows without rules is one pass over the logits; everything else is
-done for the rows that ask for it. A row's token depends on its own logits, parameters and tokens alone.
+done for the rows that ask for it. A row's token depends on its own logits, parameters and tokens alone; if what
+it asks for raises, it alone has no token.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,8 @@ F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
+
+_logger = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,26 +80,34 @@ class Sampler:
         ruled = np.flatnonzero(finite & (columns.has_rules[rows] | (positions < columns.stop_from[rows])))
         raw = {i: values[i].copy() for i in ruled.tolist() if reported[i]}
         for i in ruled.tolist():
-            self._rules[int(rows[i])].apply(values[i], int(positions[i]))
+            try:
+                self._rules[int(rows[i])].apply(values[i], int(positions[i]))
+            except Exception:
+                finite[i] = _given_up(rows[i])
+                continue
             tokens[i] = values[i].argmax()
             finite[i] = np.isfinite(values[i, tokens[i]])
         drawn = np.flatnonzero(finite & columns.random[rows])
         if len(drawn):
             tokens[drawn] = self._draw(values, tokens, rows, positions, drawn)
         for i in ruled[finite[ruled]].tolist():
-            self._rules[int(rows[i])].note(int(tokens[i]))
-        logprobs = tuple(
-            token_logprobs(
-                raw.get(i, values[i]),
-                int(tokens[i]),
-                row=int(rows[i]),
-                position=int(positions[i]),
-                top=int(columns.num_logprobs[rows[i]]),
-            )
-            for i in np.flatnonzero(reported & finite).tolist()
-        )
+            try:
+                self._rules[int(rows[i])].note(int(tokens[i]))
+            except Exception:
+                finite[i] = _given_up(rows[i])
+        logprobs: list[RowLogprobs] = []
+        for i in np.flatnonzero(reported & finite).tolist():
+            row, top = int(rows[i]), int(columns.num_logprobs[rows[i]])
+            try:
+                logprobs.append(
+                    token_logprobs(raw.get(i, values[i]), int(tokens[i]), row, int(positions[i]), top)
+                )
+            except Exception:
+                finite[i] = _given_up(row)
         stopped = finite & (columns.stops[rows] == tokens[:, None]).any(axis=1)
-        return Sampled(tokens=tokens.astype(np.int32), finite=finite, stopped=stopped, logprobs=logprobs)
+        return Sampled(
+            tokens=tokens.astype(np.int32), finite=finite, stopped=stopped, logprobs=tuple(logprobs)
+        )
 
     def _draw(self, values: F32, best: I64, rows: I64, positions: I64, drawn: I64) -> I64:
         """Tokens of the rows at the places `drawn`, which have a temperature."""
@@ -113,3 +125,9 @@ class Sampler:
                 position=positions[drawn],
             )
         )
+
+
+def _given_up(row: int) -> bool:
+    """What one row asks for has raised: it ends alone. Never finite."""
+    _logger.exception("row %d cannot be sampled", row)
+    return False
