@@ -179,7 +179,14 @@ class Generation:
             record.finished_s = time.monotonic()
             if self._num_open and not record.finish_reason:
                 record.finish_reason = _ABORT  # the client left
-            self._observer.finished(record)
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        """The answer is complete by now, and figures that go wrong must not spoil it."""
+        try:
+            self._observer.finished(self.record)
+        except Exception:
+            _logger.exception("the end of request %s was not counted", self.record.id)
 
     # -- news ----------------------------------------------------------------------------------------------
 

@@ -125,14 +125,20 @@ class Service:
         except BaseException:
             permit.release()
             raise
-        return Generation(
-            started,
-            self.tokenizer,
-            permit,
-            _record(call, body, prepared),
-            self.observer,
-            first_token_timeout_s=self.settings.queue_timeout_s,
-        )
+        try:
+            return Generation(
+                started,
+                self.tokenizer,
+                permit,
+                _record(call, body, prepared),
+                self.observer,
+                first_token_timeout_s=self.settings.queue_timeout_s,
+            )
+        except BaseException:  # nobody has it who could close it
+            for _, stream in started:
+                stream.close()
+            permit.release()
+            raise
 
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""

@@ -7,6 +7,7 @@ one event loop, and nothing waits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from paceline.serving.channel import HEADER, Rejects
 from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
+
+_logger = logging.getLogger("paceline")
 
 
 class Sender(Protocol):
@@ -209,7 +212,7 @@ class AsyncEngine:
             branch.tokens.append(token)
             branch.time_s = time_s
             if not branch.is_touched:
-                branch.touch()
+                self._touch(branch)
 
     def _take_logprobs(self, entry: frames.BranchLogprobs) -> None:
         branch = self._branches.get(entry.branch)
@@ -227,7 +230,7 @@ class AsyncEngine:
         )
         branch.logprobs.append(found)
         if not branch.is_touched:
-            branch.touch()
+            self._touch(branch)
 
     def _take_ending(self, ending: frames.BranchEnding) -> None:
         branch = self._branches.pop(ending.branch, None)
@@ -249,7 +252,16 @@ class AsyncEngine:
         if not stream.num_open:
             del self._streams[stream.first]
         if not branch.is_touched:
+            self._touch(branch)
+
+    def _touch(self, branch: Branch) -> None:
+        """Wake the reader of a branch. A mistake there is told to this reader, and the rest of the news goes on."""
+        try:
             branch.touch()
+        except Exception:
+            _logger.exception("request %d could not be told its news", branch.stream.first)
+            self._forget(branch.stream)
+            branch.stream.fail(PacelineError("the request failed inside the server"))
 
     # -- helpers -------------------------------------------------------------------------------------------
 
