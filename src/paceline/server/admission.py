@@ -75,10 +75,9 @@ class Admission:
 
     def reserve(self, caller: Caller, places: int, tokens: int) -> Permit:
         """Take places for a request, and room for its prompt by a guess at its tokens."""
-        if places > self.capacity.places:
-            message = (
-                f"the request asks for {places} answers at once; at most {self.capacity.places} are possible"
-            )
+        possible = min(self.capacity.places, caller.max_concurrency or places)
+        if places > possible:  # would be refused for ever: nothing to try again
+            message = f"the request asks for {places} answers at once; at most {possible} are possible"
             raise InvalidRequest(message, param="n")
         self._check(caller, places, tokens)
         self.places_taken += places
