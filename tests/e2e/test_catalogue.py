@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.e2e.catalogue.catalogue import ENTRIES, QUEUE_FULL, Run, canary, log_problems
-from tests.e2e.catalogue.entry import COMPLETIONS, GOOD, OK, answer_of
+from tests.e2e.catalogue.catalogue import ENTRIES, Run, canary, log_problems
+from tests.e2e.catalogue.entry import COMPLETIONS, GOOD, OK, QUEUE_FULL, answer_of
 from tests.e2e.catalogue.served import FOLDER, KEYS, OTHERS_PROMPT, VARIABLE, TinyServer, signed, tiny_server
 
 SMALL = ("--kv-cache-memory-bytes", str(64 * 2**20))

@@ -16,7 +16,6 @@ ENTRIES: list[Entry] = [
 ]
 GROWTH_BYTES = 5 * 2**20
 TRIES = 3
-QUEUE_FULL = (429, "queue_full")
 # Greedy, with the probabilities beside the tokens: whatever leaks from one request into another changes a digit.
 CANARY = {
     "model": NAME,
