@@ -13,11 +13,12 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.events import StepEvents
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
-from paceline.errors import InvalidRequest, PacelineError
+from paceline.errors import EngineFailed, InvalidRequest, PacelineError
 from paceline.scheduler.invariants import SampledChecker
 from paceline.serving import frames
 from paceline.serving.channel import Channel, ChannelClosed
@@ -29,6 +30,10 @@ from paceline.serving.refusals import refusal_of
 FAREWELL_S = 1.0  # how long the last news may take to leave
 OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
+NUMERICAL_ERROR = "numerical_error"
+MOST_STEPS_WITHOUT_A_NUMBER = (
+    2  # in a row, and for all their rows: weights that were damaged are loaded again
+)
 
 _logger = logging.getLogger("paceline")
 
@@ -49,7 +54,8 @@ class EngineService:
         self._channel = channel
         self._vocab_size = vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
-        self._stepper = Stepper(engine, self._outbox.put)
+        self._stepper = Stepper(engine, self._tell)
+        self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s
         self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
         self._next_report_s = 0.0
@@ -89,6 +95,16 @@ class EngineService:
         if now_s >= self._next_report_s or self._was_busy != self._engine.has_requests:
             self._report(now_s)  # at the end of work at once: an idle engine has gauges of zero
         self._deliver()
+
+    def _tell(self, events: StepEvents) -> None:
+        """Hand on what a step made known. Raises EngineFailed when the model computes nothing but nonsense."""
+        self._outbox.put(events)
+        if events.tokens:
+            self._steps_without_a_number = 0
+        elif any(ending.detail == NUMERICAL_ERROR for ending in events.finished):
+            self._steps_without_a_number += 1
+            if self._steps_without_a_number >= MOST_STEPS_WITHOUT_A_NUMBER:
+                raise EngineFailed("no number the model computes is finite")
 
     def _sleep(self, nap_s: float | None) -> None:
         left_s = max(0.0, self._next_report_s - time.monotonic())
