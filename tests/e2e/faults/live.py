@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.http_server import FakeServer, Reply
+from tests.e2e.http_server import FakeServer, Reply, request_bytes
 from tests.e2e.model_cli import COMMAND, environment
 
 INJECTION = Path(__file__).parent / "injection"
@@ -89,7 +89,7 @@ class LiveServer(FakeServer):
         except BaseException:
             self.close()
             raise
-        self.baseline = self.held()
+        self.baseline = self.held() if stderr is None else {}
 
     def _wait_for_card(self) -> int:
         assert self.process.stdout is not None
@@ -191,6 +191,14 @@ class LiveServer(FakeServer):
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
+    def send(self, path: str, body: dict[str, Any], *headers: str, **named: Any) -> socket.socket:
+        """A connection on which a request was sent and nothing read yet."""
+        client = self.connect(**named)
+        client.sendall(
+            request_bytes("POST", path, json.dumps({"model": MODEL, **body}).encode(), headers=headers)
+        )
+        return client
+
     def all_at_once(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Reply]:
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self.post(*body), bodies))
@@ -233,10 +241,22 @@ def unharmed(server: LiveServer) -> Iterator[LiveServer]:
     server.wait_until(lambda: not grown(server.baseline, server.held()), PATIENCE_S)
 
 
+def flags_of(**options: object) -> tuple[str, ...]:
+    """Flags of the command line."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
+    return tuple(word for pair in pairs for word in pair)
+
+
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """What there is more of than there was; threads of pools start when they are first needed."""
     room = {"tasks": 1, "http files": 2, "engine files": 2, "http threads": 8, "engine threads": 2}
     return {name: number for name, number in after.items() if number > before[name] + room[name]}
+
+
+def reset(client: socket.socket) -> None:
+    """Close a connection the rude way."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    client.close()
 
 
 def stop_and_check(server: LiveServer, seconds: float, code: int = 0) -> None:

@@ -18,6 +18,7 @@ from tests.e2e.faults.live import (
     COMPLETIONS,
     LiveServer,
     error_of,
+    flags_of,
     live_server,
     said,
     unharmed,
@@ -95,8 +96,8 @@ NEIGHBOURS = [
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    flags = ("--num-gpu-blocks-override", "96", "--max-num-seqs", "8", "--max-waiting-requests", "1")
-    flags += ("--max-num-batched-tokens", "24")  # prompts take several steps
+    sizes = {"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_waiting_requests": 1}
+    flags = flags_of(**sizes, max_num_batched_tokens=24)  # prompts take several steps
     hooks = {**HTTP_HOOKS, **ENGINE_HOOKS, **STEP_HOOKS, **PLAN_HOOKS}
     with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=hooks) as running:
         yield running

@@ -1,0 +1,194 @@
+"""E1-E3, E5-E10: an engine that fails, computes nonsense, dies, hangs or babbles, seen by clients of a live server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.faults.live import (
+    ALWAYS,
+    COMPLETIONS,
+    LiveServer,
+    error_of,
+    flags_of,
+    is_alive,
+    live_server,
+    said,
+    stop_and_check,
+    unharmed,
+    wait_for_end,
+)
+from tests.e2e.http_server import Reply
+
+HOOKS = {
+    "forward": "paceline.models.decoder:Decoder.forward",
+    "logits": "paceline.models.decoder:Decoder.logits",
+    "sample": "paceline.runner.sampling.sampler:Sampler.sample",
+    "send": "paceline.serving.link:Link.send",
+    "deliver": "paceline.serving.engine_service:EngineService._deliver",
+}
+GONE = {"engine_unavailable"}
+TOLD_S = 10.0  # within which everybody hears of it; a second on a machine that does nothing else
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    flags = flags_of(
+        num_gpu_blocks_override=96,
+        max_num_seqs=8,
+        stuck_after_s=2.0,
+        restart_after_s=6.0,
+        max_restarts=20,
+        restart_backoff_s=0.0,
+    )
+    with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=HOOKS) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: LiveServer) -> Iterator[LiveServer]:
+    with unharmed(shared):
+        yield shared
+
+
+def body(number: int, **fields: Any) -> tuple[str, dict[str, Any]]:
+    prompt = {"prompt": f"request number {number} of some", "temperature": 0, "ignore_eos": True}
+    return COMPLETIONS, {**prompt, "max_tokens": 12, "stream": number % 2 == 0, **fields}
+
+
+def begin(server: LiveServer, pool: ThreadPoolExecutor, **fields: Any) -> list[Future[Reply]]:
+    """Requests of both kinds that are under way."""
+    futures = [pool.submit(server.post, *body(number, **fields)) for number in range(8)]
+    server.wait_until(lambda: server.metrics()["num_requests_running"] == 8)
+    return futures
+
+
+def codes(replies: list[Reply]) -> set[str]:
+    return {"" if error is None else error["code"] for error in map(error_of, replies)}
+
+
+@pytest.mark.parametrize("kind", ["raise", "device_memory", "memory"])
+def test_e1_e3_a_computation_that_fails_once_is_noticed_by_nobody(server: LiveServer, kind: str) -> None:
+    alone = [said(server.post(*body(number))) for number in range(4)]
+    failed = server.metrics()["engine_failed_steps_total"]
+    server.fault("forward", kind, first=4)
+    assert [said(reply) for reply in server.all_at_once([body(number) for number in range(4)])] == alone
+    server.wait_until(lambda: server.metrics()["engine_failed_steps_total"] == failed + 1)
+
+
+def test_e2_an_engine_that_always_fails_is_replaced(server: LiveServer) -> None:
+    engine = server.engine
+    server.fault("forward", "raise", first=5, last=ALWAYS)
+    assert codes(server.all_at_once([body(number) for number in range(8)])) <= GONE | {"internal_error"}
+    # Two failures end those who were there; the third in a row, with whoever comes next, ends the engine.
+    assert codes([server.post(*body(number)) for number in range(2)]) <= {"starting", "internal_error", *GONE}
+    wait_for_end([engine])
+    server.heal()
+    server.wait_until(lambda: server.get("/health/ready").status == 200, 60.0)
+    assert server.engine != engine
+
+
+@pytest.mark.parametrize("token", [-1, 100, 2**31, 2**40])
+def test_e6_a_token_nobody_knows_fails_its_request_alone(server: LiveServer, token: int) -> None:
+    alone = [said(server.post(*body(number))) for number in range(4)]
+    server.fault("sample", "token", token, first=3)
+    replies = server.all_at_once([body(number) for number in range(4)])
+    assert sorted(codes(replies)) == ["", "numerical_error"]
+    assert sum(error_of(reply) is not None for reply in replies) == 1
+    for reply, answer in zip(replies, alone, strict=True):
+        assert error_of(reply) is not None or said(reply) == answer
+
+
+def test_e5_a_row_that_is_not_finite_fails_alone(server: LiveServer) -> None:
+    alone = [said(server.post(*body(number))) for number in range(4)]
+    server.fault("logits", "nan", "first", first=3)
+    replies = server.all_at_once([body(number) for number in range(4)])
+    assert [error["code"] for error in map(error_of, replies) if error is not None] == ["numerical_error"]
+    for reply, answer in zip(replies, alone, strict=True):
+        assert error_of(reply) is not None or said(reply) == answer
+    assert said(server.post(*body(0))) == alone[0]  # nothing of it was kept for others
+
+
+def test_e5_a_model_without_any_finite_number_is_loaded_again(server: LiveServer) -> None:
+    engine = server.engine
+    server.fault("logits", "nan", "all", last=ALWAYS)
+    seen = set()
+    for number in range(4):
+        reply = server.post(*body(number))
+        seen |= codes([reply])
+        if not is_alive(engine):
+            break
+    assert "numerical_error" in seen and seen <= {"numerical_error", "starting", *GONE}
+    wait_for_end([engine])
+    server.heal()
+    server.wait_until(lambda: server.get("/health/ready").status == 200, 60.0)
+    assert server.engine != engine
+
+
+def test_e7_everybody_hears_of_a_dead_engine(server: LiveServer) -> None:
+    engine = server.engine
+    with ThreadPoolExecutor(8) as pool:
+        futures = begin(server, pool, max_tokens=200)
+        os.kill(engine, signal.SIGKILL)
+        wait_for_end([engine])
+        server.wait_until(lambda: server.get("/health/ready").status == 503, TOLD_S)
+        died_s = time.monotonic()
+        assert codes([future.result() for future in futures]) == GONE
+        assert time.monotonic() - died_s < TOLD_S
+    assert server.get("/health/live").status == 200
+
+
+def test_e8_a_stopped_engine_is_told_and_may_come_back(server: LiveServer) -> None:
+    engine = server.engine
+    with ThreadPoolExecutor(8) as pool:
+        futures = begin(server, pool, max_tokens=200)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            server.wait_until(lambda: server.get("/health/ready").status == 503, 2.0 + TOLD_S)
+            assert server.get("/health/live").status == 200
+            assert codes([future.result() for future in futures]) <= GONE | {""}
+            assert codes([server.post(*body(1))]) == GONE
+        finally:
+            os.kill(engine, signal.SIGCONT)
+    server.wait_until(lambda: server.get("/health/ready").status == 200)
+    assert server.engine == engine
+
+
+def test_e8_an_engine_that_stays_silent_is_replaced(server: LiveServer) -> None:
+    engine = server.engine
+    server.fault("forward", "wait", 3600)
+    assert codes([server.post(*body(1))]) == GONE
+    wait_for_end([engine], 6.0 + TOLD_S)
+    assert b"strike" in server.log_path.read_bytes() or b"Current thread" in server.log_path.read_bytes()
+
+
+def test_e10_frames_that_make_no_sense_are_counted(server: LiveServer) -> None:
+    alone = said(server.post(*body(1)))
+    before = server.metrics()["engine_frames_rejected_total"]
+    server.fault("send", "junk")
+    assert said(server.post(*body(1))) == alone
+    server.fault("deliver", "babble", first=3)
+    assert said(server.post(*body(1))) == alone
+    server.wait_until(lambda: server.metrics()["engine_frames_rejected_total"] == before + 6 + 2)
+
+
+def test_e7_an_engine_that_is_lost_for_good_ends_the_server_with_70(model: Path, tmp_path: Path) -> None:
+    with live_server(model, tmp_path / "w", *flags_of(max_restarts=0, num_gpu_blocks_override=96)) as server:
+        os.kill(server.engine, signal.SIGKILL)
+        stop_and_check(server, TOLD_S, 70)
+
+
+def test_e9_an_engine_does_not_outlive_the_http_process(model: Path, tmp_path: Path) -> None:
+    with live_server(model, tmp_path / "w", *flags_of(num_gpu_blocks_override=96)) as server:
+        engine = server.engine
+        with server.send(*body(0, max_tokens=200)) as client:
+            assert client.recv(1)
+            server.process.kill()
+            wait_for_end([engine], TOLD_S)
