@@ -1,12 +1,13 @@
 """The description of the API: /openapi.json, /docs as one plain page without scripts, /version.
 
-Both are made from the routes themselves. The page loads nothing from anywhere, so that it works without a network
-and has nothing in it that could run.
+Both are made from the routes themselves; routes that only say that they do not exist are not described. The page
+loads nothing from anywhere, so that it works without a network and has nothing in it that could run.
 """
 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,20 @@ _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1.6rem}h2{font-size:1.1rem;margin-top:2rem}code,pre{font-family:ui-monospace,monospace;font-size:.9rem}
 table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #ddd;
-vertical-align:top}pre{background:#f4f4f4;padding:1rem;overflow:auto}
+vertical-align:top}pre{background:#f4f4f4;padding:.7rem 1rem;overflow:auto}a{color:inherit}
+td:first-child{white-space:nowrap}
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}td,th{border-color:#333}pre{background:#222}}
 """
+_HELLO = [{"role": "user", "content": "Hello!"}]
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "MODEL", "messages": _HELLO, "stream": True},
+    "/v1/completions": {"model": "MODEL", "prompt": "Once upon a time", "max_tokens": 32},
+    "/v1/responses": {"model": "MODEL", "input": "Hello!"},
+    "/v1/messages": {"model": "MODEL", "messages": _HELLO, "max_tokens": 64},
+    "/v1/messages/count_tokens": {"model": "MODEL", "messages": _HELLO},
+    "/tokenize": {"model": "MODEL", "prompt": "Hello!"},
+    "/detokenize": {"model": "MODEL", "tokens": [1, 2, 3]},
+}
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
     "x-content-type-options": "nosniff",
@@ -53,6 +65,8 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
     """The routes as an OpenAPI 3.1 document."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
+        if not route.openapi:
+            continue
         operations = paths.setdefault(route.path.replace(":path}", "}"), {})
         for method in route.methods:
             operations[method.lower()] = {"responses": {"200": {"description": "ok"}}} | dict(route.openapi)
@@ -66,33 +80,50 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def docs_page(document: dict[str, Any]) -> str:
-    """The document as a page to read."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Paceline API</title>",
-        f"<style>{_STYLE}</style><h1>Paceline {html.escape(__version__)}</h1>",
-        "<p>An OpenAI-compatible server. The whole description: <a href=/openapi.json>/openapi.json</a>.</p>",
-        "<table><tr><th>Route<th>What it does</tr>",
-    ]
+    """The document as a page to read: a list of the routes, then the fields of each."""
     operations = [
-        (path, method, operation)
+        (f"{method.upper()} {path}", path, operation)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
+        if method != "head"
     ]
-    for path, method, operation in operations:
-        name, summary = f"{method.upper()} {path}", operation.get("summary", "")
-        parts.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(summary)}</tr>")
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width,initial-scale=1'><title>Paceline API</title>",
+        f"<style>{_STYLE}</style><h1>Paceline {html.escape(__version__)}</h1>",
+        "<p>An OpenAI-compatible server. For tools: <a href=/openapi.json>/openapi.json</a>.</p>",
+        "<table><tr><th>Route<th>What it does</tr>",
+    ]
+    for name, _, operation in operations:
+        shown = f"<code>{html.escape(name)}</code>"
+        if _fields_of(operation):
+            shown = f"<a href='#{_anchor(name)}'>{shown}</a>"
+        parts.append(f"<tr><td>{shown}<td>{html.escape(operation.get('summary', ''))}</tr>")
     parts.append("</table>")
-    for path, method, operation in operations:
-        fields = _fields_of(operation)
-        if fields:
-            parts.append(f"<h2><code>{html.escape(f'{method.upper()} {path}')}</code></h2>")
-            parts.append("<table><tr><th>Field<th>Type<th>Meaning</tr>")
-            parts += [
-                f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(kind)}<td>{html.escape(text)}</tr>"
-                for name, kind, text in fields
-            ]
-            parts.append("</table>")
+    for name, path, operation in operations:
+        if _fields_of(operation):
+            parts += _section(name, path, operation)
     return "\n".join(parts)
+
+
+def _section(name: str, path: str, operation: dict[str, Any]) -> list[str]:
+    parts = [f"<h2 id='{_anchor(name)}'><code>{html.escape(name)}</code></h2>"]
+    example = _EXAMPLES.get(path)
+    if example is not None:
+        body = msgspec.json.encode(example).decode()
+        line = f"curl $URL{path} -H 'Content-Type: application/json' -d '{body}'"
+        parts.append(f"<pre>{html.escape(line)}</pre>")
+    parts.append("<table><tr><th>Field<th>Type<th>Meaning</tr>")
+    parts += [
+        f"<tr><td><code>{html.escape(field)}</code><td>{html.escape(kind)}<td>{html.escape(text)}</tr>"
+        for field, kind, text in _fields_of(operation)
+    ]
+    parts.append("</table>")
+    return parts
+
+
+def _anchor(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _fields_of(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
