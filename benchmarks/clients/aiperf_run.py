@@ -1,6 +1,6 @@
 """`aiperf profile` against a server: streamed chats with a fixed number under way, and the server's metrics beside it.
 
-python -m benchmarks.clients.aiperf_run [--url URL] [--requests 200] [--concurrency 8]
+python -m benchmarks.clients.aiperf_run [--url URL] [--requests 200] [--concurrency 8] [--endpoint chat]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
 
 
 def main() -> None:
-    options = options_of(__doc__, concurrency=8)
+    options = options_of(__doc__, concurrency=8, endpoint="chat")
     programs = environment_for(options.work, "aiperf", ["aiperf"])
     client = f"aiperf {version_of(programs, 'aiperf')}"
     tokenizer = small_folder(options.work)
@@ -41,7 +41,7 @@ def main() -> None:
         command: list[str | Path] = [
             programs / "aiperf",
             *("profile", "--model", served.model, "--url", served.url, "--tokenizer", tokenizer),
-            *("--endpoint-type", "chat", "--streaming", "--ui", "none", "--workers-max", "2"),
+            *("--endpoint-type", options.endpoint, "--streaming", "--ui", "none", "--workers-max", "2"),
             *("--concurrency", str(options.concurrency), "--request-count", str(options.requests)),
             *("--isl", str(PROMPT_TOKENS), "--osl", str(OUTPUT_TOKENS)),
             *("--extra-inputs", "ignore_eos:true", "--artifact-dir", artifacts),

@@ -1,6 +1,6 @@
 """`guidellm run` against a server: streamed chats with a fixed number under way, prompts made by guidellm.
 
-python -m benchmarks.clients.guidellm_run [--url URL] [--requests 200] [--concurrency 8]
+    python -m benchmarks.clients.guidellm_run [--url URL] [--requests 200] [--concurrency 8] [--endpoint ROUTE]
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
 
 
 def main() -> None:
-    options = options_of(__doc__, concurrency=8)
+    options = options_of(__doc__, concurrency=8, endpoint="/v1/chat/completions")
     programs = environment_for(options.work, "guidellm", PACKAGES)
     client = f"guidellm {version_of(programs, 'guidellm')}"
     tokenizer = small_folder(options.work)
     flags = [] if options.model else ["--load-format", "dummy"]
     options.model = options.model or str(tokenizer)
     folder = options.work / "guidellm"
+    backend = f"kind=openai_http,request_format={options.endpoint}"
     with target(options, *flags) as served, judged(client, options, served) as outcomes:
         report = folder / "report.json"
         command: list[str | Path] = [
             programs / "guidellm",
-            *("run", "--backend", f"kind=openai_http,target={served.url},model={served.model}"),
+            *("run", "--backend", f"{backend},target={served.url},model={served.model}"),
             *("--profile", f"kind=concurrent,streams={options.concurrency}"),
             *("--constraint", f"kind=max_requests,count={options.requests}"),
             *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}"),
