@@ -52,6 +52,7 @@ BODIES: list[tuple[int, str, bytes, Answer]] = [
         for text in ("NaN", "Infinity", "-Infinity", "1e999")
     ),
     (36, "nested", b'{"a": [[-1e400]]}', NUMBER),
+    (37, "a digit too many", b'{"seed": ' + b"9" * (MOST_DIGITS + 1) + b"}", NUMBER),
     (37, "5,000 digits", b'{"seed": ' + b"9" * 5_000 + b"}", NUMBER),
     (37, "1 MB of digits", b'{"seed": ' + b"9" * 1_000_000 + b"}", NUMBER),
     (41, "duplicate", b'{"model": "tiny", "model": "x"}', DUPLICATE),
@@ -107,12 +108,12 @@ def texts() -> list[Entry]:
     """Texts that are odd, and are texts."""
     odd = (
         "a\0b",
-        "a\ufffe\uffff",
+        "\ufffe\uffff",
         "a" + "\u0301" * 50,
         "\u202eabc\u202c",
-        "a\U0001f600",
+        "\U0001f600" * 3,
         "\x1b[2J",
-        "a\u2028",
+        "\u2028",
     )
     return [
         *(asking(43, COMPLETIONS, {"prompt": text}, OK) for text in odd),

@@ -22,9 +22,9 @@ from tests.e2e.catalogue.entry import (
     asking_each,
     entry,
 )
-from tests.e2e.catalogue.served import signed
+from tests.e2e.catalogue.served import VOCAB_SIZE, signed, token_id
 from tests.e2e.http_server import Reply
-from tests.model_folder import CONTEXT, VOCAB_SIZE
+from tests.model_folder import CONTEXT
 
 MOST_PROMPTS, CHARS_PER_TOKEN = 64, 8
 NAMES = (
@@ -32,6 +32,13 @@ NAMES = (
     *("http://evil.example/x", "x" * 1_000_000, "\u202e", "file:///etc/passwd"),
 )
 NO_NAMES: tuple[Any, ...] = (..., None, "", 5, [], {})
+# A prompt that ends inside "\u00e9", and the byte that would make it whole.
+HALF, OTHER_HALF = [70, token_id("\u00c3")], token_id("\u00a9")
+
+
+def shows_no_prompt(reply: Reply) -> bool:
+    """What is answered begins behind the prompt: half of its last character never comes back."""
+    return "\u00e9".encode() not in reply.body
 
 
 def says_little(reply: Reply) -> bool:
@@ -105,7 +112,17 @@ def tokens() -> list[Entry]:
             # Those of the template itself: a turn that begins and ends, and the one that begins.
             check=lambda reply: [token for token in reply.json["tokens"] if token <= 3] == [1, 0, 1],
         ),
-        asking(67, COMPLETIONS, {"prompt": [5, 6, 7], "echo": False}, OK),
+        *(
+            asking(
+                67,
+                COMPLETIONS,
+                {"prompt": HALF, "allowed_token_ids": [OTHER_HALF, 70]} | more,
+                OK,
+                check=shows_no_prompt,
+            )
+            for more in ({}, {"seed": 7}, {"stream": True}, {"n": 4, "max_tokens": 20})
+        ),
+        asking(67, COMPLETIONS, {"prompt": HALF, "echo": True}, OK),
     ]
 
 

@@ -14,9 +14,8 @@ from tests.e2e.catalogue.entry import (
     asking_each,
     entry,
 )
-from tests.e2e.catalogue.served import signed
+from tests.e2e.catalogue.served import VOCAB_SIZE, signed
 from tests.e2e.http_server import Reply
-from tests.model_folder import VOCAB_SIZE
 
 MOST_IDS = 65_536
 MISSING = (

@@ -24,8 +24,9 @@ from tests.e2e.catalogue.entry import (
     asking_each,
     posting,
 )
+from tests.e2e.catalogue.served import VOCAB_SIZE
 from tests.e2e.http_server import Reply
-from tests.model_folder import EOS, VOCAB_SIZE
+from tests.model_folder import EOS
 
 LIMITS = SERVER_LIMITS
 TABLES = {
@@ -36,6 +37,7 @@ TABLES = {
 }
 FIELDS = {route: set(table.schema()["properties"]) for route, table in TABLES.items()}
 
+ALL_DOWN = {str(number): -100 for number in range(LIMITS.biases)}
 # Number, field, values that are refused, values that are accepted: at the limit, and one above it.
 RANGES: list[tuple[int, str, list[Any], list[Any]]] = [
     (83, "temperature", [-0.1, 2.1, "1", 10**400, 1e308, [], {}], [None, 0, 2, 1e-300]),
@@ -108,7 +110,7 @@ RANGES: list[tuple[int, str, list[Any], list[Any]]] = [
             ),
             {str(number): 1 for number in range(LIMITS.biases + 1)},
         ],
-        [{}, {"5": 100}, {"5": -100}, {str(number): -100 for number in range(VOCAB_SIZE)}],
+        [{}, {"5": 100}, {"5": -100}, {str(number): -100 for number in range(LIMITS.biases)}],
     ),
     (97, "stream", ["yes", 1, 0, []], [False, True, None]),
     (97, "stream_options", ["x", 5, []], []),
@@ -211,7 +213,7 @@ def outputs() -> list[Entry]:
         asking(
             94,
             CHAT,
-            {"logit_bias": {str(number): -100 for number in range(VOCAB_SIZE)}, "max_tokens": 20},
+            {"logit_bias": ALL_DOWN, "allowed_token_ids": list(range(LIMITS.biases)), "max_tokens": 20},
             OK,
         ),
         *asking_each(95, CHAT, "logprobs", [1, "x", 5], VALUE),

@@ -17,9 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
 from tests.e2e.http_server import Reply, read_reply, request_bytes
 from tests.e2e.model_cli import environment
-from tests.model_folder import write_model
+from tests.model_folder import CONTROLS, write_model
 
 ANSWER_S = 60.0
 NAME = "tiny"
@@ -47,11 +50,33 @@ TEMPLATE = (
 )
 
 
+# A token for every byte, so that any text has tokens and characters can be cut in two. The others only make the
+# vocabulary larger than the largest number of biases.
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = (*CONTROLS, *ALPHABET, *(f"q{number}" for number in range(44)))
+VOCAB_SIZE = len(TOKENS)
+
+
+def token_id(spelled: str) -> int:
+    """The id of a byte by the letter that stands for it; of those used here, the byte's own in Latin-1."""
+    return TOKENS.index(spelled)
+
+
+def write_byte_model(folder: Path, context: int) -> Path:
+    write_model(folder, template=TEMPLATE, max_position_embeddings=context, vocab_size=VOCAB_SIZE)
+    backend = Backend(models.BPE({token: index for index, token in enumerate(TOKENS)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(CONTROLS))
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 class TinyServer:
     """A running server and everything it has said."""
 
     def __init__(self, place: Path, *flags: str, context: int = 256, **variables: str) -> None:
-        self.folder = write_model(place / FOLDER / NAME, template=TEMPLATE, max_position_embeddings=context)
+        self.folder = write_byte_model(place / FOLDER / NAME, context)
         self.log_path = place / "log"
         self.said: list[bytes] = []
         with self.log_path.open("wb") as log:
