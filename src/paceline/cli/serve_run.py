@@ -27,11 +27,12 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
     from paceline.llm.arguments import split_arguments
 
     model, given = split_arguments(None, engine)
-    print(
-        f"paceline {__version__}: loading {model.model or 'SmolLM2-135M-Instruct'} ...",
-        file=sys.stderr,
-        flush=True,
-    )
+    with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
+        print(
+            f"paceline {__version__}: loading {model.model or 'SmolLM2-135M-Instruct'} ...",
+            file=sys.stderr,
+            flush=True,
+        )
 
     import uvloop
 
