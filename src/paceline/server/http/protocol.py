@@ -140,7 +140,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4
         if self._num_headers > self.limits.max_headers or self._head_bytes > self.limits.max_header_bytes:
             self._stop("headers_too_large")
-        super().on_header(name, value)
+        if self._in_head:  # what comes behind the body is counted, and says nothing about the request
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._made_progress = True
@@ -155,6 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self._stop("bad_request")
         self._disarm()
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._stop("bad_request")
         if self._declared_bytes() > self.limits.max_body_bytes:
             self._stop("body_too_large")
         self._arm(self.limits.body_timeout_s, self._body_is_late)
