@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -220,3 +221,23 @@ def test_a_key_has_as_many_requests_under_way_as_it_may(server: TinyServer) -> N
     long = {**GOOD[COMPLETIONS], "max_tokens": 200, "ignore_eos": True}
     found = statuses_of(server, [signed("POST", COMPLETIONS, long, key="low")] * 8, 8)
     assert set(found) == {(200, ""), (429, "concurrency_exceeded")} and found[200, ""] >= 2
+
+
+def test_75_nothing_that_a_request_names_is_fetched(server: TinyServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": address}},
+            {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
+            {"type": "file", "file": {"file_data": address}},
+            {"type": "image", "source": {"type": "url", "url": address}},
+        ]
+        for part in parts:
+            reply = server.post(CHAT, {**GOOD[CHAT], "messages": [{"role": "user", "content": [part]}]})
+            assert answer_of(reply) == (400, "unsupported_modality")
+        text = [{"role": "user", "content": f"see ![x]({address}) and {address}"}]
+        assert server.post(CHAT, {**GOOD[CHAT], "messages": text}).status == 200
+        assert server.post(CHAT, {**GOOD[CHAT], "model": address}).status == 404
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has knocked
+            listener.accept()

@@ -53,9 +53,17 @@ def sent(body: bytes, *headers: str) -> bytes:
     return signed("POST", COMPLETIONS, body, *headers)
 
 
-def chunked(parts: list[bytes]) -> bytes:
-    body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    return sent(body, "Transfer-Encoding: chunked")
+def chunked(
+    parts: list[bytes],
+    coding: str = "Transfer-Encoding: chunked",
+    trailer: str = "",
+    key: str | None = "alpha",
+) -> bytes:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+    own = () if key is None else (f"Authorization: Bearer {KEYS[key]}",)
+    lines = (f"POST {COMPLETIONS} HTTP/1.1", "Host: localhost", "Connection: close", *own)
+    head = "\r\n".join((*lines, "Content-Type: application/json", coding)).encode("latin-1")
+    return head + b"\r\n\r\n" + body + b"0\r\n" + trailer.encode() + b"\r\n"
 
 
 def padded(size: int) -> bytes:
@@ -121,6 +129,18 @@ def transport() -> list[Entry]:
         entry(5, "two lengths", sent(BODY, "Content-Length: 2", f"Content-Length: {len(BODY)}"), BAD),
         entry(6, "length and chunked", sent(BODY, "Content-Length: 2", "Transfer-Encoding: chunked"), BAD),
         entry(6, "chunked and length", sent(BODY, "Transfer-Encoding: chunked", "Content-Length: 2"), BAD),
+        *(
+            entry(6, f"coding {coding!r}", chunked([BODY], f"Transfer-Encoding: {coding}"), BAD)
+            for coding in (
+                "xchunked",
+                "gzip, chunked",
+                "chunked, chunked",
+                "identity",
+                "\x0bchunked",
+                "chunked, x",
+            )
+        ),
+        entry(6, "a space before the colon", chunked([BODY], "Transfer-Encoding : chunked"), BAD),
         *(entry(7, f"length: {name}", sent(BODY, f"Content-Length: {text}"), BAD) for name, text in lengths),
         entry(9, "body at the limit", sent(padded(MOST_BODY)), OK, seconds=5.0),
         entry(9, "body above the limit", sent(padded(MOST_BODY + 1)), LARGE_BODY),
@@ -136,6 +156,20 @@ def transport() -> list[Entry]:
         entry(12, "bad chunk size", sent(b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"), BAD),
         entry(12, "chunk without an end", sent(b"2\r\n{}xx0\r\n\r\n", "Transfer-Encoding: chunked"), BAD),
         entry(12, "chunk size without end", sent(b"1" * 100_000, "Transfer-Encoding: chunked"), BAD),
+        entry(12, "a key behind the body", chunked([BODY], trailer=f"{BEARER}\r\n", key=None), BAD_KEY),
+        entry(12, "a Host behind the body", chunked([BODY], trailer="Host: evil.example\r\n"), OK),
+        entry(12, "a length behind the body", chunked([BODY], trailer="Content-Length: 5\r\n"), BAD),
+        entry(12, "50,000 lines behind the body", chunked([BODY], trailer="X: y\r\n" * 50_000), LARGE_HEAD),
+        entry(
+            12,
+            "1 MB behind a chunk's size",
+            sent(b"1;" + b"a" * 10**6, "Transfer-Encoding: chunked"),
+            LARGE_HEAD,
+        ),
+        entry(12, "lines that end in LF", sent(BODY).replace(b"\r\n", b"\n"), BAD),
+        entry(12, "a folded header", sent(BODY, "X-A: b\r\n c"), BAD),
+        entry(12, "a bare CR", sent(BODY, "X-A: b\rc"), BAD),
+        entry(12, "a line without a name", sent(BODY, ": x"), BAD),
         entry(22, "HTTP/0.9", b"GET /health\r\n\r\n", BAD, (505, "bad_version")),
         entry(22, "HTTP/3.7", b"GET /health HTTP/3.7\r\nHost: localhost\r\n\r\n", BAD, (505, "bad_version")),
         entry(
