@@ -159,12 +159,25 @@ class Routes:
         }
         return [
             *(
-                Route(methods=("POST",), path=path, handler=handler, takes_body=True, is_generation=True)
+                Route(
+                    methods=("POST",),
+                    path=path,
+                    handler=handler,
+                    takes_body=True,
+                    is_generation=True,
+                    openapi={"summary": "Made up"},
+                )
                 for path, handler in posts.items()
             ),
             Route(methods=("POST",), path="/v1/lose", handler=self.lose, takes_body=True),
             Route(methods=("GET",), path="/v1/seen", handler=self.seen, takes_body=False),
-            Route(methods=("GET",), path="/v1/models/{id:path}", handler=self.echo, takes_body=False),
+            Route(
+                methods=("GET",),
+                path="/v1/models/{id:path}",
+                handler=self.echo,
+                takes_body=False,
+                openapi={"summary": "Made up"},
+            ),
         ]
 
 
