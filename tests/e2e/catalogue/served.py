@@ -84,6 +84,8 @@ class TinyServer:
                 [
                     *(sys.executable, "-m", "paceline", "serve", str(self.folder)),
                     *("--load-format", "dummy", "--port", "0", "--log-format", "json"),
+                    # A machine that is busy with other tests may let an engine wait.
+                    *("--stuck-after-s", "60", "--restart-after-s", "120"),
                     *("--api-keys-file", str(_write_keys(place / "keys.jsonl")), *flags),
                 ],
                 env=environment(place, PACELINE_TEST_SECRET=VARIABLE, **variables),
