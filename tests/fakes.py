@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.config import Capacity, EngineConfig
-from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, STOPPED, StepPlan, StepResult, Swaps
+from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, SAME_ROWS, STOPPED, StepPlan, StepResult, Swaps
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
 
@@ -24,6 +24,9 @@ VOCAB = 1 << 20
 MASK = (1 << 64) - 1
 PRIME = 0x9E3779B97F4A7C15
 POISON = 0xDEADBEEF  # a slot nobody wrote must never be read
+
+
+_MASKED = (0, 0, RUNNING_ON)  # no token
 
 
 class KVCorruption(InvariantViolation):
@@ -34,29 +37,26 @@ class DeviceFault(RuntimeError):
     """An injected failure of a whole step."""
 
 
-def extend_hash(value: int, token: int) -> int:
-    return (value * PRIME + token + 1) & MASK
+def reference_output(
+    prompt: list[int], sampling: SamplingParams, at_most: int | None = None
+) -> tuple[list[int], str]:
+    """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
-
-def pick_token(value: int, seed: int) -> int:
-    return (((value ^ (seed & MASK)) * PRIME) & MASK) >> 44  # 20 bits: below VOCAB
-
-
-def reference_output(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
-    """What a request must produce, computed alone and without any cache: the oracle of O1 and O5."""
+    With `at_most`, no more than so many tokens of it.
+    """
     value = 0
     for token in prompt:
         value = (value * PRIME + token + 1) & MASK
-    seed, output = sampling.seed or 0, []
-    stop_below = stop_bound(sampling)
-    while True:
-        token = pick_token(value, seed)
+    seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
+    output: list[int] = []
+    limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)
+    while len(output) < limit:
+        token = (((value ^ seed) * PRIME) & MASK) >> 44  # 20 bits: below VOCAB
         output.append(token)
         if token < stop_below:
             return output, "stop"
-        if len(output) == sampling.max_tokens:
-            return output, "length"
-        value = extend_hash(value, token)
+        value = (value * PRIME + token + 1) & MASK
+    return output, "length"
 
 
 def stop_bound(sampling: SamplingParams) -> int:
@@ -181,13 +181,11 @@ class FakeRunner:
         return self._compute(plan, tickets)
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        gone = set(plan.leaves.tolist())
-        if len(plan.joins.row):
-            gone.update(plan.joins.row.tolist())
-            self._join(plan)
         change = plan.decode_rows
-        if gone or len(change.added) or len(change.removed):
-            gone.update(change.removed.tolist())
+        if len(plan.leaves) or len(plan.joins.row) or change is not SAME_ROWS:
+            gone = {*plan.leaves.tolist(), *plan.joins.row.tolist(), *change.removed.tolist()}
+            if len(plan.joins.row):
+                self._join(plan)
             self._decoding = [row for row in self._decoding if row not in gone] + change.added.tolist()
         appends = plan.new_blocks
         if len(appends.row):
@@ -220,7 +218,7 @@ class FakeRunner:
                 full=[hashes[end - size : end] for end in range(size, count + 1, size)],
                 computed=int(joins.num_computed[at]),
                 limit=int(joins.limit[at]),
-                seed=sampling.seed or 0,
+                seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
@@ -248,19 +246,19 @@ class FakeRunner:
         return [copy.ticket for copy in due]
 
     def _compute(self, plan: StepPlan, tickets: list[int]) -> StepResult:
-        spans: dict[int, int] = {}
+        rows = self._rows
+        work = [(number, rows[number], 1) for number in self._decoding]
         if len(plan.spans.row):
-            spans = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
-        work = [(number, self._rows[number], 1) for number in self._decoding]
-        work += [(number, self._rows[number], num) for number, num in spans.items()]
+            spans = zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)
+            work += [(number, rows[number], num) for number, num in spans]
         if self.check:
             self._check_step(work)
-        outcomes = [
+        outcomes: list[int] = []  # row, generation, token, count and ending of each
+        for number, row, num in work:
+            outcomes += (number, row.generation)
             # An ended row is masked: it computes into the null block.
-            (number, row.generation, *((0, 0, RUNNING_ON) if row.ended else self._advance(row, num)))
-            for number, row, num in work
-        ]
-        rows, generation, tokens, count, finished = np.array(outcomes, np.int32).reshape(-1, 5).T.copy()
+            outcomes += _MASKED if row.ended else self._advance(row, num)
+        columns = np.array(outcomes, np.int32)
         finite = self._finite[: len(work)]
         if self.faults.nan_row and work and self.faults.rng.random() < self.faults.nan_row:
             finite = finite.copy()
@@ -268,43 +266,53 @@ class FakeRunner:
             self.nan_rows += 1
         return StepResult(
             seq=plan.seq,
-            rows=rows,
-            generation=generation,
-            tokens=tokens[:, None],
-            count=count,
-            finished=finished.astype(np.uint8),
+            rows=columns[::5],
+            generation=columns[1::5],
+            tokens=columns[2::5, None],
+            count=columns[3::5],
+            finished=columns[4::5].astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
         )
 
     def _advance(self, row: _Row, num: int) -> tuple[int, int, int]:
         """Compute `num` tokens of a row through its block tables; returns the token, its count, how it ended."""
-        size = self._size
-        start, end = row.computed, row.computed + num
-        assert end <= len(row.tokens), "a row computes beyond what it knows"
+        size, tokens, hashes, start = self._size, row.tokens, row.hashes, row.computed
+        end = start + num
+        assert end <= len(tokens), "a row computes beyond what it knows"
         value = 0
         if start:
             table, memory = row.kv[0]
             value = memory[table[(start - 1) // size]][(start - 1) % size]
-        tokens, hashes = row.tokens, row.hashes
-        for position in range(start, end):
-            value = (value * PRIME + tokens[position] + 1) & MASK
-            index, slot = divmod(position, size)
-            for table, memory in row.kv:
-                memory[table[index]][slot] = value
+        if not start or value == hashes[start - 1]:  # then so are all that follow from it
+            value = hashes[end - 1]
+            if num == 1:
+                index, slot = divmod(start, size)
+                for table, memory in row.kv:
+                    memory[table[index]][slot] = value
+            else:
+                _write(row, start, end, size)
+        else:
+            for position in range(start, end):
+                value = (value * PRIME + tokens[position] + 1) & MASK
+                for table, memory in row.kv:
+                    memory[table[position // size]][position % size] = value
         row.computed = end
         if end < len(tokens):
-            return 0, 0, RUNNING_ON
-        token = pick_token(value, row.seed)
+            return _MASKED
+        token = (((value ^ row.seed) * PRIME) & MASK) >> 44  # as the reference has it
         tokens.append(token)
-        hashes.append(extend_hash(hashes[-1], token))
-        if len(tokens) % size == 0:
+        hashes.append((hashes[-1] * PRIME + token + 1) & MASK)
+        end += 1
+        if end % size == 0:
             row.full.append(hashes[-size:])
         if token < row.stop_below:
             row.ended = True
             return token, 1, STOPPED
-        row.ended = len(tokens) >= row.limit
-        return token, 1, AT_LENGTH if row.ended else RUNNING_ON
+        if end >= row.limit:
+            row.ended = True
+            return token, 1, AT_LENGTH
+        return token, 1, RUNNING_ON
 
     # -- the shadow ----------------------------------------------------------------------------------------
 
@@ -322,24 +330,34 @@ class FakeRunner:
                 self._check_all(number, row)
                 row.changed = False
             else:
-                self._check_last(number, row)
-            table = row.tables[0]
-            for position in range(start, start + num):
-                index = position // size
+                last, slot = divmod(start - 1, size)
+                for table, memory in row.kv:
+                    if memory[table[last]][slot] != row.hashes[start - 1]:
+                        raise KVCorruption("S26", f"row {number} reads foreign KV in position {start - 1}")
+            total += num
+            if num == 1:
+                index, slot = divmod(start, size)
+                table = row.tables[0]
                 block = table[index] if index < len(table) else 0
                 if block == 0:
-                    raise KVCorruption("S7", f"row {number} writes position {position} into the null block")
-                written.add(block * size + position % size)
-            total += num
+                    raise KVCorruption("S7", f"row {number} writes position {start} into the null block")
+                written.add(block * size + slot)
+            else:
+                self._note_span(number, row, num, written)
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
-    def _check_last(self, number: int, row: _Row) -> None:
-        position = row.computed - 1
-        index, slot = divmod(position, self._size)
-        for table, memory in row.kv:
-            if memory[table[index]][slot] != row.hashes[position]:
-                raise KVCorruption("S26", f"row {number} reads foreign KV in position {position}")
+    def _note_span(self, number: int, row: _Row, num: int, written: set[int]) -> None:
+        """The slots a row writes, block by block."""
+        size, start, table = self._size, row.computed, row.tables[0]
+        end = start + num
+        for first in range(start - start % size, end, size):  # of each block written
+            index = first // size
+            block = table[index] if index < len(table) else 0
+            if block == 0:
+                raise KVCorruption("S7", f"row {number} writes position {first} into the null block")
+            shift = block * size - first
+            written.update(range(shift + max(first, start), shift + min(first + size, end)))
 
     def _check_all(self, number: int, row: _Row) -> None:
         """Everything the row can see: the blocks that are full and inside its window at once, then the two ends."""
@@ -355,6 +373,15 @@ class FakeRunner:
                 good &= memory[table[first - 1]][low % size :] == row.hashes[low : first * size]
             if not good:
                 raise KVCorruption("S26", f"row {number} reads foreign KV in positions {low} to {end}")
+
+
+def _write(row: _Row, start: int, end: int, size: int) -> None:
+    """What the tokens `start` to `end` of a row say goes into its blocks."""
+    hashes = row.hashes
+    for first in range(start - start % size, end, size):  # of each block
+        low, high = max(first, start), min(first + size, end)
+        for table, memory in row.kv:
+            memory[table[first // size]][low - first : high - first] = hashes[low:high]
 
 
 class _Pending:

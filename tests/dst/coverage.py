@@ -20,8 +20,10 @@ class Coverage:
         counts, plan = self.counts, record.plan
         counts["steps"] += 1
         rows = plan.work.decode_rows + len(plan.spans.row)
-        counts["steps with 8 or more rows"] += rows >= 8
-        counts["copy-on-write"] += len(plan.block_copies.row)
+        if rows >= 8:
+            counts["steps with 8 or more rows"] += 1
+        if len(plan.block_copies.row):
+            counts["copy-on-write"] += len(plan.block_copies.row)
         for decision in record.decisions:
             if decision.kind is DecisionKind.RESUME:
                 counts["resume"] += 1

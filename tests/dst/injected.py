@@ -25,7 +25,9 @@ class Shortage:
         self.now = False
 
     def draw(self) -> None:
-        self.now = self._chance > 0 and self._rng.random() < self._chance
+        if not self._chance:
+            return
+        self.now = self._rng.random() < self._chance
         for pool in self._pools:
             pool.withheld = pool.num_blocks if self.now else 0
 

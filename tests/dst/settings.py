@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config import MODES, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,8 @@ class Traffic:
 
     add: float
     burst: int  # most requests added at once
+    crowd: int  # live requests at which arrivals pause
+    flood: float  # chance of more arrivals at once than the queue takes
     abort: float
     fork: float
     prune: float
@@ -46,17 +48,24 @@ class Trouble:
 
 def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
-    block_size = rng.choice((1, 2, 4, 4, 8, 16))
-    longest = rng.choice((64, 128, 256))
-    max_num_seqs = rng.choice((2, 10, 12, 16, 20, 20, 24, 28))
+    # Steps of many rows come from worlds made for them, with blocks for nearly all of them. In a crowd everything
+    # happens at once and is dear to check; in the others a few rows are all there is.
+    kind = rng.choices(("wide", "crowd", "narrow"), (0.47, 0.07, 0.46))[0]
+    block_size = rng.choice((8, 8, 16) if kind == "wide" else (1, 2, 4, 4, 8, 16))
+    max_num_seqs = rng.choice(
+        {"wide": (9, 10, 10, 11), "crowd": (6, 12, 16, 24), "narrow": (1, 1, 2, 3)}[kind]
+    )
+    # Few entries in a table and few blocks in a pool: the same things happen, for less.
+    longest = min(rng.choice((128, 192) if kind == "wide" else (64, 96, 128, 192)), 48 * block_size)
+    if rng.random() < 0.03:
+        longest = 256
     blocks_of_longest = -(-longest // block_size)
-    # Most requests stay far below the longest: only the first two or three make blocks run out by themselves.
-    pressure = rng.choice((0.08, 0.15, 0.3, 0.6, 1.5))
+    pressure = rng.choice((0.5, 0.7, 0.9) if kind == "wide" else (0.1, 0.2, 0.4))
     num_blocks = 2 + blocks_of_longest + int(max_num_seqs * blocks_of_longest * pressure)
-    if rng.random() < 0.06:  # too small for the longest requests: they are refused
+    if kind != "wide" and rng.random() < 0.08:  # too small for the longest requests: they are refused
         num_blocks = 2 + blocks_of_longest // rng.choice((2, 4))
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
-    if rng.random() < 0.2:
+    if rng.random() < (0.08 if kind == "wide" else 0.2):
         window = rng.choice((3, 8, 17))
         groups = (GroupSpec(), GroupSpec(window=window, num_blocks=num_blocks + rng.choice((0, 8))))
     swap = rng.random() < 0.6
@@ -70,11 +79,11 @@ def draw_config(rng: random.Random) -> EngineConfig:
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice((12, 24, 32, 64)),
+            max_num_batched_tokens=rng.choice((16, 32, 64) if kind == "wide" else (12, 24, 32, 64)),
             max_model_len=longest,
             scheduling_policy=rng.choice(("fcfs", "fcfs", "priority")),
             ageing_s=rng.choice((0.05, 1.0)),
-            mode=rng.choices(("continuous", "dynamic", "static"), (0.86, 0.07, 0.07))[0],
+            mode=rng.choices(MODES, (1, 0, 0) if kind == "wide" else (0.76, 0.12, 0.12))[0],
             batch_size=rng.choice((2, 4, 8)),
             batch_timeout_s=0.02,
             static_flush_s=0.1,
@@ -84,10 +93,10 @@ def draw_config(rng: random.Random) -> EngineConfig:
             preemption="swap" if swap else "recompute",
             max_preemptions=rng.choice((1, 4, 4)),
             max_queue=rng.choice((6, 16)),
-            max_queue_tokens=rng.choice((200, 10_000)),
+            max_queue_tokens=rng.choice((300, 10_000)),
             defer_shared_prefix=rng.random() < 0.8,
         ),
-        depth=rng.choice((0, 1, 1, 2, 3)),
+        depth=rng.choice((0, 0, 1, 1, 1, 2, 3)),
         check_every=0,
     )
 
@@ -95,9 +104,12 @@ def draw_config(rng: random.Random) -> EngineConfig:
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
     longest = config.scheduler.max_model_len
     busy = rng.random() < 0.85
+    many = config.scheduler.max_num_seqs > 8
     return Traffic(
-        add=rng.choice((0.2, 0.35)) if busy else 0.04,
-        burst=rng.choice((2, 4, 10)) if busy else 2,
+        add=rng.choice((0.3, 0.5) if many else (0.2, 0.35)) if busy or many else 0.04,
+        burst=rng.choice((2, 4, 6) if many else (1, 3)) if busy else 2,
+        crowd=int(rng.choice((1.0, 1.3, 1.6)) * config.scheduler.max_num_seqs) + 1,
+        flood=rng.choice((0.0, 0.002, 0.01)),
         abort=rng.choice((0.0, 0.02, 0.1)),
         fork=rng.choice((0.0, 0.03, 0.08)),
         prune=rng.choice((0.0, 0.03, 0.06)),
@@ -108,9 +120,9 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
         deadline=rng.choice((0.0, 0.02)),
         stop_string=rng.choice((0.0, 0.01)),
         reset_cache=rng.choice((0.0, 0.0, 0.002)),
-        longest_prompt=rng.choice((8, longest // 4, longest // 2)),
-        longest_output=rng.choice((longest // 2, longest)),
-        stop_chance=rng.choice((0.0, 0.02, 0.05)),
+        longest_prompt=rng.choice((8, longest // 4, longest // 3)),
+        longest_output=longest,
+        stop_chance=rng.choice((0.0, 0.005, 0.02)),
         num_tenants=rng.choice((1, 3)),
         num_prefixes=rng.choice((1, 4)),
         host_share=rng.choice((0.0, 0.0, 0.2)),

@@ -6,7 +6,7 @@ would take it for a failing request; the world has it raised before anything tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from paceline.core.request import BlockKey, FinishReason, Request, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.state import SchedulerState
 from tests.fakes import FakeRunner, Faults
 
 
@@ -60,14 +61,21 @@ class AdmissionWatch:
         state = self._scheduler.state
         kv, rows, queue = state.kv, state.rows, state.queue
         seen: list[object] = [
-            (rows.num_live, rows.num_free, len(queue), queue.num_tokens, len(state.requests)),
-            (len(state.joins), len(state.leaves), len(state.prefilling), len(state.computing)),
-            (len(state.children), len(kv.fences), len(kv.tickets.open), kv.delta.mark()),
-            [host.num_free for host in kv.places],
-        ]
+            (rows.num_live, rows.num_free, queue.num_tokens, kv.delta.mark()),
+            list(
+                map(
+                    len,
+                    (queue.ids(), state.requests, state.joins, state.leaves, state.prefilling,
+                     state.computing, state.children, kv.fences, kv.tickets.open),
+                )
+            ),
+        ]  # fmt: skip
+        for host in kv.places:
+            seen.append(host.num_free)
         for group in kv.groups:
-            seen += [group.pool.refs.tobytes(), group.pool.num_free, len(group.pool.evictable)]
-            seen += [len(group.cache), group.reserved, group.held[: rows.high].tobytes()]
+            pool = group.pool
+            seen += (pool.refs.tobytes(), pool.num_free, len(pool.evictable), len(group.cache))
+            seen += (group.reserved, group.bounds())
         return seen
 
     def _watched(self, request: Request) -> str | None:
@@ -102,7 +110,7 @@ class WatchedRunner(FakeRunner):
             assert self.found is not None
             self.found(violation)
             raise
-        if np.count_nonzero(result.finite) < len(result.finite):
+        if 0 in result.finite.tobytes():
             for at in np.flatnonzero(~result.finite).tolist():
                 self._distrust(int(result.rows[at]), int(result.generation[at]))
         return result
@@ -150,3 +158,19 @@ class BatchWatch:
         for name in self._running & requests.keys():
             if requests[name].state is RequestState.RUNNING:  # type: ignore[index]
                 raise InvariantViolation("M1", f"request {name} runs on although others of its batch left")
+
+
+def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> None:
+    """L4: when nobody is left, nothing is; and everybody has been told."""
+    for group in state.kv.groups:
+        if group.pool.num_free != group.pool.usable:
+            raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")
+    leftovers = (state.requests, state.orders, state.prefilling, state.children, state.computing)
+    held = (len(state.queue), state.rows.num_live, state.kv.fences, state.kv.tickets.open)
+    if any(leftovers) or any(held):
+        raise InvariantViolation("L4", "something of a request is left behind")
+    if any(host.num_free != host.num_places for host in state.kv.places):
+        raise InvariantViolation("L4", "a host place is lost")
+    for name, client in clients.items():
+        if client.ended is None:
+            raise InvariantViolation("S20", f"request {name} never ended")

@@ -28,18 +28,22 @@ class LayerGroup:
         self.cache = cache
         self.window: int | None = None
         self.table: Blocks = np.zeros(shape, np.int64)
-        self.held: NDArray[np.int64] = np.zeros(
-            shape[0], np.int64
-        )  # entries of the row's table, null ones included
-        self.first: NDArray[np.int64] = np.zeros(shape[0], np.int64)  # first entry that is not null
-        self.published: Blocks = np.zeros(shape[0], np.int64)  # entries offered to the cache so far
-        self.computed_from: Blocks = np.zeros(shape[0], np.int64)  # entries before it came from the cache
-        self.reserved_for = np.zeros(shape[0], np.int64)  # blocks a protected row may still take
+        # One array behind the columns of rows, so that a picture of them is one copy.
+        self._columns: Blocks = np.zeros((5, shape[0]), np.int64)
+        self.held: Blocks = self._columns[0]  # entries of the row's table, null ones included
+        self.first: Blocks = self._columns[1]  # first entry that is not null
+        self.published: Blocks = self._columns[2]  # entries offered to the cache so far
+        self.computed_from: Blocks = self._columns[3]  # entries before it came from the cache
+        self.reserved_for: Blocks = self._columns[4]  # blocks a protected row may still take
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""
         return self.table[row, self.first[row] : self.held[row]]
+
+    def bounds(self) -> bytes:
+        """A copy of `held` and `first` of all rows. For checks."""
+        return self._columns[:2].tobytes()
 
     def free_for(self, row: int | None) -> int:
         """Blocks a row (None: any row without a reservation) may take now."""

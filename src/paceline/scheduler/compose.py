@@ -59,10 +59,12 @@ class Composer:
             state.kv.settle()
         mask = self._decode()
         prompts = self._prompts()
-        cap = self._cap(len(prompts))
-        for row in prompts:
-            self._span(row, min(self._left, cap))
-        self._let_in(cap)
+        if prompts:
+            cap = self._cap(len(prompts))
+            for row in prompts:
+                self._span(row, min(self._left, cap))
+        if len(state.queue):
+            self._let_in(len(prompts))
         if self._left > 0 and state.prefilling:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
@@ -115,7 +117,7 @@ class Composer:
         ended = upper + 1 >= rows.limit[:high]
         ended &= advancing
         self._advancing = advancing
-        if np.count_nonzero(ended):
+        if 1 in ended.tobytes():
             self._at_length = True
             self._end_of_length(ended)
         count = int(np.count_nonzero(mask))
@@ -131,7 +133,7 @@ class Composer:
         mask = rows.decoding[:high].copy()
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.upper[:high] != rows.computed[:high]))
-        if np.count_nonzero(mask) >= self._left:
+        if high >= self._left and np.count_nonzero(mask) >= self._left:
             self._trim(mask)
         full = rows.upper[:high] >= kv.groups[0].held[:high] * kv.block_size
         full &= mask
@@ -284,13 +286,14 @@ class Composer:
 
     # -- new requests --------------------------------------------------------------------------------------
 
-    def _let_in(self, cap: int) -> None:
-        """Admit waiting requests in order, for as long as there is room."""
+    def _let_in(self, num_prompts: int) -> None:
+        """Admit waiting requests in order, for as long as there is room; `num_prompts` are under way already."""
         state = self._state
-        if not len(state.queue) or self.admission.rows_left() < 1:
+        rows_left = self.admission.rows_left()
+        if rows_left < 1:
             return
         view = state.queue.view(state.now_s)
-        limit = min(state.mode.admit_limit(view, state.rows.num_live), self.admission.rows_left())
+        limit = min(state.mode.admit_limit(view, state.rows.num_live), rows_left)
         if limit < 1:
             return
         if state.mode.keeps_finished:
@@ -299,6 +302,7 @@ class Composer:
                 waiting = len(state.queue)
                 self._let_batch_in(self._waiting(limit, ()))
             return
+        cap = self._cap(num_prompts)
         seen: set[int] = set()
         while len(seen) < len(view):
             batch = self._waiting(len(seen) + self.admission.rows_left(), seen)

@@ -6,7 +6,7 @@ arrival is kept in `order`: a preempted request comes back with the number it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+    def ids(self) -> KeysView[RequestId]:
+        return self._place.keys()
 
     def get(self, index: int) -> Request:
         return self._requests[index]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import LogprobEvent, TokenEvents
-from paceline.core.plan import STOPPED, StepResult
+from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler.state import Flight, SchedulerState
 
@@ -30,8 +30,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
             _swap_done(state, ticket)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
-    state.counters.late_results += len(current) - int(np.count_nonzero(current))
-    if np.count_nonzero(result.finite) < len(at):
+    if 0 in current.tobytes():
+        state.counters.late_results += len(current) - int(np.count_nonzero(current))
+    if 0 in result.finite.tobytes():
         for row in at[current & ~result.finite].tolist():
             _numerical_error(state, _owner(state, row))
         if state.mode.keeps_finished:
@@ -54,9 +55,9 @@ def _deliver(
     if state.mode.keeps_finished:
         wanted &= ~rows.done[at]
     tokens, finished = result.tokens[:, 0], result.finished
-    num_wanted = np.count_nonzero(wanted)
-    if num_wanted < len(at):
-        if not num_wanted:
+    which = wanted.tobytes()
+    if 0 in which:
+        if 1 not in which:
             return
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
@@ -72,7 +73,8 @@ def _deliver(
     if flight.spans:  # who computes known tokens may get its first
         for row in at[index == 0].tolist():
             _owner(state, row).first_token_s = state.now_s
-    if flight.at_length or np.count_nonzero(finished):
+    endings = finished.tobytes()
+    if flight.at_length or STOPPED in endings or AT_LENGTH in endings:
         stopped = finished == STOPPED
         ended = after >= rows.limit[at]
         ended |= stopped

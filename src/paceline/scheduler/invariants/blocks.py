@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 
 from paceline.core.request import RequestState
@@ -27,7 +25,7 @@ _MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 @sweep("S1", moment=BLOCKS)
 def every_block_is_free_or_live(frames: Frames) -> Findings:
     for group in frames.groups:
-        live = np.array([np.count_nonzero(refs) for refs in group.refs > 0])
+        live = np.add.reduce(group.refs > 0, axis=1, dtype=np.int64)
         free = np.array([picture.num_free for picture in group.pictures])
         wrong = first_true(free + live != group.num_blocks)
         if wrong is not None:
@@ -56,16 +54,19 @@ def the_free_list_has_each_free_block_once(frames: Frames) -> Findings:
 def references_are_what_holds_blocks(frames: Frames) -> Findings:
     for group in frames.groups:
         index = group.group.index
-        others = [
-            [fence.blocks for fence in blocks.picture.fences if fence.group == index]
-            + [parts[index] for parts in blocks.ticket_blocks]
-            for blocks in frames.blocks
-        ]
-        lengths = [sum(map(len, parts)) for parts in others]
+        others, at = [], []  # what holds blocks beside the tables, and in which picture
+        for picture, blocks in enumerate(frames.blocks):
+            for fence in blocks.picture.fences:
+                if fence.group == index:
+                    others.append(fence.blocks)
+                    at.append(picture)
+            for parts in blocks.ticket_blocks:
+                others.append(parts[index])
+                at.append(picture)
         too_many = group.holders - group.refs
-        if sum(lengths):
-            held = group.cells(np.concatenate(list(chain.from_iterable(others))), lengths)
-            np.add.at(too_many.reshape(-1), held, 1)
+        if others:
+            begin = np.repeat(np.array(at) * group.num_blocks, [len(blocks) for blocks in others])
+            np.add.at(too_many.reshape(-1), np.concatenate(others) + begin, 1)
         too_many[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
         wrong = first_true(too_many)
         if wrong is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -22,6 +21,7 @@ from paceline.scheduler.invariants.pictures import (
     Planned,
     Underway,
     take_frame,
+    take_owners,
 )
 from paceline.scheduler.invariants.registry import (
     ALWAYS,
@@ -30,6 +30,7 @@ from paceline.scheduler.invariants.registry import (
     HOST,
     INVARIANTS,
     PLANNED,
+    Check,
     Invariant,
     InvariantViolation,
     Look,
@@ -59,8 +60,9 @@ class InvariantChecker:
         mine = sorted((e for e in INVARIANTS if mode in e.modes), key=lambda e: moments.index(e.moment))
         self._order = {entry: place for place, entry in enumerate(mine)}
         self._sweeps = [entry for entry in mine if entry.sweep is not None]
-        self._at = {moment: [e for e in mine if e.moment == moment and e.sweep is None] for moment in moments}
-        self._without_room = [entry for entry in self._at[PLANNED] if entry.name[0] not in "LF"]
+        at_once = [(entry, entry.check) for entry in mine if entry.sweep is None]
+        self._at = {moment: [due for due in at_once if due[0].moment == moment] for moment in moments}
+        self._without_room = [due for due in self._at[PLANNED] if due[0].name[0] not in "LF"]
         self._frames: list[Frame] = []
         self._last: Frame | None = None
         self._swept: Blocks | None = None  # blocks that are known to be sound
@@ -87,16 +89,19 @@ class InvariantChecker:
         self._note_arrivals()
         planned = None
         if plan is not None:
-            self._note_copies(plan.swap_out)
+            if len(plan.swap_out.ticket):
+                self._note_copies(plan.swap_out)
             planned = Planned(plan, state.flights[-1], self._in_flight())
         look = Look(self._scheduler, plan)
         look.arrived = self._arrived
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
-        withheld = any(group.pool.withheld for group in state.kv.groups)
-        due = self._without_room if withheld else self._at[PLANNED]
+        due = self._at[PLANNED]
+        for group in state.kv.groups:
+            if group.pool.withheld:
+                due = self._without_room
         self._check(look, due, after_schedule=True, planned=planned)
-        if plan is not None:
+        if plan is not None and len(plan.swap_in.ticket):
             self._note_copies(plan.swap_in)
         if planned is not None and self.overlapped:
             self._underway.append(planned)
@@ -108,8 +113,9 @@ class InvariantChecker:
             self._underway.clear()
             self._copying.clear()
         else:
-            for ticket in result.copies_done.tolist():
-                self._copying.pop(ticket, None)
+            if self._copying:
+                for ticket in result.copies_done.tolist():
+                    self._copying.pop(ticket, None)
             while self._underway and self._underway[0].plan.seq <= result.seq:
                 self._underway.popleft()
             if np.count_nonzero(result.count):
@@ -133,25 +139,34 @@ class InvariantChecker:
             self.first = violation
 
     def _check(
-        self, look: Look, planned_due: list[Invariant], *, after_schedule: bool, planned: Planned | None
+        self,
+        look: Look,
+        planned_due: list[tuple[Invariant, Check]],
+        *,
+        after_schedule: bool,
+        planned: Planned | None,
     ) -> None:
         """Take a picture, and look at once at what no picture shows."""
         self.num_checks += 1
-        state = self._scheduler.state
-        self._last = take_frame(state, self._last, after_schedule=after_schedule, planned=planned)
-        self._frames.append(self._last)
-        due = self._at[ALWAYS].copy()
-        seen, host = _places(self._scheduler), self._host_seen
-        if seen != self._seen:
-            due += self._at[CHANGES]
-            host = _host_places(self._scheduler)
+        scheduler, frames = self._scheduler, self._frames
+        frame = self._last = take_frame(
+            scheduler.state, self._last, after_schedule=after_schedule, planned=planned
+        )
+        frames.append(frame)
+        due, seen, host = self._at[ALWAYS], _places(scheduler), self._host_seen
+        moved = seen != self._seen
+        if moved:
+            due = due + self._at[CHANGES]
+            host = _host_places(scheduler)
             if host != self._host_seen:
                 due += self._at[HOST]
         self._seen = self._host_seen = None
         try:
+            if moved:
+                frame.owners = take_owners(scheduler.state)
             # First what is always true: a plan made from a broken state says little about the plan.
-            for entry in chain(due, planned_due):
-                message = entry.check(look)
+            for entry, check in due + planned_due if planned_due else due:
+                message = check(look)
                 if message is not None:
                     self._sweep((entry, message))
                     break
@@ -160,7 +175,7 @@ class InvariantChecker:
         except Exception:
             self.flush()  # a state too broken to be looked at may be known by name
             raise
-        if self.first is not None or len(self._frames) >= self._batch:
+        if self.first is not None or len(frames) >= self._batch:
             self.flush()
 
     def _sweep(self, seen: tuple[Invariant, str] | None = None) -> None:
@@ -218,7 +233,7 @@ class InvariantChecker:
 
     def _note_copies(self, swaps: Swaps) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
-        for ticket in set(swaps.ticket.tolist()) if len(swaps.ticket) else ():
+        for ticket in set(swaps.ticket.tolist()):
             mine = swaps.ticket == ticket
             self._copying[ticket] = self._starts[swaps.group[mine]] + swaps.block[mine]
 
@@ -231,15 +246,15 @@ class InvariantChecker:
 
 
 _PLACE = attrgetter("state", "row", "priority")
+_ON_HOST = attrgetter("host_places")
 
 
 def _places(scheduler: Scheduler) -> object:
     """Where every request is: changes whenever one comes, goes or moves."""
     state = scheduler.state
     counters, requests = state.counters, state.requests.values()
-    on_host = [request.id for request in requests if request.host_places]
     totals = (counters.added, counters.finished, counters.preempted, len(state.kv.tickets.open))
-    return totals, on_host, list(map(_PLACE, requests))
+    return totals, list(map(_PLACE, requests)), list(map(len, map(_ON_HOST, requests)))
 
 
 def _host_places(scheduler: Scheduler) -> object:

@@ -56,6 +56,16 @@ class Frames:
         columns = stack.reshape(len(self.frames), len(FLAGS), self.num_rows)
         return {name: columns[:, at] for at, name in enumerate(FLAGS)}
 
+    def column(self, name: str) -> Index | Mask:
+        """A count or a flag of the rows by name: [step, row]."""
+        return self.flags[name] if name in FLAGS else self.counts[name]
+
+    @cached_property
+    def live(self) -> tuple[Index, Index]:
+        """Step and row of every row in use."""
+        steps, rows = self.flags["live"].nonzero()
+        return steps, rows
+
     @cached_property
     def writes(self) -> Writes:
         return Writes(self)
@@ -74,16 +84,24 @@ class GroupFrames:
 
     @cached_property
     def table(self) -> Index:
+        """[picture, row, entry]; rows that were never used are not in a picture, their entries are 0."""
         width = self.group.table.shape[1]
-        return self._per_row([p.table for p in self.pictures], width).reshape(*self._row_shape, width)
+        size = self._row_shape[1] * width * 8
+        stack = np.frombuffer(b"".join([p.table.ljust(size, b"\0") for p in self.pictures]), np.int64)
+        return stack.reshape(*self._row_shape, width)
 
     @cached_property
     def held(self) -> Index:
-        return self._per_row([p.held for p in self.pictures], 1).reshape(self._row_shape)
+        return self._bounds[:, 0]
 
     @cached_property
     def first(self) -> Index:
-        return self._per_row([p.first for p in self.pictures], 1).reshape(self._row_shape)
+        return self._bounds[:, 1]
+
+    @cached_property
+    def _bounds(self) -> Index:
+        stack = np.frombuffer(b"".join([p.bounds for p in self.pictures]), np.int64)
+        return stack.reshape(len(self.pictures), 2, self._row_shape[1])
 
     @cached_property
     def refs(self) -> NDArray[np.int32]:
@@ -158,11 +176,6 @@ class GroupFrames:
     def at(self, cell: int) -> tuple[int, int]:
         """The picture and the block of a place in a flat [picture, block]."""
         return divmod(cell, self.num_blocks)
-
-    def _per_row(self, parts: list[bytes], width: int) -> Index:
-        """Rows that were never used are not in a picture; their entries are 0."""
-        size = self._row_shape[1] * width * 8
-        return np.frombuffer(b"".join([part.ljust(size, b"\0") for part in parts]), np.int64)
 
 
 class Entries:

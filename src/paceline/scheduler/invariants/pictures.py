@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,7 @@ class GroupPicture(NamedTuple):
     """The block tables, the pool and the cache of one group. Equal when nothing in them has changed."""
 
     table: bytes
-    held: bytes
-    first: bytes
+    bounds: bytes  # held and first
     refs: bytes
     cached: bytes
     num_free: int
@@ -78,6 +78,33 @@ class Blocks:
     ticket_blocks: list[tuple[Index, ...]]
 
 
+class Owners(NamedTuple):
+    """What the owners of rows say about themselves, as `SAYS` names it, and how many other rows there are."""
+
+    says: list[tuple[int, ...]]  # in the order of rows
+    num_free: int
+    num_different: int  # of the free ones: fewer when one is free twice
+
+
+# What a request says about itself, and the columns of its row that say the same.
+_SAYS = attrgetter(
+    "row", "id", "tokens.size", "num_prompt", "priority", "preemptions", "reserved", "needs_host", "max_total"
+)
+SAYS = (
+    "row",
+    "request_id",
+    "known",
+    "num_prompt",
+    "priority",
+    "preemptions",
+    "reserved",
+    "needs_host",
+    "limit",
+    "order",
+    "tenant",
+)
+
+
 @dataclass(slots=True, eq=False)
 class Frame:
     """One half-step. Frames whose blocks are alike share them."""
@@ -87,6 +114,16 @@ class Frame:
     blocks: Blocks
     after_schedule: bool
     planned: Planned | None
+    owners: Owners | None = None  # only when they may have changed
+
+
+def take_owners(state: SchedulerState) -> Owners:
+    """What the owner of each row in use says about itself now."""
+    rows, orders, tenant = state.rows, state.orders, state.tenant_index
+    owners = [owner for owner in rows.requests if owner is not None]
+    says = [(*_SAYS(owner), orders[owner.id], tenant(owner.tenant)) for owner in owners]
+    free = rows.free_rows() + rows.fenced_rows()
+    return Owners(says, len(free), len(set(free)))
 
 
 def take_frame(
@@ -98,33 +135,27 @@ def take_frame(
     )
 
 
+_new = (
+    tuple.__new__
+)  # makes a named tuple in half the time: two pictures or more are taken in every half-step
+
+
 def _blocks(state: SchedulerState, last: Blocks | None) -> Blocks:
-    kv, high = state.kv, state.rows.high
-    picture = BlocksPicture(
-        state.rows.live.tobytes(),
-        kv.fences.copy(),
-        list(kv.tickets.open),
-        [_picture(group, high) for group in kv.groups],
-    )
+    kv, rows = state.kv, state.rows
+    groups = [_picture(group, rows.high) for group in kv.groups]
+    tickets = kv.tickets.open
+    picture = _new(BlocksPicture, (rows.live.tobytes(), kv.fences.copy(), list(tickets), groups))
     if last is not None and last.picture == picture:
         return last
     lists = [_lists(group, last.lists[group.index] if last is not None else None) for group in kv.groups]
-    return Blocks(picture, lists, [ticket.blocks for ticket in kv.tickets.open.values()])
+    return Blocks(picture, lists, [ticket.blocks for ticket in tickets.values()])
 
 
 def _picture(group: LayerGroup, high: int) -> GroupPicture:
     pool = group.pool
-    return GroupPicture(
-        group.table[:high].tobytes(),
-        group.held[:high].tobytes(),
-        group.first[:high].tobytes(),
-        pool.refs.tobytes(),
-        pool.cached.tobytes(),
-        pool.num_free,
-        len(pool.evictable),
-        len(group.cache),
-        group.reserved,
-    )
+    table, counts = group.table[:high].tobytes(), (pool.num_free, len(pool.evictable), len(group.cache))
+    arrays = (table, group.bounds(), pool.refs.tobytes(), pool.cached.tobytes())
+    return _new(GroupPicture, (*arrays, *counts, group.reserved))
 
 
 def _lists(group: LayerGroup, last: GroupLists | None) -> GroupLists:

@@ -50,19 +50,21 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
 
 @invariant("F1", moment=PLANNED)
 def the_last_in_order_gives_way(look: Look) -> str | None:
+    if not look.decisions:
+        return None
     state = look.scheduler.state
     gave_way = [d for d in look.decisions if d.reason.startswith("blocks:")]
     victims = [d.request for d in gave_way if d.kind is DecisionKind.PREEMPT and d.request in state.requests]
     if not victims:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
-    rows = state.rows
+    rows, foremost = state.rows, first_in_order(state)
     for row in look.live.tolist():
         request = rows.requests[row]
         assert request is not None
         if row in joined or rows.reserved[row] or request.state is not RequestState.RUNNING:
             continue
-        if row == first_in_order(state):
+        if row == foremost:
             continue
         for victim in victims:
             if _goes_first(look, state.requests[victim], request):
@@ -106,7 +108,7 @@ def the_first_always_progresses(look: Look) -> str | None:
     if look.plan is None or state.kv.fences or state.kv.tickets.open:
         return None  # blocks are on their way back: it goes in the next plan
     flight, rows = state.flights[-1], state.rows
-    if np.count_nonzero(flight.mask) + len(flight.spans) == rows.num_live:
+    if flight.mask.tobytes().count(1) + len(flight.spans) == rows.num_live:
         return None  # everybody is in the plan (S14: nobody twice)
     row = first_in_order(state)
     if row is None:

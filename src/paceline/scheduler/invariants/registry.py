@@ -14,7 +14,7 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants.frames import Frames
-from paceline.scheduler.invariants.pictures import Planned, Underway, take_frame
+from paceline.scheduler.invariants.pictures import Planned, Underway, take_frame, take_owners
 from paceline.scheduler.scheduler import Scheduler
 
 # When an invariant is looked at: after every half-step, or after every schedule. BLOCKS, CHANGES and HOST are after
@@ -58,7 +58,9 @@ class Look:
         planned = None
         if self.plan is not None:
             planned = Planned(self.plan, state.flights[-1], self._in_flight)
-        return Frames(state, [take_frame(state, None, after_schedule=True, planned=planned)])
+        frame = take_frame(state, None, after_schedule=True, planned=planned)
+        frame.owners = take_owners(state)
+        return Frames(state, [frame])
 
 
 Check = Callable[[Look], str | None]

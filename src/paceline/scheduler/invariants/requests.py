@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
-from paceline.scheduler.invariants.frames import Frames, first_true
+from paceline.scheduler.invariants.frames import Frames, Index, Mask, first_true
+from paceline.scheduler.invariants.pictures import SAYS
 from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Findings, Look, invariant, sweep
 
 # Members of an enum are slow to look up, and these are asked for all requests.
@@ -21,22 +23,22 @@ RUNNING, WAITING, SWAPPED, BLOCKED = (
 
 @sweep("S9")
 def counters_are_in_order(frames: Frames) -> Findings:
-    counts, flags = frames.counts, frames.flags
-    computed, upper, tokens, limit = (counts[name] for name in ("computed", "upper", "num_tokens", "limit"))
-    wrong = (computed > upper) | ((computed > tokens) & ~flags["done"])
-    wrong |= (tokens > limit) | (tokens < counts["known"])
+    names = ("computed", "upper", "num_tokens", "limit", "known")
+    computed, upper, tokens, limit, known = (frames.counts[name][frames.live] for name in names)
+    wrong = (computed > upper) | ((computed > tokens) & ~frames.flags["done"][frames.live])
+    wrong |= (tokens > limit) | (tokens < known)
     wrong |= (limit > frames.state.config.max_model_len) | (computed < 0)
-    place = first_true(wrong & flags["live"])
-    if place is not None:
-        at = divmod(place, frames.num_rows)
+    at = first_true(wrong)
+    if at is not None:
+        step, row = (int(part[at]) for part in frames.live)
         says = f"computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
-        yield at[0], f"row {at[1]}: {says}"
+        yield step, f"row {row}: {says}"
 
 
 @invariant("S11", moment=CHANGES)
 def each_request_is_in_one_place(look: Look) -> str | None:
     state = look.scheduler.state
-    queue, owners = state.queue, state.rows.requests
+    queue, owners = state.queue.ids(), state.rows.requests
     counts = 0
     for request in state.requests.values():
         queued, on_row, now = request.id in queue, request.row != NO_ROW, request.state
@@ -78,48 +80,51 @@ def families_list_live_children(look: Look) -> str | None:
     return None
 
 
-# What a request says about itself, and the columns of its row that say the same.
-_SAYS = attrgetter(
-    "id", "tokens.size", "num_prompt", "priority", "preemptions", "reserved", "needs_host", "row"
-)
-_COLUMNS = attrgetter(
-    "request_id", "known", "num_prompt", "priority", "preemptions", "reserved", "needs_host"
-)
+@sweep("S23", moment=CHANGES)
+def rows_are_what_their_requests_say(frames: Frames) -> Findings:
+    taken = [(step, frame.owners) for step, frame in enumerate(frames.frames) if frame.owners is not None]
+    if not taken:
+        return
+    steps = np.array([step for step, _ in taken], np.int64)
+    live = frames.flags["live"][steps]
+    num_live = np.add.reduce(live, axis=1, dtype=np.int64)
+    allowed, num_rows = frames.state.config.max_num_seqs, frames.state.rows.num_rows
+    for (step, owners), count in zip(taken, num_live.tolist(), strict=True):
+        if count > allowed:
+            yield step, f"{count} rows are live, {allowed} are allowed"
+        if count != len(owners.says):
+            yield step, "a live row has no owner"
+            return  # what comes after it has no place among the rows
+        if owners.num_free + count != num_rows or owners.num_different < owners.num_free:
+            yield step, "a row is lost or free twice"
+    yield from _wrong_columns(frames, steps, live, [owners.says for _, owners in taken])
 
 
-@invariant("S23", moment=CHANGES)
-def rows_are_what_their_requests_say(look: Look) -> str | None:
-    state, live = look.scheduler.state, look.live
-    rows = state.rows
-    if len(live) > state.config.max_num_seqs:
-        return f"{len(live)} rows are live, {state.config.max_num_seqs} are allowed"
-    numbers = live.tolist()
-    owners = [owner for row in numbers if (owner := rows.requests[row]) is not None]
-    if len(owners) < len(numbers):
-        return "a live row has no owner"
-    columns = [column[live].tolist() for column in _COLUMNS(rows)]
-    if list(map(_SAYS, owners)) != list(zip(*columns, numbers, strict=True)):
-        return "a column of a row is not what its request says"
-    derived = [(r.max_total, state.orders[r.id], state.tenant_index(r.tenant)) for r in owners]
-    columns = [column[live].tolist() for column in (rows.limit, rows.order, rows.tenant)]
-    if derived != list(zip(*columns, strict=True)):
-        return "the limit, order or tenant of a row is not its request's"
-    free = rows.free_rows() + rows.fenced_rows()
-    if len(free) + len(live) != rows.num_rows or len(set(free)) != len(free):
-        return "a row is lost or free twice"
-    return None
+def _wrong_columns(
+    frames: Frames, steps: Index, live: Mask, says: Sequence[Sequence[tuple[int, ...]]]
+) -> Findings:
+    """Where a column of a row in use is not what its owner says; there are as many owners as rows in use."""
+    taken, row = live.nonzero()
+    step = steps[taken]
+    width = len(SAYS)
+    said = np.fromiter(chain.from_iterable(chain.from_iterable(says)), np.int64, len(row) * width)
+    columns = [row, *(frames.column(name)[step, row] for name in SAYS[1:])]
+    wrong = first_true(said.reshape(-1, width) != np.array(columns).T)
+    if wrong is not None:
+        at, column = divmod(wrong, width)
+        yield int(step[at]), f"row {row[at]}: its {SAYS[column]} is not what its request says"
 
 
 @invariant("S24", moment=CHANGES)
 def gauges_are_what_they_count(look: Look) -> str | None:
     """Running totals equal what counting now gives."""
     state = look.scheduler.state
-    rows, queue = state.rows, state.queue
+    rows, queue, live = state.rows, state.queue, look.scheduler.state.rows.live
     gauges = [
-        ("live rows", rows.num_live, len(look.live)),
-        ("reserved rows", rows.num_reserved, int(np.count_nonzero(rows.reserved[look.live]))),
-        ("rows that need the host", rows.num_needs_host, int(np.count_nonzero(rows.needs_host[look.live]))),
-        ("queued tokens", queue.num_tokens, sum([request.num_tokens for request in queue])),
+        ("live rows", rows.num_live, live.tobytes().count(1)),
+        ("reserved rows", rows.num_reserved, (rows.reserved & live).tobytes().count(1)),
+        ("rows that need the host", rows.num_needs_host, (rows.needs_host & live).tobytes().count(1)),
+        ("queued tokens", queue.num_tokens, sum([len(request.tokens) for request in queue])),
     ]
     for group in state.kv.groups:
         if group.reserved or rows.num_reserved:
@@ -131,21 +136,26 @@ def gauges_are_what_they_count(look: Look) -> str | None:
     return None
 
 
+_NONE: list[int] = []
+
+
 @sweep("S14", moment=PLANNED)
 def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
     writes, allowed = frames.writes, frames.state.config.max_num_batched_tokens
     planned = writes.decoding.astype(np.int64)  # how often each row is planned: [plan, row]
     for number, (step, one) in enumerate(zip(writes.steps, writes.plans, strict=True)):
-        plan, scheduled = one.plan, one.plan.spans.num_scheduled.tolist()
-        total = plan.work.decode_rows + sum(scheduled) + plan.pad_tokens
+        plan, work, scheduled = one.plan, one.plan.work, _NONE
+        if len(plan.spans.row):
+            scheduled = plan.spans.num_scheduled.tolist()
+            for row in plan.spans.row.tolist():
+                planned[number, row] += 1
+            if min(scheduled) < 1:
+                yield step, "a span is empty"
+        total = work.decode_rows + sum(scheduled) + plan.pad_tokens
         if total > allowed:
             yield step, f"{total} tokens are planned, {allowed} are allowed"
-        if min(scheduled, default=1) < 1:
-            yield step, "a span is empty"
-        if plan.work.logit_rows > plan.work.decode_rows + len(scheduled):
+        if work.logit_rows > work.decode_rows + len(scheduled):
             yield step, "more rows are sampled than planned"
-        for row in plan.spans.row.tolist():
-            planned[number, row] += 1
     steps = np.array(writes.steps, np.int64)
     wrong = first_true(planned > 1)
     if wrong is not None:
