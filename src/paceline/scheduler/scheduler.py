@@ -260,7 +260,7 @@ class Scheduler:
     def next_wakeup_s(self) -> float | None:
         """When something may change by the clock alone: a deadline, or the opening of the admission gate."""
         state = self.state
-        while state.deadlines and not self._is_due(*state.deadlines[0]):
+        while state.deadlines and not state.is_due(*state.deadlines[0]):
             heapq.heappop(state.deadlines)
         times = [state.deadlines[0][0]] if state.deadlines else []
         opening = state.mode.next_opening_s(state.queue.view(state.now_s), state.rows.num_live)
@@ -335,14 +335,6 @@ class Scheduler:
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:
             state.children.setdefault(request.parent, set()).add(request.id)
-
-    def _is_due(self, due_s: float, request_id: RequestId) -> bool:
-        """Whether an entry of the deadlines still stands."""
-        request = self.state.requests.get(request_id)
-        if request is None:
-            return False
-        blocked = request.blocked
-        return request.deadline_s == due_s or (blocked is not None and blocked.deadline_s == due_s)
 
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:

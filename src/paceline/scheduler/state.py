@@ -25,6 +25,9 @@ from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
 
+SPARE_DEADLINES = 1024  # entries of requests that have ended
+MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
+
 Journal = list[tuple[object, ...]]
 
 
@@ -110,6 +113,7 @@ class SchedulerState:
         self.journal: Journal = []
         self.now_s = -math.inf
         self._tenants: dict[str, int] = {}
+        self._next_tenant = 0
         self._next_order = 0
 
     # -- small questions -----------------------------------------------------------------------------------
@@ -118,7 +122,15 @@ class SchedulerState:
         self.decisions.append(Decision(kind, request.id, reason, value))
 
     def tenant_index(self, name: str) -> int:
-        return self._tenants.setdefault(name, len(self._tenants))
+        """A number for a tenant, the same as long as one of its requests lives."""
+        index = self._tenants.get(name)
+        if index is None:
+            if len(self._tenants) >= MAX_TENANTS:  # names may be made up by clients: they must not pile up
+                kept = {request.tenant for request in self.requests.values()}
+                self._tenants = {name: index for name, index in self._tenants.items() if name in kept}
+            index = self._tenants[name] = self._next_tenant
+            self._next_tenant += 1
+        return index
 
     def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
@@ -161,6 +173,17 @@ class SchedulerState:
             heapq.heappush(self.deadlines, (request.deadline_s, request.id))
         if request.blocked is not None and request.blocked.deadline_s is not None:
             heapq.heappush(self.deadlines, (request.blocked.deadline_s, request.id))
+        # A request that has ended leaves its entry behind; those may not pile up until their time has come.
+        if len(self.deadlines) > SPARE_DEADLINES + 4 * len(self.requests):
+            self.deadlines = sorted({entry for entry in self.deadlines if self.is_due(*entry)})
+
+    def is_due(self, due_s: float, request_id: RequestId) -> bool:
+        """Whether an entry of the deadlines still stands."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        blocked = request.blocked
+        return request.deadline_s == due_s or (blocked is not None and blocked.deadline_s == due_s)
 
     def take_row(self, request: Request, num_computed: int, source: int = NO_ROW) -> int:
         """Give a request a row and note that it joins in the plan being made."""

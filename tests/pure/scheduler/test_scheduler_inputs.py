@@ -7,6 +7,7 @@ import pytest
 
 from paceline.core.request import BlockReason, FinishReason, RequestId, RequestState
 from paceline.errors import InvalidTransition, UnknownRequest
+from paceline.scheduler import state
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -109,6 +110,34 @@ def test_a_deadline_fires_without_a_step(where: str) -> None:
     bench.flush()
     ending = bench.finished[request]
     assert (ending.reason, ending.detail, ending.time_s) == (FinishReason.ABORT, "deadline", 5.0)
+    bench.run()
+
+
+def test_deadlines_of_requests_that_have_ended_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "SPARE_DEADLINES", 8)
+    bench = Bench()
+    stays = bench.add(prompt(6), 90, deadline_s=50.0)
+    for start in range(40):
+        bench.scheduler.abort(bench.add(prompt(4, start), 2, deadline_s=100.0))
+        assert len(bench.state.deadlines) <= 8 + 4 * 2
+    assert bench.scheduler.next_wakeup_s() == 50.0
+    bench.clock.advance_to(50.0)
+    bench.scheduler.expire()
+    bench.flush()
+    assert bench.finished[stays].detail == "deadline"
+    bench.run()
+
+
+def test_names_of_tenants_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MAX_TENANTS", 8)
+    bench = Bench()
+    stays = bench.add(prompt(6), 90)
+    name = bench.state.requests[stays].tenant
+    index = bench.state.tenant_index(name)
+    numbers = [bench.state.tenant_index(f"made up {number}") for number in range(40)]
+    assert len({index, *numbers}) == 41
+    assert bench.state.tenant_index(name) == index, "it has a request"
+    assert len(bench.state._tenants) <= 8
     bench.run()
 
 
