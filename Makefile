@@ -5,6 +5,8 @@ PYTHON ?=
 ARGS ?=
 # A million checked steps in every run; one seed again: make test DST_ARGS="--seed 17"
 DST_ARGS ?= --seeds 0:200 --min-steps 1000000 --require 1000 --jobs 2
+# How long a soak takes
+MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check sim options clean lint
+.PHONY: help serve chat test check sim soak options clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 
 options: $(STAMP) ## Write docs/reference/options.md again
 	@$(BIN)/python -m tools.option_pages
+
+soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 # Results under out/ are the user's and stay.
 clean: ## Remove .venv, caches and build output

@@ -44,6 +44,13 @@ def report(evidence: Evidence, figures: Figures, failures: list[str]) -> dict[st
             "before": [evidence.tasks_before, *((s.files, s.threads) for s in evidence.before.values())],
             "after": [evidence.tasks_after, *((s.files, s.threads) for s in evidence.after.values())],
         },
+        "held": {
+            name: {
+                "objects": evidence.held_after[name].objects - held.objects,
+                "malloc_kib": evidence.held_after[name].malloc_kib - held.malloc_kib,
+            }
+            for name, held in evidence.held_before.items()
+        },
         "health_live_ms": percentiles(figures.live_ms),
         "health_ready_ms": percentiles(figures.ready_ms),
         "event_loop_lag_ms": percentiles(figures.loop_lag_ms),

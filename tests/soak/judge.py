@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.soak.server import ProcessState
+from tests.soak.server import Held, ProcessState
 
 MEBIBYTE = 1024  # in KiB
 SPARE = 2  # files, threads and tasks that may be there beside those of the beginning
+SPARE_OBJECTS, SPARE_KIB = 2000, 512  # what caches may take that were not full at the beginning
 MEMORY_FROM = 0.25  # of the run; before that caches fill up
 # What those who left may have been counted as: answered just then, refused, or gone.
 STATUSES_OF_LEAVERS = {"200", "429", "499"}
@@ -67,11 +68,14 @@ class Evidence:
     stalled: int
     preemptions: int
     at_rest: Mapping[str, float]
-    before: Mapping[str, ProcessState]
-    after: Mapping[str, ProcessState]
-    tasks_before: int
-    tasks_after: int
     memory: Mapping[str, Series]
+    before: Mapping[str, ProcessState] = field(default_factory=dict)
+    after: Mapping[str, ProcessState] = field(default_factory=dict)
+    tasks_before: int = 0
+    tasks_after: int = 0
+    held_before: Mapping[str, Held] = field(default_factory=dict)
+    held_after: Mapping[str, Held] = field(default_factory=dict)
+    num_between: int = 0  # requests between those two
     is_same_engine: bool = True
     exit_code: int = 0
 
@@ -84,6 +88,7 @@ def judge(evidence: Evidence, limits: Limits) -> list[str]:
         *_conserved(evidence),
         *_at_rest(evidence),
         *_given_back(evidence),
+        *_let_go(evidence),
         *_flat(evidence, limits),
     ]
 
@@ -144,6 +149,20 @@ def _given_back(evidence: Evidence) -> Iterator[str]:
             yield f"{name} has {after.threads} threads, {before.threads} at the beginning"
     if evidence.tasks_after > evidence.tasks_before + SPARE:
         yield f"{evidence.tasks_after} tasks, {evidence.tasks_before} at the beginning"
+
+
+def _let_go(evidence: Evidence) -> Iterator[str]:
+    """A leak of one object or half a kilobyte per request is more than caches take.
+
+    Of the engine only objects are counted: torch keeps what it prepared for shapes it has seen, up to some thousand.
+    """
+    for name, before in evidence.held_before.items():
+        after = evidence.held_after[name]
+        objects, kib = after.objects - before.objects, after.malloc_kib - before.malloc_kib
+        if objects > SPARE_OBJECTS + evidence.num_between:
+            yield f"{name} holds {objects} more objects after {evidence.num_between} requests"
+        if name != "engine" and kib > SPARE_KIB + evidence.num_between / 2:
+            yield f"{name} holds {kib} KiB more after {evidence.num_between} requests"
 
 
 def _flat(evidence: Evidence, limits: Limits) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 MODEL = "tiny"
 KEYS = {"red": "key-of-red", "green": "key-of-green", "blue": "key-of-blue"}
+LIMITED = "blue"  # may not have many requests under way
 CONTEXT = 1024
 SHARE_STREAMED, SHARE_ABORTED, SHARE_MALFORMED = 0.25, 0.15, 0.05
 LARGE_BODY_BYTES = 300_000  # parsed beside the event loop

@@ -15,7 +15,7 @@ import numpy as np
 from tests.soak.client import Outcome, User, drip, stall
 from tests.soak.judge import AT_REST, ClientCounts, Evidence
 from tests.soak.plans import GENERATION_PATHS, Planner, stalled_plan
-from tests.soak.server import COMMAND, Metrics, ProcessState, Served, children_of
+from tests.soak.server import COMMAND, Metrics, Served, children_of
 
 NUM_USERS, NUM_STALLED = 32, 2
 MEAN_THINK_S = 0.25
@@ -132,9 +132,9 @@ class Soak:
         return (time.perf_counter() - began_s) * 1e3
 
 
-def wait_for_rest(served: Served) -> Metrics:
+def wait_for_rest(served: Served, rest_s: float) -> Metrics:
     """The metrics once nothing is under way, or as they are when that takes too long."""
-    until_s = time.monotonic() + REST_S
+    until_s = time.monotonic() + rest_s
     while True:
         page = served.metrics()
         is_still = all(page.value(name) == wanted for name, wanted in AT_REST.items())
@@ -143,21 +143,26 @@ def wait_for_rest(served: Served) -> Metrics:
         time.sleep(0.1)
 
 
-def run_soak(minutes: float, seed: int, command: Sequence[str] = COMMAND) -> tuple[Evidence, Figures]:
+def run_soak(
+    minutes: float, seed: int, command: Sequence[str] = COMMAND, rest_s: float = REST_S
+) -> tuple[Evidence, Figures]:
     """Start a server, send traffic for so long, stop it."""
     with tempfile.TemporaryDirectory(prefix="paceline-soak-") as folder:
         served = Served(Path(folder), command)
         try:
-            return _measure(served, minutes, seed)
+            return _measure(served, minutes, seed, rest_s)
         finally:
             served.close()
 
 
-def _measure(served: Served, minutes: float, seed: int) -> tuple[Evidence, Figures]:
+def _measure(served: Served, minutes: float, seed: int, rest_s: float) -> tuple[Evidence, Figures]:
     soak = Soak(served, seed)
     asyncio.run(soak.traffic(WARM_UP_S))
-    wait_for_rest(served)
+    answer = served.ask()  # always the same: what an engine keeps of its last step is, too
+    wait_for_rest(served, rest_s)
+    held = served.held()
     before, tasks_before = served.states(), served.num_tasks()
+    num_before = soak.figures.requests
     watcher = threading.Thread(target=soak.watch, args=(0.25,), daemon=True)
     watcher.start()
     began_s = time.monotonic()
@@ -167,24 +172,27 @@ def _measure(served: Served, minutes: float, seed: int) -> tuple[Evidence, Figur
         soak.end_watch()
         watcher.join()
     soak.figures.seconds = time.monotonic() - began_s
-    page = wait_for_rest(served)
+    if served.ask() != answer:
+        soak.problems.append("the same question is answered differently at the end")
+    page = wait_for_rest(served, rest_s)
     after, tasks_after = served.states(), served.num_tasks()
+    held_after = served.held()
     is_same_engine = children_of(served.process.pid) == [served.engine]
     code = served.stop()
     served.log.join(60.0)  # what was logged last
     soak.figures.generation_tokens = round(page.value("generation_tokens_total"))
-    evidence = _evidence(soak, served, page, (before, after), (tasks_before, tasks_after))
+    evidence = _evidence(soak, served, page)
+    evidence.before, evidence.after = before, after
+    evidence.tasks_before, evidence.tasks_after = tasks_before, tasks_after
+    evidence.held_before, evidence.held_after = held, held_after
+    evidence.num_between = soak.figures.requests - num_before
     evidence.is_same_engine, evidence.exit_code = is_same_engine, code
     return evidence, soak.figures
 
 
-def _evidence(
-    soak: Soak,
-    served: Served,
-    page: Metrics,
-    states: tuple[dict[str, ProcessState], dict[str, ProcessState]],
-    tasks: tuple[int, int],
-) -> Evidence:
+def _evidence(soak: Soak, served: Served, page: Metrics) -> Evidence:
+    soak.counts.answered["200"] += served.num_asked
+    soak.counts.good += served.num_asked
     by_status = page.by("http_requests_total", "status")
     for probe in PROBES:
         by_status.subtract(page.by("http_requests_total", "status", handler=probe))
@@ -200,10 +208,6 @@ def _evidence(
         stalled=round(page.value("connections_stalled_total")),
         preemptions=round(page.value("num_preemptions_total")),
         at_rest={name: page.value(name) for name in AT_REST},
-        before=states[0],
-        after=states[1],
-        tasks_before=tasks[0],
-        tasks_after=tasks[1],
         memory=soak.memory,
     )
 

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.model_folder import write_model
-from tests.soak.plans import CONTEXT, KEYS, MODEL, key_header
+from tests.soak.inspected import FOLDER_VARIABLE
+from tests.soak.plans import CONTEXT, KEYS, LIMITED, MODEL, key_header
 
-COMMAND = (sys.executable, "-m", "paceline")
-START_S = 120.0
+COMMAND = (sys.executable, "-m", "tests.soak.inspected")
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
 HEADER_TIMEOUT_S = 3.0
 # A quarter of what 32 users and the stalled readers hold when all are served at once: 10 blocks a user, 40 a reader.
 NUM_BLOCKS = 100
@@ -47,6 +49,14 @@ class ProcessState:
     files: int
     threads: int
     memory_kib: int  # anonymous, in memory or swapped out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a process holds after a collection, see `inspected`."""
+
+    objects: int
+    malloc_kib: int
 
 
 class Metrics:
@@ -83,10 +93,14 @@ class Served:
         flags = [word for name, value in FLAGS.items() for word in (f"--{name}", value)]
         flags += ["--api-keys-file", str(_write_keys(folder))]
         environment = {**os.environ, "PACELINE_CACHE_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
+        environment[FOLDER_VARIABLE] = str(folder)
+        self._folder = folder
+        self.num_asked = 0
         self.process = subprocess.Popen(
             [*command, "serve", str(model), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            cwd=ROOT,
             env=environment,
         )
         self.log = LogReader(self.process)
@@ -104,11 +118,23 @@ class Served:
     def states(self) -> dict[str, ProcessState]:
         return {name: process_state(pid) for name, pid in self.pids.items()}
 
-    def get(self, path: str, timeout_s: float = 30.0) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self._exchange("GET", path)
+
+    def ask(self) -> str:
+        """A short greedy answer, always to the same question."""
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        status, answer = self._exchange("POST", "/v1/completions", json.dumps(body))
+        assert status == 200, answer
+        self.num_asked += 1
+        return str(json.loads(answer)["choices"][0]["text"])
+
+    def _exchange(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             name, _, value = key_header("red").partition(": ")
-            connection.request("GET", path, headers={name: value, "Connection": "close"})
+            headers = {name: value, "Connection": "close", "Content-Type": "application/json"}
+            connection.request(method, path, body, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
@@ -126,6 +152,20 @@ class Served:
             assert time.monotonic() < until_s, "the server did not write its state"
             time.sleep(0.01)
         return self.log.states[-1]
+
+    def held(self) -> dict[str, Held]:
+        """What both processes hold. Ask at rest."""
+        return {name: self._held(pid) for name, pid in self.pids.items()}
+
+    def _held(self, pid: int) -> Held:
+        place = self._folder / str(pid)
+        place.unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR2)
+        until_s = time.monotonic() + 30.0
+        while not place.exists():
+            assert time.monotonic() < until_s, "a process did not tell what it holds"
+            time.sleep(0.01)
+        return Held(**json.loads(place.read_text()))
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -199,7 +239,7 @@ def _write_keys(folder: Path) -> Path:
     place = folder / "keys.jsonl"
     entries = [
         {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}
-        | ({"max_concurrency": 8} if name == "blue" else {})
+        | ({"max_concurrency": 8} if name == LIMITED else {})
         for name, key in KEYS.items()
     ]
     place.touch(mode=0o600)
