@@ -55,7 +55,7 @@ class ClientServer:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
-            assert self.process.poll() is None, self.errors()
+            assert self.process.poll() is None, f"the server has ended: {self.log()}"
             try:
                 if condition():
                     return
@@ -79,8 +79,8 @@ class ClientServer:
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return not any(self.metric(name) for name in names)
 
-    def errors(self) -> str:
-        return "the server has ended: " + Path(self._errors.name).read_text()
+    def log(self) -> str:
+        return Path(self._errors.name).read_text()
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -106,6 +106,9 @@ def client_server(folder: Path, *flags: str) -> Iterator[ClientServer]:
     server = ClientServer(folder, *flags)
     try:
         yield server
+    except BaseException:
+        print(server.log())  # pytest shows it beside what failed
+        raise
     finally:
         server.close()
 
