@@ -76,6 +76,14 @@ def test_parameters_are_limited_but_for_commands(header: str, count: int | None)
     assert offences(header) == ([] if count is None else [("file.py::f", "parameters", count)])
 
 
+@pytest.mark.parametrize("decorator", ["@triton.jit", '@triton.jit(do_not_specialize=["n"])'])
+def test_a_kernel_may_be_longer_and_takes_every_pointer(decorator: str) -> None:
+    kernel = function_of(120).replace("long()", "long(a, b, c, d, e, f, g, h, i)")
+    assert offences(f"{decorator}\n{kernel}") == []
+    assert offences(f"{decorator}\n{kernel}    x = 2\n") == [("file.py::long", "lines", 121)]
+    assert {measure for _, measure, _ in offences(f"@numba.jitted\n{kernel}")} == {"lines", "parameters"}
+
+
 @pytest.mark.parametrize("receiver", ["self", "cls"])
 def test_the_receiver_of_a_method_is_no_parameter(receiver: str) -> None:
     method = f"class C:\n    def f({receiver}, a, b, c, d, e, f, g, h): ...\n"

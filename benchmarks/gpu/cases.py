@@ -1,0 +1,214 @@
+"""The shapes that are timed: attention at the workloads' batches, the small kernels, sampling, products.
+
+A case is a list of calls over different buffers, and what one call moves or computes. It must not time anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import BLOCK_SIZE
+from paceline.kernels.decode_attention import DecodeTuning, allocate_partials, decode_attention
+from paceline.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
+from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
+from paceline.kernels.residual_norm import residual_norm
+from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
+from paceline.kernels.skinny_product import skinny_product, tuning_for
+
+BF16 = torch.bfloat16
+Call = Callable[[], object]
+MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    kernel: str
+    shape: str
+    calls: Sequence[Call]
+    num_bytes: float = 0.0  # moved by one call
+    flops: float = 0.0  # or computed: the larger decides which ceiling the case is held against
+
+
+def normal(*sizes: int) -> Tensor:
+    out = torch.empty(*sizes, dtype=BF16, device="cuda")
+    for part in torch.split(out.view(-1), 2**28):
+        part.normal_()
+    return out
+
+
+def skewed_lengths(rows: int, tokens: int, seed: int = 0) -> list[int]:
+    """Log-normal as chat contexts are, one row of an eighth of all tokens, the rest scaled to the sum."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(rows, generator=generator).mul(1.0).exp()
+    lengths = (weights / weights.sum() * tokens * 7 / 8).long().clamp_min(1)
+    lengths[0] = tokens // 8
+    return [int(length) for length in lengths]
+
+
+def decode_case(
+    name: str,
+    lengths: Sequence[int],
+    *,
+    group: int = 2,
+    layers: int = 8,
+    min_chunk: int = 256,
+    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008 - frozen
+    attend: Callable[..., None] = decode_attention,
+) -> Case:
+    """One decode step's attention over `layers` caches; the plan is made once, as in a step."""
+    kv_heads, head_dim = 8, 128
+    heads, slots = kv_heads * group, len(lengths)
+    needed = [(length + BLOCK_SIZE - 1) // BLOCK_SIZE for length in lengths]
+    table = torch.zeros(slots, max(needed), dtype=torch.int32)
+    blocks = torch.randperm(sum(needed)).to(torch.int32)
+    for row in range(slots):
+        table[row, : needed[row]] = blocks[sum(needed[:row]) :][: needed[row]]
+    table = table.cuda()
+    plan = allocate_plan(slots, tuning.target_chunks(MULTIPROCESSORS, kv_heads, slots), min_chunk=min_chunk)
+    partials = allocate_partials(plan, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    rows = torch.arange(slots, dtype=torch.int32, device="cuda")
+    plan_decode(plan, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    sizes = (sum(needed), kv_heads, BLOCK_SIZE, head_dim)
+    caches = [PagedKV(keys=normal(*sizes), values=normal(*sizes), block_table=table) for _ in range(layers)]
+    query = normal(slots, heads, head_dim)
+    out, log_sum = torch.empty_like(query), torch.empty(slots, heads, device="cuda")
+    calls = [
+        lambda kv=kv: attend(out, log_sum, query, kv, plan, partials, scale=0.088, tuning=tuning)
+        for kv in caches
+    ]
+    moved = sum(lengths) * kv_heads * head_dim * 4 + query.numel() * 4
+    shape = f"{name}: {slots} rows, {sum(lengths) / 1e3:.0f}k tokens, {heads}/{kv_heads} heads"
+    return Case(kernel="decode attention", shape=shape, calls=calls, num_bytes=moved)
+
+
+def plan_case(slots: int) -> Case:
+    plan = allocate_plan(slots, 99)
+    rows = torch.arange(slots, dtype=torch.int32, device="cuda")
+    lengths = torch.randint(1, 2000, (slots,), dtype=torch.int32, device="cuda")
+    return Case(
+        kernel="decode plan", shape=f"{slots} slots", calls=[lambda: plan_decode(plan, rows, lengths)] * 20
+    )
+
+
+def prefill_case(
+    tokens: int,
+    *,
+    group: int,
+    context: int = 0,
+    spans: int = 1,
+    tuning: PrefillTuning = PrefillTuning(),  # noqa: B008 - frozen
+) -> Case:
+    kv_heads, head_dim = 8, 128
+    heads, length = kv_heads * group, context + tokens
+    needed = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks = torch.randperm(needed * spans, device="cuda").to(torch.int32)
+    kv = PagedKV(
+        keys=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim),
+        values=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim),
+        block_table=blocks.view(spans, needed),
+    )
+    index = torch.arange(spans, dtype=torch.int32, device="cuda")
+    plan = allocate_prefill_plan(tokens * spans, spans, tuning.tile_tokens(group))
+    columns = Spans(row=index, first=index * tokens, count=index * 0 + tokens, position=index * 0 + context)
+    plan_prefill(plan, columns)
+    query = normal(tokens * spans, heads, head_dim)
+    out, log_sum = torch.empty_like(query), torch.empty(tokens * spans, heads, device="cuda")
+    calls = [lambda: prefill_attention(out, log_sum, query, kv, plan, scale=0.088, tuning=tuning)] * 4
+    pairs = spans * (tokens * context + tokens * (tokens + 1) / 2)
+    shape = f"{spans} x {tokens} tokens after {context}, {heads}/{kv_heads} heads"
+    return Case(kernel="prefill attention", shape=shape, calls=calls, flops=4 * heads * head_dim * pairs)
+
+
+def sdpa_case(tokens: int, *, group: int, backend: torch.nn.attention.SDPBackend) -> Case:
+    """torch's dense attention on the same work, without pages."""
+    kv_heads, head_dim = 8, 128
+    q = normal(1, kv_heads * group, tokens, head_dim)
+    k, v = (normal(1, kv_heads, tokens, head_dim) for _ in range(2))
+
+    def call() -> object:
+        with torch.nn.attention.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    flops = 2 * kv_heads * group * head_dim * tokens * (tokens + 1)
+    shape = f"1 x {tokens} tokens after 0, {kv_heads * group}/{kv_heads} heads"
+    return Case(kernel=f"torch SDPA {backend.name.lower()}", shape=shape, calls=[call] * 4, flops=flops)
+
+
+def small_cases(tokens: int, *, width: int, heads: int, inner: int) -> list[Case]:
+    """The kernels between the products, at one model's sizes."""
+    kv_heads, head_dim = 8, 128
+    copies = max(2, min(16, 2**28 // (tokens * inner * 6)))
+    product_width = (heads + 2 * kv_heads) * head_dim
+    norms, ropes, gates = [], [], []
+    blocks = max(64, tokens // 16)
+    keys, values = (normal(blocks, kv_heads, BLOCK_SIZE, head_dim) for _ in range(2))
+    weight, head_weight = normal(width), normal(head_dim)
+    norm = HeadNorm(query_weight=head_weight, key_weight=head_weight, epsilon=1e-6)
+    rotation = torch.rand(4096, head_dim, device="cuda")
+    positions = torch.randint(0, 4096, (tokens,), dtype=torch.int32, device="cuda")
+    slots = torch.randperm(blocks * BLOCK_SIZE, device="cuda")[:tokens]
+    places = TokenPlaces(positions=positions, slots=slots)
+    for _ in range(copies):
+        x, residual, out = (normal(tokens, width) for _ in range(3))
+        norms.append(lambda o=out, r=residual, u=x: residual_norm(o, r, u, weight, epsilon=1e-6))
+        product, query = normal(tokens, product_width), normal(tokens, heads, head_dim)
+        ropes.append(
+            lambda p=product, q=query: rope_kv_write(q, keys, values, p, places, rotation, norm=norm)
+        )
+        wide, narrow = normal(tokens, 2 * inner), normal(tokens, inner)
+        gates.append(lambda o=narrow, p=wide: gated_activation(o, p))
+    shape = f"{tokens} tokens, width {width}"
+    return [
+        Case(kernel="residual + norm", shape=shape, calls=norms, num_bytes=tokens * width * 8),
+        Case(kernel="norm + rope + kv write", shape=shape, calls=ropes, num_bytes=tokens * product_width * 4),
+        Case(
+            kernel="swiglu",
+            shape=f"{tokens} tokens, inner {inner}",
+            calls=gates,
+            num_bytes=tokens * inner * 6,
+        ),
+    ]
+
+
+def sampling_case(rows: int, temperature: float, *, turns: int = 0) -> Case:
+    vocabulary = 151_936
+    logits = [normal(rows, vocabulary) for _ in range(max(1, min(8, 1024 // rows)))]
+    columns = SamplingColumns(
+        slot_rows=torch.arange(rows, dtype=torch.int32, device="cuda"),
+        temperature=torch.full((rows,), temperature, dtype=torch.float64, device="cuda"),
+        seed=torch.arange(rows, dtype=torch.int64, device="cuda"),
+        position=torch.arange(rows, dtype=torch.int64, device="cuda"),
+    )
+    tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
+    finite = torch.empty(rows, dtype=torch.uint8, device="cuda")
+    room = allocate_candidates(rows, vocabulary, turns=turns)
+    calls = [lambda each=each: sample(tokens, finite, each, columns, room) for each in logits]
+    shape = f"{rows} x {vocabulary}, temperature {temperature}, turns {room.turns}"
+    return Case(kernel="sampling", shape=shape, calls=calls, num_bytes=rows * vocabulary * 2)
+
+
+def product_cases(rows: int, columns: int, inner: int) -> list[Case]:
+    """Our product and cuBLAS's for few rows, over as many matrices as the level-2 cache does not hold."""
+    weights = [normal(columns, inner) for _ in range(max(2, min(32, 2**29 // (columns * inner * 2))))]
+    x = normal(rows, inner)
+    tuning = tuning_for(columns, inner)
+    whole = tuning.parts == 1
+    sizes = (rows, columns) if whole else (tuning.parts, rows, columns)
+    out = torch.empty(sizes, device="cuda", dtype=BF16 if whole else torch.float32)
+    dense = torch.empty(rows, columns, device="cuda", dtype=BF16)
+    ours = [lambda w=w: skinny_product(out, x, w, tuning=tuning) for w in weights]
+    theirs = [lambda w=w: torch.mm(x, w.T, out=dense) for w in weights]
+    shape = f"{rows} rows, {columns} x {inner}"
+    moved = columns * inner * 2
+    return [
+        Case(kernel="skinny product", shape=shape, calls=ours, num_bytes=moved),
+        Case(kernel="cuBLAS", shape=shape, calls=theirs, num_bytes=moved),
+    ]

@@ -1,0 +1,203 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""From the product of a layer's q, k and v matrices to turned queries and to keys and values in their slots.
+
+One pass over the product: optional RMS norm of each head of q and k, rotation of the first `rotary_dim` entries
+(pairs are an entry and the one half a rotation further), and the store of keys and values at 64-bit offsets. All of
+it is float32 between one load and one rounding at the end.
+
+It must not know which row a token belongs to: positions and slots say everything. A slot of -1 stores nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels import BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """RMS norm over each head. Where a model adds one to its weights, they come here with it added."""
+
+    query_weight: Tensor  # [head_dim]
+    key_weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlaces:
+    """Where each token stands in its sequence and in memory."""
+
+    positions: Tensor  # int32 [tokens]
+    slots: Tensor  # int32 or int64 [tokens]: block * BLOCK_SIZE + place in the block, -1 for nowhere
+
+
+def rope_kv_write(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    product: Tensor,
+    places: TokenPlaces,
+    rotation: Tensor,
+    *,
+    norm: HeadNorm | None = None,
+) -> None:
+    """Fills `query` [tokens, heads, head_dim] and the slots of `keys` and `values`.
+
+    `product` is [tokens, (heads + 2 kv_heads) * head_dim]; `rotation` float32 [positions, rotary_dim] has the
+    cosines of a position's pairs and then their sines, any scaling included.
+    """
+    tokens, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    rotary_dim = rotation.shape[1]
+    assert keys.is_contiguous() and values.is_contiguous() and query.stride(1) == head_dim
+    assert keys.dtype == values.dtype == query.dtype
+    assert product.stride(1) == 1 and rotation.is_contiguous() and rotary_dim % 2 == 0
+    per_program = _heads_per_program(heads, kv_heads)
+    # Many tokens: several to a program, which then has more loads under way.
+    tokens_per_program = 1 if tokens < 512 else 4
+    grid = (triton.cdiv(tokens, tokens_per_program), (heads + 2 * kv_heads) // per_program)
+    _write_kernel[grid](
+        query,
+        keys,
+        values,
+        product,
+        places.positions,
+        places.slots,
+        rotation,
+        norm.query_weight if norm else rotation,
+        norm.key_weight if norm else rotation,
+        tokens,
+        product.stride(0),
+        query.stride(0),
+        norm.epsilon if norm else 0.0,
+        HAS_NORM=norm is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        BLOCK=BLOCK_SIZE,
+        TOKENS=tokens_per_program,
+        PER_PROGRAM=per_program,
+        HALF_LANES=triton.next_power_of_2(rotary_dim // 2),
+        REST_LANES=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+        num_warps=max(1, min(8, tokens_per_program * per_program // 4)),
+    )
+
+
+def _heads_per_program(heads: int, kv_heads: int) -> int:
+    """The largest power of two up to 8 that divides both, so that a program has heads of one kind only."""
+    for number in (8, 4, 2):
+        if heads % number == 0 and kv_heads % number == 0:
+            return number
+    return 1
+
+
+@triton.jit(do_not_specialize=["tokens", "product_stride", "query_stride"])
+def _write_kernel(
+    query,
+    keys,
+    values,
+    product,
+    positions,
+    slots,
+    rotation,
+    query_weight,
+    key_weight,
+    tokens,
+    product_stride,
+    query_stride,
+    epsilon,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    HALF_LANES: tl.constexpr,
+    REST_LANES: tl.constexpr,
+):
+    # A line is one head of one token: its first half, its second half, and what does not turn.
+    line = tl.arange(0, TOKENS * PER_PROGRAM)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + line // PER_PROGRAM
+    present = token < tokens
+    first = tl.program_id(1) * PER_PROGRAM
+    head = first + line % PER_PROGRAM
+    half = tl.arange(0, HALF_LANES)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST_LANES)[None, :]
+    in_half = present[:, None] & (half < HALF)
+    in_rest = present[:, None] & (rest < HEAD_DIM)
+    source = product + (token * product_stride + head * HEAD_DIM)[:, None]
+    a = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
+    HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
+    c = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32) if HAS_REST else a
+
+    is_query = first < HEADS
+    is_value = first >= HEADS + KV_HEADS
+    if not is_value:
+        if HAS_NORM:
+            weight = query_weight if is_query else key_weight
+            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            if HAS_REST:
+                squares += tl.sum(c * c, 1)
+            inverse = tl.rsqrt(squares / HEAD_DIM + epsilon)[:, None]
+            a = a * inverse * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
+            b = b * inverse * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+            if HAS_REST:
+                c = c * inverse * tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)
+        position = tl.load(positions + token, mask=present, other=0).to(tl.int64)
+        turn = rotation + (position * (2 * HALF))[:, None] + half
+        cosine = tl.load(turn, mask=in_half, other=0.0)
+        sine = tl.load(turn + HALF, mask=in_half, other=0.0)
+        a, b = a * cosine - b * sine, b * cosine + a * sine
+
+    if is_query:
+        into = query + (token * query_stride + head * HEAD_DIM)[:, None]
+        stored = present
+    else:
+        slot = tl.load(slots + token, mask=present, other=-1).to(tl.int64)
+        stored = slot >= 0
+        slot = tl.maximum(slot, 0)
+        kv_head = head - HEADS - (KV_HEADS if is_value else 0)
+        place = ((slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * HEAD_DIM
+        into = (values if is_value else keys) + place[:, None]
+    kind = query.dtype.element_ty
+    tl.store(into + half, a.to(kind), mask=in_half & stored[:, None])
+    tl.store(into + HALF + half, b.to(kind), mask=in_half & stored[:, None])
+    if HAS_REST:
+        tl.store(into + rest, c.to(kind), mask=in_rest & stored[:, None])
+
+
+def reference_rope_kv_write(
+    product: Tensor,
+    places: TokenPlaces,
+    rotation: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    norm: HeadNorm | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition in float64: turned queries, turned keys and values of each token, [tokens, heads, head_dim]."""
+    head_dim = product.shape[1] // (heads + 2 * kv_heads)
+    q, k, v = product.double().view(len(product), -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q, k = (
+            x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * weight.double()
+            for x, weight in ((q, norm.query_weight), (k, norm.key_weight))
+        )
+    cosine, sine = rotation[places.positions.long()].double()[:, None, :].chunk(2, dim=-1)
+    half = cosine.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], dim=-1)
+
+    return turn(q), turn(k), v

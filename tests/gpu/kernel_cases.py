@@ -1,0 +1,241 @@
+"""Random inputs for kernels and the comparison with their references; used on the GPU and through the interpreter.
+
+Memory that no row owns is NaN in every case, so that whatever a kernel reads beyond a row's end shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import BLOCK_SIZE
+from paceline.kernels.attention_merge import merge_attention
+from paceline.kernels.decode_attention import (
+    DecodeTuning,
+    allocate_partials,
+    decode_attention,
+    reference_decode_attention,
+)
+from paceline.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention, reference_prefill_attention
+from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
+from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, reference_rope_kv_write, rope_kv_write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Heads of a layer and where the case lives."""
+
+    device: str
+    dtype: torch.dtype
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    num_blocks: int = 0  # of the pool; 0: as few as needed
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-2 if self.dtype == torch.bfloat16 else 2e-3
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=self.device).to(self.dtype)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = relative_error(found, expected)
+    assert error < tolerance, f"relative error {error:.2e} against {tolerance:.0e}"
+
+
+def paged_kv(shape: Shape, lengths: Sequence[int], *, live_from: Sequence[int] | None = None) -> PagedKV:
+    """Rows of these lengths in blocks drawn at random; blocks before `live_from` are given back (the null block)."""
+    needed = [(length + BLOCK_SIZE - 1) // BLOCK_SIZE for length in lengths]
+    num_blocks = max(shape.num_blocks, sum(needed) + 3)
+    sizes = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    keys = torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+    values = torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+    if not shape.num_blocks:
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
+    table = torch.zeros(len(lengths) + 1, max(needed, default=0) + 2, dtype=torch.int32)
+    # The highest blocks of a large pool are used: their offsets are the ones that overflow.
+    drawn = num_blocks - 1 - torch.randperm(sum(needed) + 1)
+    keys[drawn], values[drawn], keys[0], values[0] = (float("nan"),) * 4
+    for row, length in enumerate(lengths):
+        dead = (live_from[row] if live_from else 0) // BLOCK_SIZE
+        for index in range(dead, needed[row]):
+            block = int(drawn[sum(needed[:row]) + index])
+            used = min(BLOCK_SIZE, length - index * BLOCK_SIZE)
+            table[row, index] = block
+            for part in (keys, values):
+                part[block, :, :used] = shape.random(shape.kv_heads, used, shape.head_dim)
+    return PagedKV(keys=keys, values=values, block_table=table.to(shape.device))
+
+
+def check_decode(
+    shape: Shape,
+    lengths: Sequence[int],
+    *,
+    window: int = 0,
+    target_chunks: int = 16,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    live = [max(0, length - window) if window else 0 for length in lengths]
+    kv = paged_kv(shape, lengths, live_from=live)
+    device = shape.device
+    # One row more than slots in use: the last slot is padding and points to it.
+    all_lengths = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
+    slot_rows = torch.randperm(len(lengths) + 1).to(torch.int32).to(device)
+    slots = len(slot_rows)
+    query = shape.random(slots, shape.heads, shape.head_dim)
+    out = torch.full_like(query, float("nan"))
+    log_sum = torch.full((slots, shape.heads), float("nan"), device=device)
+    plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
+    plan_decode(plan, slot_rows, all_lengths, window=window)
+    partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    scale = shape.head_dim**-0.5
+    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning or DecodeTuning())
+    expected, expected_log = reference_decode_attention(
+        query, kv, slot_rows, all_lengths, scale=scale, window=window
+    )
+    assert_close(out, expected, shape.tolerance)
+    empty = expected_log == float("-inf")
+    assert torch.equal(log_sum == float("-inf"), empty)
+    assert_close(log_sum[~empty], expected_log[~empty], shape.tolerance)
+    for slot, row in enumerate(slot_rows.tolist()):
+        if all_lengths[row]:  # each row alone too: a long row must not hide a short one
+            assert_close(out[slot], expected[slot], 3 * shape.tolerance)
+
+
+def check_plan(lengths: Sequence[int], device: str, *, window: int = 0, target: int = 16) -> None:
+    """The items cover every visible token exactly once and name each partial result once."""
+    slots = len(lengths)
+    plan = allocate_plan(slots, target, min_chunk=BLOCK_SIZE, device=device)
+    rows = torch.randperm(slots).to(torch.int32)
+    columns = torch.zeros(slots, dtype=torch.int32)
+    columns[rows.long()] = torch.tensor(lengths, dtype=torch.int32)
+    plan_decode(plan, rows.to(device), columns.to(device), window=window)
+    num_items, num_partials, chunk = plan.counts.tolist()
+    assert num_items <= plan.max_items and num_partials <= plan.max_partials
+    covered: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(slots)}
+    belongs: dict[int, tuple[int, int]] = {}
+    for slot, row, start, end, visible_from, partial, number, first in plan.items[:num_items].tolist():
+        assert row == int(rows[slot]) and end - start <= chunk and visible_from >= start
+        covered[slot].append((visible_from, end, partial))
+        belongs[slot] = (first, number)
+    partials: list[int] = []
+    for slot, pieces in covered.items():
+        length = lengths[slot]
+        pieces.sort()
+        assert pieces[0][0] == (max(0, length - window) if window else 0) and pieces[-1][1] == length
+        assert all(before[1] == after[0] for before, after in pairwise(pieces))
+        first, number = belongs[slot]
+        assert number == len(pieces)
+        own = [partial for _, _, partial in pieces]
+        assert own == (list(range(first, first + number)) if number > 1 else [-1])
+        partials += own if number > 1 else []
+    assert sorted(partials) == list(range(num_partials))
+
+
+def check_prefill(
+    shape: Shape, spans: Sequence[tuple[int, int]], *, window: int = 0, tuning: PrefillTuning | None = None
+) -> None:
+    """`spans` are (tokens already in memory, new tokens) of one row each."""
+    tuning, device = tuning or PrefillTuning(), shape.device
+    lengths = [position + count for position, count in spans]
+    live = [max(0, position + 1 - window) if window else 0 for position, _ in spans]
+    kv = paged_kv(shape, lengths, live_from=live)
+    counts = [count for _, count in spans]
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    columns = [list(range(len(spans))), firsts, counts, [position for position, _ in spans]]
+    row, first, count, position = (
+        torch.tensor(column, dtype=torch.int32, device=shape.device) for column in columns
+    )
+    tile_tokens = tuning.tile_tokens(shape.group)
+    plan = allocate_prefill_plan(sum(counts), len(counts), tile_tokens, device=device)
+    plan_prefill(plan, Spans(row=row, first=first, count=count, position=position))
+    query = shape.random(sum(counts), shape.heads, shape.head_dim)
+    out = torch.full_like(query, float("nan"))
+    log_sum = torch.full((sum(counts), shape.heads), float("nan"), device=shape.device)
+    scale = shape.head_dim**-0.5
+    prefill_attention(out, log_sum, query, kv, plan, scale=scale, window=window, tuning=tuning)
+    for index, (begin, number) in enumerate(spans):
+        part = slice(firsts[index], firsts[index] + number)
+        if number:
+            expected, expected_log = reference_prefill_attention(
+                query[part], kv, index, begin, scale=scale, window=window
+            )
+            assert_close(out[part], expected, shape.tolerance)
+            assert_close(log_sum[part], expected_log, shape.tolerance)
+
+
+def check_cascade(shape: Shape, prefix: int, suffixes: Sequence[int]) -> None:
+    """A prefix that rows share, computed once for all of them, joined with each row's rest."""
+    lengths = [prefix + suffix for suffix in suffixes]
+    kv = paged_kv(shape, lengths)
+    kv.block_table[1:, : prefix // BLOCK_SIZE] = kv.block_table[0, : prefix // BLOCK_SIZE]
+    slots, device = len(lengths), shape.device
+    rows = torch.arange(slots, dtype=torch.int32, device=device)
+    columns = torch.tensor(lengths, dtype=torch.int32, device=device)
+    query = shape.random(slots, shape.heads, shape.head_dim)
+    scale = shape.head_dim**-0.5
+    out, shared = torch.empty_like(query), torch.empty_like(query)
+    log_sum = torch.empty(slots, shape.heads, device=device)
+    shared_log = torch.empty_like(log_sum)
+    plan = allocate_plan(slots, 8, min_chunk=BLOCK_SIZE, device=device)
+    plan_decode(plan, rows, columns, first=prefix)
+    partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale)
+    tuning = PrefillTuning()
+    tiles = allocate_prefill_plan(slots, 1, tuning.tile_tokens(shape.group), causal=False, device=device)
+    one = torch.zeros(1, dtype=torch.int32, device=device)
+    plan_prefill(tiles, Spans(row=one, first=one, count=one + slots, position=one + prefix))
+    prefill_attention(shared, shared_log, query, kv, tiles, scale=scale, tuning=tuning)
+    merge_attention(out, log_sum, shared, shared_log)
+    expected, expected_log = reference_decode_attention(query, kv, rows, columns, scale=scale)
+    assert_close(out, expected, shape.tolerance)
+    assert_close(log_sum, expected_log, shape.tolerance)
+
+
+def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm: bool) -> None:
+    positions = torch.randint(0, 500, (tokens,), dtype=torch.int32, device=shape.device)
+    num_blocks = max(shape.num_blocks, tokens // BLOCK_SIZE + 3)
+    # The highest slots, each at most once, and one token that is stored nowhere.
+    slots = num_blocks * BLOCK_SIZE - 1 - torch.randperm(tokens + 5)[:tokens]
+    slots[0] = -1
+    sizes = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    keys, values = (torch.zeros(sizes, dtype=shape.dtype, device=shape.device) for _ in range(2))
+    product = shape.random(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+    angles = torch.rand(500, rotary_dim // 2, device=shape.device) * 6
+    rotation = torch.cat([angles.cos(), angles.sin()], dim=1)
+    weights = [shape.random(shape.head_dim) for _ in range(2)]
+    norm = HeadNorm(query_weight=weights[0], key_weight=weights[1], epsilon=1e-6) if has_norm else None
+    places = TokenPlaces(positions=positions, slots=slots.to(shape.device))
+    query = torch.full((tokens, shape.heads, shape.head_dim), float("nan"), device=shape.device)
+    query = query.to(shape.dtype)
+    rope_kv_write(query, keys, values, product, places, rotation, norm=norm)
+    q, k, v = reference_rope_kv_write(
+        product, places, rotation, heads=shape.heads, kv_heads=shape.kv_heads, norm=norm
+    )
+    assert_close(query, q, shape.tolerance)
+    block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    stored = slots >= 0
+    for part, expected in ((keys, k), (values, v)):
+        found = part[block[stored], :, place[stored]]
+        assert_close(found, expected[stored.to(shape.device)], shape.tolerance)
+        total = int(torch.count_nonzero(part[num_blocks - tokens // BLOCK_SIZE - 3 :].abs().sum((1, 3))))
+        assert total == int(stored.sum()), "a slot was written that nobody asked for"
+        assert not part[0].any(), "the null block was written"

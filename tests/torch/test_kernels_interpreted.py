@@ -1,0 +1,166 @@
+"""Kernels on tiny shapes through Triton's interpreter, on machines without a GPU; tests/gpu has the real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "Triton was imported to compile; run this file with TRITON_INTERPRET=1", allow_module_level=True
+    )
+if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4) and version("triton") < "3.7":
+    pytest.skip("the interpreter of this Triton needs numpy before 2.4", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the modules below do
+
+from paceline.kernels.decode_attention import DecodeTuning
+from paceline.kernels.gated_activation import Activation, gated_activation, reference_gated_activation
+from paceline.kernels.residual_norm import reference_residual_norm, residual_norm
+from paceline.kernels.row_update import (
+    DrawnTokens,
+    RowColumns,
+    reference_update_rows,
+    update_rows,
+)
+from paceline.kernels.sampling import (
+    SamplingColumns,
+    allocate_candidates,
+    reference_noise,
+    reference_sample,
+    sample,
+)
+from paceline.kernels.skinny_product import (
+    ProductTuning,
+    reference_skinny_product,
+    skinny_product,
+)
+from paceline.runner import noise
+from tests.gpu import kernel_cases as cases
+
+SMALL = cases.Shape(device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 0], [5, 700, 64, 1, 0, 65], [128] * 9])
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_work_list_covers_what_rows_see(lengths: list[int], window: int) -> None:
+    cases.check_plan(lengths, "cpu", window=window, target=5)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_decode_attention(window: int) -> None:
+    cases.check_decode(SMALL, [1, 0, 64, 300, 65], window=window, target_chunks=4)
+
+
+def test_decode_attention_of_larger_tiles() -> None:
+    cases.check_decode(SMALL, [130, 33], tuning=DecodeTuning(tile=64))
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_prefill_attention_with_and_without_what_was_before(window: int) -> None:
+    cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
+
+
+def test_a_shared_prefix_is_computed_once_and_joined() -> None:
+    cases.check_cascade(SMALL, 128, [1, 70, 64] * 12)
+
+
+@pytest.mark.parametrize("rotary_dim, has_norm", [(64, False), (64, True), (32, True)])
+def test_rope_and_kv_write(rotary_dim: int, has_norm: bool) -> None:
+    cases.check_rope_kv_write(SMALL, 9, rotary_dim=rotary_dim, has_norm=has_norm)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_residual_and_norm(parts: int) -> None:
+    residual, weight = torch.randn(3, 100), torch.randn(100)
+    update = None if parts == 0 else torch.randn(3, 100) if parts == 1 else torch.randn(parts, 3, 100)
+    norm, total = reference_residual_norm(residual, update, weight, epsilon=1e-6)
+    out = torch.full_like(residual, float("nan"))
+    residual_norm(out, residual, update, weight, epsilon=1e-6)
+    cases.assert_close(out, norm, 1e-5)
+    cases.assert_close(residual, total, 1e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activation(activation: Activation) -> None:
+    product = torch.randn(3, 2 * 1100) * 4
+    product[0, 0] = -200.0
+    out = torch.full((3, 1100), float("nan"))
+    gated_activation(out, product, activation=activation)
+    cases.assert_close(out, reference_gated_activation(product, activation=activation), 1e-5)
+
+
+def test_the_noise_of_the_reference_is_the_runner_s() -> None:
+    for seed, position in ((0, 0), (-3, 7), (2**63 + 5, 2**33 + 1)):
+        key = np.array([noise.key_of(seed)], dtype=np.uint64)
+        words = noise.lane_words(key, np.array([position], dtype=np.int64), np.arange(5))
+        expected = torch.from_numpy(noise.gumbel(words).reshape(-1))
+        assert torch.allclose(reference_noise(seed, position, 20), expected, rtol=1e-14, atol=0)
+
+
+def test_sampling_draws_what_the_definition_says() -> None:
+    vocabulary, slots = 4999, 6
+    logits = torch.randn(slots, vocabulary) * 3
+    logits[0, 17] = logits[0, 4900] = 50.0  # greedy: lowest id among equals
+    logits[4, 3] = float("nan")
+    logits[5] = float("-inf")
+    rows = torch.tensor([2, 0, 1, 5, 4, 3], dtype=torch.int32)
+    temperature = torch.tensor([0.6, 1.0, 0.0, 0.7, 0.8, 1e-6, 3.0], dtype=torch.float64)
+    seed = torch.tensor([1, -5, 9, 3, 4, 8, 2**40], dtype=torch.int64)
+    position = torch.tensor([5, 2**33 + 1, 0, 7, 8, 9, 1], dtype=torch.int64)
+    tokens = torch.full((slots,), -7, dtype=torch.int32)
+    finite = torch.full((slots,), 7, dtype=torch.uint8)
+    columns = SamplingColumns(slot_rows=rows, temperature=temperature, seed=seed, position=position)
+    sample(tokens, finite, logits, columns, allocate_candidates(slots, vocabulary, "cpu", turns=2))
+    assert finite.tolist() == [1, 1, 1, 1, 0, 0]
+    expected = [
+        reference_sample(logits[slot], float(temperature[row]), int(seed[row]), int(position[row]))
+        for slot, row in enumerate(rows[:4].tolist())
+    ]
+    assert tokens.tolist() == [*expected, 0, 0]
+    assert expected[0] == 17
+
+
+def test_rows_take_their_tokens_and_end() -> None:
+    def column(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def fresh() -> RowColumns:
+        stops = torch.full((5, 8), -1, dtype=torch.int32)
+        stops[1, 2] = 42
+        return RowColumns(
+            last_token=column(9, 9, 9, 9, 9),
+            length=column(3, 3, 3, 3, 3),
+            max_length=column(10, 10, 4, 10, 10),
+            active=column(1, 1, 1, 0, 1),
+            stop_ids=stops,
+        )
+
+    slot_rows, tokens = column(4, 3, 2, 1, 0), column(1, 2, 3, 42, 42)
+    finite = torch.tensor([0, 1, 1, 1, 1], dtype=torch.uint8)
+    drawn = DrawnTokens(token=torch.zeros(5, dtype=torch.int32), code=torch.zeros(5, dtype=torch.int32))
+    rows, expected = fresh(), fresh()
+    update_rows(rows, drawn, slot_rows, tokens, finite)
+    report = reference_update_rows(expected, slot_rows, tokens, finite)
+    assert list(zip(drawn.token.tolist(), drawn.code.tolist(), strict=True)) == report
+    assert [code for _, code in report] == [3, -1, 2, 1, 0]
+    for name in ("last_token", "length", "active"):
+        assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_skinny_product(parts: int) -> None:
+    x, weight = torch.randn(5, 256), torch.randn(32, 256)
+    out = torch.full((5, 32) if parts == 1 else (parts, 5, 32), float("nan"))
+    skinny_product(out, x, weight, tuning=ProductTuning(columns=16, inner=64, parts=parts, num_warps=1))
+    found = out if parts == 1 else out.sum(0)
+    cases.assert_close(found, reference_skinny_product(x, weight), 1e-5)
