@@ -35,6 +35,7 @@ HOOKS = {
     "deliver": "paceline.serving.engine_service:EngineService._deliver",
 }
 GONE = {"engine_unavailable"}
+STUCK_S, REPLACED_S = 3.0, 7.0
 TOLD_S = 10.0  # within which everybody hears of it; a second on a machine that does nothing else
 
 
@@ -43,8 +44,8 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     flags = flags_of(
         num_gpu_blocks_override=96,
         max_num_seqs=8,
-        stuck_after_s=2.0,
-        restart_after_s=6.0,
+        stuck_after_s=STUCK_S,
+        restart_after_s=REPLACED_S,
         max_restarts=20,
         restart_backoff_s=0.0,
     )
@@ -151,7 +152,7 @@ def test_e8_a_stopped_engine_is_told_and_may_come_back(server: LiveServer) -> No
         futures = begin(server, pool, max_tokens=200)
         os.kill(engine, signal.SIGSTOP)
         try:
-            server.wait_until(lambda: server.get("/health/ready").status == 503, 2.0 + TOLD_S)
+            server.wait_until(lambda: server.get("/health/ready").status == 503, STUCK_S + TOLD_S)
             assert server.get("/health/live").status == 200
             assert codes([future.result() for future in futures]) <= GONE | {""}
             assert codes([server.post(*body(1))]) == GONE
@@ -165,8 +166,8 @@ def test_e8_an_engine_that_stays_silent_is_replaced(server: LiveServer) -> None:
     engine = server.engine
     server.fault("forward", "wait", 3600)
     assert codes([server.post(*body(1))]) == GONE
-    wait_for_end([engine], 6.0 + TOLD_S)
-    assert b"strike" in server.log_path.read_bytes() or b"Current thread" in server.log_path.read_bytes()
+    wait_for_end([engine], REPLACED_S + TOLD_S)
+    assert b"Current thread" in server.log_path.read_bytes()
 
 
 def test_e10_frames_that_make_no_sense_are_counted(server: LiveServer) -> None:
