@@ -288,7 +288,7 @@ def test_a_client_that_is_early_waits_and_one_that_is_late_is_told(
         with Anthropic(
             base_url=server.url,
             api_key=KEY,
-            max_retries=30,
+            max_retries=60,
             http_client=anthropic.DefaultHttpxClient(event_hooks=hook),
         ) as client:
             with pytest.raises(anthropic.APIStatusError) as early:

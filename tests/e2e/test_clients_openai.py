@@ -367,7 +367,7 @@ def test_a_client_that_is_early_waits_and_one_that_is_late_is_told(
         with OpenAI(
             base_url=f"{server.url}/v1",
             api_key=KEY,
-            max_retries=30,
+            max_retries=60,
             http_client=openai.DefaultHttpxClient(event_hooks=hook),
         ) as client:
             with pytest.raises(openai.InternalServerError) as early:
