@@ -1,6 +1,6 @@
 """`guidellm run` against a server: streamed chats with a fixed number under way, prompts made by guidellm.
 
-    python -m benchmarks.clients.guidellm_run [--url URL] [--requests 200] [--concurrency 8] [--endpoint ROUTE]
+python -m benchmarks.clients.guidellm_run [--url URL] [--requests 200] [--concurrency 8] [--endpoint ROUTE]
 """
 
 from __future__ import annotations
