@@ -55,6 +55,8 @@ class Events:
     frames: AsyncGenerator[bytes, None]
     error_frame: Callable[[BaseException], bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
+    # Given a way to write a frame at once, frames may take it while `frames` is being waited for; see `EventStream`.
+    divert: Callable[[Callable[[bytes], bool]], None] | None = None
 
 
 Handler = Callable[[Call], Awaitable[Answer | Events]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.plan import RowLogprobs
@@ -21,7 +21,7 @@ from paceline.llm.prompts import PreparedRequest
 from paceline.server.admission import Permit
 from paceline.server.call import Observer, RequestRecord
 from paceline.server.failures import DeadlineExceeded, GenerationFailed, QueueTimeout
-from paceline.serving.client import BranchNews, Ending, EngineStream, EngineUnavailable
+from paceline.serving.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
 from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline.server")
@@ -89,6 +89,8 @@ class Generation:
         self._observer = observer
         self._timeout_s = first_token_timeout_s
         self._is_closed = False
+        self._accept: Callable[[list[Delta]], bool] | None = None
+        self._failure: PacelineError | None = None
         self._parts: list[_Part] = []
         for prepared, stream in started:
             first = sum(len(part.branches) for part in self._parts)
@@ -132,6 +134,31 @@ class Generation:
             raise self._noted(error) from None
         except Exception as error:
             raise self._broken() from error
+        if self._failure is not None:  # of news that did not wake anybody
+            raise self._failure
+        return self._read_all(taken)
+
+    def divert(self, accept: Callable[[list[Delta]], bool]) -> None:
+        """From now on, deltas that find the reader waiting in `next` go to `accept`, and the reader sleeps on.
+
+        When that says no, or when something went wrong, `next` returns or raises. Does nothing where it cannot.
+        """
+        if self._only is not None and isinstance(self._only.stream, DirectStream):
+            self._accept = accept
+            self._only.stream.divert(self._push)
+
+    def _push(self, found: list[BranchNews]) -> bool:
+        """Called by whoever found the news: whatever happens here is nobody's business but the reader's."""
+        assert self._only is not None and self._accept is not None
+        try:
+            return self._accept(self._read_all([(self._only, found)]))
+        except PacelineError as error:
+            self._failure = error
+        except Exception:
+            self._failure = self._broken()
+        return False
+
+    def _read_all(self, taken: list[tuple[_Part, list[BranchNews]]]) -> list[Delta]:
         try:
             return [self._read(part, news) for part, found in taken for news in found]
         except _ENDINGS as error:

@@ -49,6 +49,7 @@ class AsyncEngine:
         self._sender: Sender | None = None
         self._streams: dict[int, Stream] = {}  # by their first branch
         self._branches: dict[int, Branch] = {}  # those that have not ended
+        self._undelivered: list[Stream] = []  # with news of the frame that is being read
         self._next_id = 1
         self._heard_s = time.monotonic()
         self._is_draining = False
@@ -109,7 +110,7 @@ class AsyncEngine:
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
             raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
         self._next_id += sampling.n
-        stream = Stream(first, sampling.n, close=self._close, finish_at=self._finish_at)
+        stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
         self._streams[first] = stream
         for branch in stream.branches:
             self._branches[branch.id] = branch
@@ -198,6 +199,11 @@ class AsyncEngine:
             stream.fail(error_of(refusal))
         if news.stats is not None:
             self._stats = news.stats
+        # Not before the end: a token and the news that it was the last one belong together.
+        undelivered = self._undelivered.copy()
+        self._undelivered.clear()
+        for stream in undelivered:
+            stream.deliver()
 
     def _take_tokens(self, news: frames.News) -> None:
         """The hottest lines of the HTTP process: a lookup and an append for each token."""

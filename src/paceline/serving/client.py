@@ -6,10 +6,10 @@ line, text never does. Everything here belongs to one event loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -110,6 +110,21 @@ class EngineStream(Protocol):
 
     def close(self) -> None:
         """Abort what still runs; does nothing for branches that have ended. May be called twice."""
+
+
+# Takes news at once, from whoever found them; False when its reader has to wake up.
+OnNews = Callable[[list[BranchNews]], bool]
+
+
+@runtime_checkable
+class DirectStream(Protocol):
+    """A stream that can hand its news on without waking its reader, which costs more than the news themselves."""
+
+    def divert(self, on_news: OnNews) -> None:
+        """From now on, news that find the reader waiting in `take` go to `on_news`.
+
+        When that says no, the reader's `take` returns, with nothing; what it was given counts as taken.
+        """
 
 
 class EngineClient(Protocol):

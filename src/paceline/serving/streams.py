@@ -1,7 +1,7 @@
-"""One request under way, as its reader sees it: news pile up in place, one wake-up for all of a frame.
+"""One request under way, as its reader sees it: news pile up in place, and are delivered once for all of a frame.
 
-The dispatcher (`async_engine`) appends to branches and calls `touch`; that is all a token costs. Everything belongs to
-one event loop.
+The dispatcher (`async_engine`) appends to branches and calls `touch`, and `deliver` when it is through with a frame. A
+reader that waits is woken, or is spared that: `divert`. Everything belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline.core.plan import RowLogprobs
 from paceline.errors import PacelineError
-from paceline.serving.client import BranchNews, Ending
+from paceline.serving.client import BranchNews, Ending, OnNews
 
 
 class Branch:
@@ -32,8 +32,10 @@ class Branch:
     def touch(self) -> None:
         """There is news. Called for the first of them only."""
         self.is_touched = True
-        self.stream.touched.append(self)
-        self.stream.wake()
+        stream = self.stream
+        if not stream.touched:
+            stream.undelivered.append(stream)
+        stream.touched.append(self)
 
     def take(self) -> BranchNews:
         news = BranchNews(
@@ -53,12 +55,16 @@ class Branch:
 class Stream:
     """Implements `EngineStream`."""
 
-    __slots__ = ("_close", "_finish_at", "_waiter", "branches", "error", "first", "num_open", "touched")
+    __slots__ = (
+        *("_close", "_finish_at", "_on_news", "_waiter", "branches", "error", "first", "num_open"),
+        *("touched", "undelivered"),
+    )
 
     def __init__(
         self,
         first: int,
         count: int,
+        undelivered: list[Stream],
         *,
         close: Callable[[Stream], None],
         finish_at: Callable[[int, int], None],
@@ -67,24 +73,23 @@ class Stream:
         self.branches = [Branch(self, first + index, index) for index in range(count)]
         self.num_open = count  # branches that have not ended
         self.touched: list[Branch] = []
+        self.undelivered = undelivered  # the dispatcher's: streams that were touched by the frame at hand
+        self._on_news: OnNews | None = None
         self.error: PacelineError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._close = close
         self._finish_at = finish_at
 
     async def take(self) -> list[BranchNews]:
-        while not self.touched:
-            if self.error is not None:
+        if not self.touched:
+            if self.error is None:
+                await self._wait()
+            if self.error is not None and not self.touched:
                 raise self.error
-            assert self.num_open, "every branch has ended: nothing more will come"
-            assert self._waiter is None, "a stream has one reader"
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        touched, self.touched = self.touched, []
-        return [branch.take() for branch in touched]
+        return self._take_touched()
+
+    def divert(self, on_news: OnNews) -> None:
+        self._on_news = on_news
 
     def finish_at(self, branch: int, num_output: int) -> None:
         if self.error is None and self.branches[branch].ending is None:
@@ -93,7 +98,28 @@ class Stream:
     def close(self) -> None:
         self._close(self)
 
-    def wake(self) -> None:
+    def deliver(self) -> None:
+        """A frame was read to its end and had news; a reader that does not wait finds them when it looks."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._on_news is None or not self._on_news(self._take_touched()):
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        assert self.num_open, "every branch has ended: nothing more will come"
+        assert self._waiter is None, "a stream has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _take_touched(self) -> list[BranchNews]:
+        touched, self.touched = self.touched, []
+        return [branch.take() for branch in touched]
+
+    def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -102,4 +128,4 @@ class Stream:
         """Nothing more will come; what has come may still be taken first."""
         if self.error is None:
             self.error = error
-        self.wake()
+        self._wake()

@@ -33,7 +33,15 @@ class EventStream(AsyncGenerator[bytes, None]):
 
     def __init__(self, generation: Generation, writer: FrameWriter) -> None:
         self._generation = generation
-        self._frames = _frames(generation, writer)
+        self._writer = writer
+        self._write: Callable[[bytes], bool] | None = None
+        self._kept = b""  # made while the reader of this stream waited, and not written
+        self._frames = self._make_frames()
+
+    def divert(self, write: Callable[[bytes], bool]) -> None:
+        """From now on, frames that find the reader waiting go to `write`, until it says no."""
+        self._write = write
+        self._generation.divert(self._pass_on)
 
     def __anext__(self) -> Any:
         return self._frames.__anext__()
@@ -56,6 +64,28 @@ class EventStream(AsyncGenerator[bytes, None]):
         finally:
             self._generation.close()
 
+    async def _make_frames(self) -> AsyncGenerator[bytes, None]:
+        generation, writer = self._generation, self._writer
+        try:
+            while generation.is_open:
+                deltas = await generation.next()
+                data = self._kept + writer.write(deltas)
+                self._kept = b""
+                if not generation.is_open:
+                    data += writer.end()
+                if data:
+                    yield data
+        finally:
+            generation.close()
+
+    def _pass_on(self, deltas: list[Delta]) -> bool:
+        assert self._write is not None
+        data = self._writer.write(deltas)
+        if self._generation.is_open and (not data or self._write(data)):
+            return True
+        self._kept = data
+        return False
+
 
 def stream_events(
     generation: Generation,
@@ -69,16 +99,5 @@ def stream_events(
     except BaseException:
         generation.close()
         raise
-    return Events(frames=EventStream(generation, writer), error_frame=error_frame(writer), headers=headers)
-
-
-async def _frames(generation: Generation, writer: FrameWriter) -> AsyncGenerator[bytes, None]:
-    try:
-        while generation.is_open:
-            data = writer.write(await generation.next())
-            if not generation.is_open:
-                data += writer.end()
-            if data:
-                yield data
-    finally:
-        generation.close()
+    frames = EventStream(generation, writer)
+    return Events(frames=frames, error_frame=error_frame(writer), headers=headers, divert=frames.divert)

@@ -15,7 +15,7 @@ from paceline.server.api.route import ANTHROPIC_ERRORS
 from paceline.server.call import Answer, Events
 from paceline.server.errors import Problem, anthropic_body, openai_body
 from paceline.server.http.exchange import Exchange
-from paceline.server.http.protocol import CONNECTION
+from paceline.server.http.protocol import CONNECTION, GuardedProtocol
 
 MAX_HEADER_CHARS = 2048
 COMMENT = b": keep-alive\n\n"
@@ -67,6 +67,7 @@ class _Stream:
         self._exchange = exchange
         self._events = events
         self._keep_alive_s = keep_alive_s
+        self._connection: GuardedProtocol | None = exchange.scope.get(CONNECTION)
         self._was_silent = True
         self._comment: asyncio.Task[None] | None = None
         self._pulse = asyncio.get_running_loop().call_later(keep_alive_s, self._beat)
@@ -77,18 +78,18 @@ class _Stream:
             self._comment.cancel()
 
     async def send(self) -> None:
-        exchange, send = self._exchange, self._exchange.send
-        connection = exchange.scope.get(CONNECTION)
-        write = connection.write_chunk if connection is not None else _long_way
+        exchange, send, divert = self._exchange, self._exchange.send, self._events.divert
         try:
             async for frame in self._events.frames:
                 if exchange.lost:
                     return
                 if not exchange.has_begun:
                     await self._begin()
-                self._was_silent = False
-                if not write(frame):
+                if not self._write(frame):
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
+                if divert is not None:
+                    divert(self._write)
+                    divert = None
             if not exchange.has_begun:
                 await self._begin()
         except asyncio.CancelledError:
@@ -103,6 +104,11 @@ class _Stream:
             await self._fail(error)
             raise
         await exchange.write(b"", more=False)
+
+    def _write(self, frame: bytes) -> bool:
+        """Write a frame straight to the connection; False when it has to go the long way, and wait there."""
+        self._was_silent = False
+        return self._connection is not None and bool(self._connection.write_chunk(frame))
 
     async def _begin(self) -> None:
         await self._exchange.begin(200, [*_STREAM_HEADERS, *_encoded(self._events.headers)])
@@ -122,10 +128,6 @@ class _Stream:
         if not self._exchange.has_begun:
             await self._begin()
         await self._exchange.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-
-
-def _long_way(body: bytes) -> bool:
-    return False
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
