@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.decode_attention import DecodeTuning, allocate_partials, decode_attention
+from paceline.kernels.decode_attention import (
+    DecodeTuning,
+    allocate_partials,
+    decode_attention,
+    decode_tuning,
+)
 from paceline.kernels.decode_plan import allocate_plan, plan_decode
 from paceline.kernels.gated_activation import gated_activation
 from paceline.kernels.paged_kv import PagedKV
@@ -20,6 +25,7 @@ from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
 from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
 from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.kernels.row_product import row_product
 from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
 from paceline.kernels.skinny_product import skinny_product, tuning_for
 
@@ -60,19 +66,19 @@ def decode_case(
     group: int = 2,
     layers: int = 8,
     min_chunk: int = 256,
-    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008 - frozen
-    attend: Callable[..., None] = decode_attention,
+    tuning: DecodeTuning | None = None,
 ) -> Case:
     """One decode step's attention over `layers` caches; the plan is made once, as in a step."""
     kv_heads, head_dim = 8, 128
     heads, slots = kv_heads * group, len(lengths)
+    tuning = tuning or decode_tuning(slots)
     needed = [(length + BLOCK_SIZE - 1) // BLOCK_SIZE for length in lengths]
     table = torch.zeros(slots, max(needed), dtype=torch.int32)
     blocks = torch.randperm(sum(needed)).to(torch.int32)
     for row in range(slots):
         table[row, : needed[row]] = blocks[sum(needed[:row]) :][: needed[row]]
     table = table.cuda()
-    plan = allocate_plan(slots, tuning.target_chunks(MULTIPROCESSORS, kv_heads, slots), min_chunk=min_chunk)
+    plan = allocate_plan(slots, tuning.target_chunks(MULTIPROCESSORS, kv_heads), min_chunk=min_chunk)
     partials = allocate_partials(plan, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     rows = torch.arange(slots, dtype=torch.int32, device="cuda")
     plan_decode(plan, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
@@ -81,7 +87,7 @@ def decode_case(
     query = normal(slots, heads, head_dim)
     out, log_sum = torch.empty_like(query), torch.empty(slots, heads, device="cuda")
     calls = [
-        lambda kv=kv: attend(out, log_sum, query, kv, plan, partials, scale=0.088, tuning=tuning)
+        lambda kv=kv: decode_attention(out, log_sum, query, kv, plan, partials, scale=0.088, tuning=tuning)
         for kv in caches
     ]
     moved = sum(lengths) * kv_heads * head_dim * 4 + query.numel() * 4
@@ -199,16 +205,17 @@ def product_cases(rows: int, columns: int, inner: int) -> list[Case]:
     """Our product and cuBLAS's for few rows, over as many matrices as the level-2 cache does not hold."""
     weights = [normal(columns, inner) for _ in range(max(2, min(32, 2**29 // (columns * inner * 2))))]
     x = normal(rows, inner)
-    tuning = tuning_for(columns, inner)
-    whole = tuning.parts == 1
-    sizes = (rows, columns) if whole else (tuning.parts, rows, columns)
-    out = torch.empty(sizes, device="cuda", dtype=BF16 if whole else torch.float32)
-    dense = torch.empty(rows, columns, device="cuda", dtype=BF16)
-    ours = [lambda w=w: skinny_product(out, x, w, tuning=tuning) for w in weights]
-    theirs = [lambda w=w: torch.mm(x, w.T, out=dense) for w in weights]
+    out = torch.empty(rows, columns, device="cuda", dtype=BF16)
     shape = f"{rows} rows, {columns} x {inner}"
     moved = columns * inner * 2
-    return [
-        Case(kernel="skinny product", shape=shape, calls=ours, num_bytes=moved),
-        Case(kernel="cuBLAS", shape=shape, calls=theirs, num_bytes=moved),
-    ]
+    theirs = [lambda w=w: torch.mm(x, w.T, out=out) for w in weights]
+    found = [Case(kernel="cuBLAS", shape=shape, calls=theirs, num_bytes=moved)]
+    tuning = tuning_for(columns, inner)
+    if rows == 1:
+        ours = [lambda w=w: row_product(out[0], x[0], w) for w in weights]
+        found.append(Case(kernel="row product", shape=shape, calls=ours, num_bytes=moved))
+    elif tuning is not None:
+        parts = torch.empty(tuning.parts, rows, columns, device="cuda")
+        ours = [lambda w=w: skinny_product(parts, x, w, tuning=tuning) for w in weights]
+        found.append(Case(kernel="skinny product", shape=shape, calls=ours, num_bytes=moved))
+    return found

@@ -25,6 +25,7 @@ from paceline.kernels.paged_kv import PagedKV
 from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention, reference_prefill_attention
 from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, reference_rope_kv_write, rope_kv_write
+from paceline.kernels.row_product import RowNorm, reference_row_product, row_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def check_decode(
     plan_decode(plan, slot_rows, all_lengths, window=window)
     partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     scale = shape.head_dim**-0.5
-    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning or DecodeTuning())
+    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning)
     expected, expected_log = reference_decode_attention(
         query, kv, slot_rows, all_lengths, scale=scale, window=window
     )
@@ -239,3 +240,19 @@ def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm:
         total = int(torch.count_nonzero(part[num_blocks - tokens // BLOCK_SIZE - 3 :].abs().sum((1, 3))))
         assert total == int(stored.sum()), "a slot was written that nobody asked for"
         assert not part[0].any(), "the null block was written"
+
+
+def check_row_product(shape: Shape, columns: int, inner: int, *, has_norm: bool, gated: bool) -> None:
+    x, residual, norm_weight = (shape.random(inner) for _ in range(3))
+    weight = shape.random(columns * (2 if gated else 1), inner)
+    nan = float("nan")
+    norm = None
+    if has_norm:
+        new = torch.full_like(residual, nan)
+        norm = RowNorm(residual=residual, new_residual=new, weight=norm_weight, epsilon=1e-6)
+    out = torch.full((columns,), nan, dtype=shape.dtype, device=shape.device)
+    row_product(out, x, weight, norm=norm, gated=gated)
+    expected, total = reference_row_product(x, weight, norm=norm, gated=gated)
+    assert_close(out, expected, shape.tolerance)
+    if norm is not None:
+        assert_close(norm.new_residual, total, shape.tolerance)

@@ -74,11 +74,20 @@ def test_gated_activation(tokens: int, width: int, activation: Activation) -> No
 def test_skinny_product(rows: int, columns: int, inner: int) -> None:
     x = torch.randn(rows, inner, device="cuda").to(BF16)
     weight = torch.randn(columns, inner, device="cuda").to(BF16)
-    tunings = [tuning_for(columns, inner), ProductTuning(columns=64, inner=128, parts=2, num_warps=4)]
+    tunings = [tuning_for(columns, inner), ProductTuning(columns=64, inner=128, parts=1, num_warps=4)]
     for tuning in tunings:
+        if tuning is None:
+            continue
         whole = tuning.parts == 1
         sizes = (rows, columns) if whole else (tuning.parts, rows, columns)
         out = torch.full(sizes, float("nan"), device="cuda", dtype=BF16 if whole else torch.float32)
         skinny_product(out, x, weight, tuning=tuning)
         found = out if whole else out.sum(0)
         cases.assert_close(found, reference_skinny_product(x, weight), 1e-2)
+
+
+@pytest.mark.parametrize("columns, inner", [(4096, 1024), (1024, 3072), (1000, 576), (6144, 4096)])
+@pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True), (False, True)])
+def test_row_product(columns: int, inner: int, has_norm: bool, gated: bool) -> None:
+    shape = cases.Shape(device="cuda", dtype=BF16)
+    cases.check_row_product(shape, columns, inner, has_norm=has_norm, gated=gated)

@@ -164,3 +164,8 @@ def test_skinny_product(parts: int) -> None:
     skinny_product(out, x, weight, tuning=ProductTuning(columns=16, inner=64, parts=parts, num_warps=1))
     found = out if parts == 1 else out.sum(0)
     cases.assert_close(found, reference_skinny_product(x, weight), 1e-5)
+
+
+@pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True)])
+def test_row_product(has_norm: bool, gated: bool) -> None:
+    cases.check_row_product(SMALL, 6, 1100, has_norm=has_norm, gated=gated)

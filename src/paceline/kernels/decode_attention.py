@@ -38,10 +38,15 @@ class DecodeTuning:
     programs_per_multiprocessor: int = 4
     waves: int = 2  # chunks per place on the device: more balance better, fewer merge less
 
-    def target_chunks(self, multiprocessors: int, kv_heads: int, num_slots: int) -> int:
-        """Chunks to aim for: few rows are cut into equal chunks anyway and need no second wave to balance them."""
-        waves = self.waves if num_slots >= 16 else 1
-        return max(1, multiprocessors * self.programs_per_multiprocessor * waves // kv_heads)
+    def target_chunks(self, multiprocessors: int, kv_heads: int) -> int:
+        return max(1, multiprocessors * self.programs_per_multiprocessor * self.waves // kv_heads)
+
+
+def decode_tuning(num_slots: int) -> DecodeTuning:
+    """Few rows are cut into equal chunks anyway, need no second wave to balance them, and wait for latency."""
+    if num_slots >= 16:
+        return DecodeTuning()
+    return DecodeTuning(tile=64, num_warps=4, num_stages=3, programs_per_multiprocessor=3, waves=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +76,13 @@ def decode_attention(
     partials: Partials,
     *,
     scale: float,
-    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008 - frozen
+    tuning: DecodeTuning | None = None,
 ) -> None:
     """`out` [slots, heads, head_dim] and natural `log_sum` [slots, heads] of `query` [slots, heads, head_dim].
 
     A row without visible tokens gets zeros and minus infinity.
     """
+    tuning = tuning or decode_tuning(plan.num_slots)
     heads, head_dim = query.shape[1], query.shape[2]
     kv_heads = kv.keys.shape[1]
     assert query.stride(1) == head_dim and out.stride(1) == head_dim and log_sum.is_contiguous()

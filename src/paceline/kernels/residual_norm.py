@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_LANES_PER_WARP = 512
+
 
 def residual_norm(
     out: Tensor, residual: Tensor, update: Tensor | None, weight: Tensor, *, epsilon: float
@@ -40,7 +42,7 @@ def residual_norm(
         PARTS=parts,
         WIDTH=width,
         LANES=lanes,
-        num_warps=min(16, max(1, lanes // 512)),
+        num_warps=min(16, max(1, lanes // _LANES_PER_WARP)),
     )
 
 

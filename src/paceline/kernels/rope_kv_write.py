@@ -59,10 +59,7 @@ def rope_kv_write(
     assert keys.dtype == values.dtype == query.dtype
     assert product.stride(1) == 1 and rotation.is_contiguous() and rotary_dim % 2 == 0
     per_program = _heads_per_program(heads, kv_heads)
-    # Many tokens: several to a program, which then has more loads under way.
-    tokens_per_program = 1 if tokens < 512 else 4
-    grid = (triton.cdiv(tokens, tokens_per_program), (heads + 2 * kv_heads) // per_program)
-    _write_kernel[grid](
+    _write_kernel[(tokens, (heads + 2 * kv_heads) // per_program)](
         query,
         keys,
         values,
@@ -72,7 +69,6 @@ def rope_kv_write(
         rotation,
         norm.query_weight if norm else rotation,
         norm.key_weight if norm else rotation,
-        tokens,
         product.stride(0),
         query.stride(0),
         norm.epsilon if norm else 0.0,
@@ -82,11 +78,10 @@ def rope_kv_write(
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         BLOCK=BLOCK_SIZE,
-        TOKENS=tokens_per_program,
         PER_PROGRAM=per_program,
         HALF_LANES=triton.next_power_of_2(rotary_dim // 2),
         REST_LANES=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
-        num_warps=max(1, min(8, tokens_per_program * per_program // 4)),
+        num_warps=2 if per_program == 8 else 1,
     )
 
 
@@ -98,7 +93,7 @@ def _heads_per_program(heads: int, kv_heads: int) -> int:
     return 1
 
 
-@triton.jit(do_not_specialize=["tokens", "product_stride", "query_stride"])
+@triton.jit(do_not_specialize=["product_stride", "query_stride"])
 def _write_kernel(
     query,
     keys,
@@ -109,7 +104,6 @@ def _write_kernel(
     rotation,
     query_weight,
     key_weight,
-    tokens,
     product_stride,
     query_stride,
     epsilon,
@@ -119,21 +113,18 @@ def _write_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
     HALF_LANES: tl.constexpr,
     REST_LANES: tl.constexpr,
 ):
-    # A line is one head of one token: its first half, its second half, and what does not turn.
-    line = tl.arange(0, TOKENS * PER_PROGRAM)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + line // PER_PROGRAM
-    present = token < tokens
+    token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PER_PROGRAM
-    head = first + line % PER_PROGRAM
+    head = first + tl.arange(0, PER_PROGRAM)
+    # A head in three parts: its first half, its second half, and what does not turn.
     half = tl.arange(0, HALF_LANES)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_LANES)[None, :]
-    in_half = present[:, None] & (half < HALF)
-    in_rest = present[:, None] & (rest < HEAD_DIM)
+    in_half = half < HALF
+    in_rest = rest < HEAD_DIM
     source = product + (token * product_stride + head * HEAD_DIM)[:, None]
     a = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
     b = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
@@ -149,31 +140,30 @@ def _write_kernel(
             if HAS_REST:
                 squares += tl.sum(c * c, 1)
             inverse = tl.rsqrt(squares / HEAD_DIM + epsilon)[:, None]
-            a = a * inverse * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
-            b = b * inverse * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+            a = a * inverse * tl.load(weight + half, mask=in_half, other=0.0).to(tl.float32)
+            b = b * inverse * tl.load(weight + HALF + half, mask=in_half, other=0.0).to(tl.float32)
             if HAS_REST:
-                c = c * inverse * tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)
-        position = tl.load(positions + token, mask=present, other=0).to(tl.int64)
-        turn = rotation + (position * (2 * HALF))[:, None] + half
+                c = c * inverse * tl.load(weight + rest, mask=in_rest, other=0.0).to(tl.float32)
+        turn = rotation + tl.load(positions + token).to(tl.int64) * (2 * HALF) + half
         cosine = tl.load(turn, mask=in_half, other=0.0)
         sine = tl.load(turn + HALF, mask=in_half, other=0.0)
         a, b = a * cosine - b * sine, b * cosine + a * sine
 
     if is_query:
         into = query + (token * query_stride + head * HEAD_DIM)[:, None]
-        stored = present
+        stored = token >= 0
     else:
-        slot = tl.load(slots + token, mask=present, other=-1).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
         stored = slot >= 0
         slot = tl.maximum(slot, 0)
         kv_head = head - HEADS - (KV_HEADS if is_value else 0)
         place = ((slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * HEAD_DIM
         into = (values if is_value else keys) + place[:, None]
     kind = query.dtype.element_ty
-    tl.store(into + half, a.to(kind), mask=in_half & stored[:, None])
-    tl.store(into + HALF + half, b.to(kind), mask=in_half & stored[:, None])
+    tl.store(into + half, a.to(kind), mask=in_half & stored)
+    tl.store(into + HALF + half, b.to(kind), mask=in_half & stored)
     if HAS_REST:
-        tl.store(into + rest, c.to(kind), mask=in_rest & stored[:, None])
+        tl.store(into + rest, c.to(kind), mask=in_rest & stored)
 
 
 def reference_rope_kv_write(

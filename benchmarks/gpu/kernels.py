@@ -1,0 +1,183 @@
+"""Times every kernel on one card against what was measured of the card in the same run, and prints one table.
+
+    python -m benchmarks.gpu.kernels [--json FILE] [--card] [--steps] [--only decode,prefill,...]
+
+`--card` adds the figures of card.py, `--steps` whole decode steps of two model shapes (step.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu import cases
+from benchmarks.gpu.card import measure_card
+from benchmarks.gpu.measure import graph_microseconds, matrix_ceiling, read_ceiling
+from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    read: float  # GB/s, in order
+    read_at_random: float  # GB/s, 16 KB pieces
+    matrix: float  # TFLOP/s
+
+
+def decode_cases() -> Iterator[cases.Case]:
+    generator = torch.Generator().manual_seed(3)
+    uniform = [int(length) for length in torch.randint(100, 1536, (256,), generator=generator)]
+    for group in (2, 4):
+        yield cases.decode_case("uniform", uniform, group=group, layers=6)
+        yield cases.decode_case("skewed", cases.skewed_lengths(97, 100_000), group=group, layers=8)
+    yield cases.decode_case("skewed", cases.skewed_lengths(256, 330_000), layers=4)
+    yield cases.decode_case("one row", [32_000], layers=8)
+    for rows, layers in ((1024, 6), (256, 12), (64, 28), (8, 28), (1, 28)):
+        yield cases.decode_case("equal", [144] * rows, layers=layers)
+    yield cases.plan_case(256)
+    yield cases.plan_case(1024)
+
+
+def prefill_cases() -> Iterator[cases.Case]:
+    for group in (2, 4):
+        for tokens in (1024, 2048, 3584, 4096):
+            yield cases.prefill_case(tokens, group=group)
+            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+                yield cases.sdpa_case(tokens, group=group, backend=backend)
+    yield cases.prefill_case(1024, group=4, context=3072)
+    yield cases.prefill_case(256, group=4, context=2048, spans=8)
+    yield cases.prefill_case(512, group=2, spans=16)
+
+
+def small_cases() -> Iterator[cases.Case]:
+    for tokens in (1, 256, 2048):
+        yield from cases.small_cases(tokens, width=1024, heads=16, inner=3072)
+    yield from cases.small_cases(2048, width=4096, heads=32, inner=14_336)
+
+
+def sampling_cases() -> Iterator[cases.Case]:
+    for rows in (1, 64, 256, 1024):
+        for temperature in (0.0, 0.6):
+            yield cases.sampling_case(rows, temperature)
+
+
+def product_cases() -> Iterator[cases.Case]:
+    for columns, inner in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151_936, 1024)):
+        for rows in (1, 8, 16):
+            yield from cases.product_cases(rows, columns, inner)
+    yield from cases.product_cases(1, 28_672, 4096)
+    yield from cases.product_cases(1, 4096, 14_336)
+
+
+FAMILIES = {
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "small": small_cases,
+    "sampling": sampling_cases,
+    "products": product_cases,
+}
+
+
+def timed(case: cases.Case, ceilings: Ceilings) -> dict[str, Any]:
+    microseconds = graph_microseconds(case.calls)
+    row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "us": round(microseconds, 2)}
+    if case.flops:
+        rate = case.flops / microseconds / 1e6
+        row |= {"rate": round(rate, 1), "unit": "TFLOP/s", "share": round(rate / ceilings.matrix, 3)}
+    elif case.num_bytes:
+        rate = case.num_bytes / microseconds / 1e3
+        row |= {"rate": round(rate, 1), "unit": "GB/s", "share": round(rate / ceilings.read, 3)}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    rate = f"{row['rate']:9,.0f} {row['unit']:8} {row['share']:6.1%}" if "rate" in row else ""
+    print(f"{row['kernel']:28} {row['shape']:54} {row['us']:10,.1f} us {rate}", flush=True)
+
+
+def time_steps() -> list[dict[str, Any]]:
+    found = []
+    for model, rows_of in ((SMALL, (1, 8, 64, 256, 1024)), (LARGE, (1, 8, 64, 256))):
+        for rows in rows_of:
+            milliseconds = step_milliseconds(model, rows)
+            torch.cuda.empty_cache()
+            tokens = rows / milliseconds * 1000
+            found.append(
+                {"model": model.name, "rows": rows, "ms": round(milliseconds, 3), "tok/s": round(tokens)}
+            )
+            print(
+                f"decode step {model.name:5} {rows:5} rows {milliseconds:8.3f} ms {tokens:10,.0f} tok/s",
+                flush=True,
+            )
+    return found
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "command": "python -m benchmarks.gpu.kernels " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--card", action="store_true")
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--commit", help="of the tree that is measured, where it is no git checkout")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    read, at_random = read_ceiling()
+    ceilings = Ceilings(read=read, read_at_random=at_random, matrix=matrix_ceiling())
+    print(
+        f"ceilings: read {read:,.0f} GB/s, at random {at_random:,.0f} GB/s, matrix {ceilings.matrix:,.0f} TFLOP/s"
+    )
+    result: dict[str, Any] = {"environment": environment(), "kernels": []}
+    if options.commit:
+        result["environment"]["commit"] = options.commit
+    result["ceilings"] = {
+        "read_GB_s": read,
+        "random_16KB_read_GB_s": at_random,
+        "matrix_TFLOP_s": ceilings.matrix,
+    }
+    for family in options.only.split(","):
+        for case in FAMILIES[family]():
+            row = timed(case, ceilings)
+            show(row)
+            result["kernels"].append(row)
+            del case
+            torch.cuda.empty_cache()
+    if options.steps:
+        result["decode_steps"] = time_steps()
+    if options.card:
+        result["card"] = measure_card()
+        for name, value in result["card"].items():
+            print(f"{name}: {value:,.1f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

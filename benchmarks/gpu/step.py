@@ -1,0 +1,167 @@
+"""A whole decode step of a model's shape, kernel after kernel in one graph: what the card allows without a host.
+
+Random weights and keys, plain greedy or sampled rows at one context length. No engine: positions do not move, and
+nothing is read back. It says what the engine's step can reach, and how much of it is not matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cases import BF16, MULTIPROCESSORS, normal
+from benchmarks.gpu.measure import graph_microseconds
+from paceline.kernels import BLOCK_SIZE
+from paceline.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
+from paceline.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.residual_norm import residual_norm
+from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.kernels.row_product import RowNorm, row_product
+from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
+from paceline.kernels.skinny_product import skinny_product, tuning_for
+
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    name: str
+    layers: int
+    width: int
+    heads: int
+    inner: int
+    vocabulary: int
+    kv_heads: int = 8
+    head_dim: int = 128
+
+
+SMALL = ModelShape(name="0.6B", layers=28, width=1024, heads=16, inner=3072, vocabulary=151_936)
+LARGE = ModelShape(name="8B", layers=32, width=4096, heads=32, inner=14_336, vocabulary=128_256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class DecodeStep:
+    """Buffers of one step, and the step itself."""
+
+    def __init__(self, model: ModelShape, rows: int, context: int, temperature: float) -> None:
+        self.model, self.rows = model, rows
+        width, inner, heads, kv_heads, dim = (
+            model.width,
+            model.inner,
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+        )
+        self.weights = [
+            LayerWeights(
+                qkv=normal((heads + 2 * kv_heads) * dim, width),
+                output=normal(width, heads * dim),
+                gate_up=normal(2 * inner, width),
+                down=normal(width, inner),
+            )
+            for _ in range(model.layers)
+        ]
+        self.head = normal(model.vocabulary, width)
+        self.norm = normal(width)
+        self.head_norm = HeadNorm(query_weight=normal(dim), key_weight=normal(dim), epsilon=EPSILON)
+        per_row = context // BLOCK_SIZE + 1
+        self.table = torch.randperm(rows * per_row).to(torch.int32).view(rows, per_row).cuda()
+        sizes = (rows * per_row, kv_heads, BLOCK_SIZE, dim)
+        self.kv = [
+            PagedKV(keys=normal(*sizes), values=normal(*sizes), block_table=self.table) for _ in self.weights
+        ]
+        self.slot_rows = torch.arange(rows, dtype=torch.int32, device="cuda")
+        self.lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+        last = context - 1
+        slots = self.table[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+        self.places = TokenPlaces(positions=self.lengths - 1, slots=slots)
+        self.rotation = torch.rand(context + 1, dim, device="cuda")
+        self._allocate(temperature)
+
+    def _allocate(self, temperature: float) -> None:
+        model, rows = self.model, self.rows
+        heads, dim = model.heads, model.head_dim
+        tuning = decode_tuning(rows)
+        self.plan = allocate_plan(rows, tuning.target_chunks(MULTIPROCESSORS, model.kv_heads))
+        self.partials = allocate_partials(self.plan, heads=heads, kv_heads=model.kv_heads, head_dim=dim)
+        self.hidden, self.residual, self.other = (normal(rows, model.width) for _ in range(3))
+        self.product = normal(rows, (heads + 2 * model.kv_heads) * dim)
+        self.query, self.attended = (normal(rows, heads, dim) for _ in range(2))
+        self.log_sum = torch.empty(rows, heads, device="cuda")
+        self.wide, self.narrow = normal(rows, 2 * model.inner), normal(rows, model.inner)
+        self.parts = torch.zeros(8, rows, model.width, device="cuda")
+        self.logits = normal(rows, model.vocabulary)
+        self.candidates = allocate_candidates(rows, model.vocabulary)
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        self.finite = torch.zeros(rows, dtype=torch.uint8, device="cuda")
+        self.columns = SamplingColumns(
+            slot_rows=self.slot_rows,
+            temperature=torch.full((rows,), temperature, dtype=torch.float64, device="cuda"),
+            seed=self.slot_rows.long(),
+            position=self.slot_rows.long(),
+        )
+
+    def __call__(self) -> None:
+        plan_decode(self.plan, self.slot_rows, self.lengths)
+        layer = self._layer_of_one_row if self.rows == 1 else self._layer
+        update: Tensor = self.hidden
+        for weights, kv in zip(self.weights, self.kv, strict=True):
+            update = layer(weights, kv, update)
+        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        if self.rows == 1:
+            row_product(self.logits[0], self.other[0], self.head)
+        else:
+            torch.mm(self.other, self.head.T, out=self.logits)
+        sample(self.tokens, self.finite, self.logits, self.columns, self.candidates)
+
+    def _attend(self, kv: PagedKV) -> Tensor:
+        rope_kv_write(
+            self.query, kv.keys, kv.values, self.product, self.places, self.rotation, norm=self.head_norm
+        )
+        scale = self.model.head_dim**-0.5
+        decode_attention(self.attended, self.log_sum, self.query, kv, self.plan, self.partials, scale=scale)
+        return self.attended.view(self.rows, -1)
+
+    def _layer(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
+        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        torch.mm(self.other, weights.qkv.T, out=self.product)
+        update = self._narrow_product(self._attend(kv), weights.output)
+        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        torch.mm(self.other, weights.gate_up.T, out=self.wide)
+        gated_activation(self.narrow, self.wide)
+        return self._narrow_product(self.narrow, weights.down)
+
+    def _narrow_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        tuning = tuning_for(*weight.shape) if self.rows <= 16 else None
+        if tuning is None:
+            return torch.mm(x, weight.T, out=self.hidden)
+        skinny_product(self.parts, x, weight, tuning=tuning)
+        return self.parts
+
+    def _layer_of_one_row(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
+        row_product(self.product[0], update[0], weights.qkv, norm=self._row_norm(self.residual, self.other))
+        row_product(self.hidden[0], self._attend(kv)[0], weights.output)
+        back = self._row_norm(self.other, self.residual)
+        row_product(self.narrow[0], self.hidden[0], weights.gate_up, norm=back, gated=True)
+        row_product(self.hidden[0], self.narrow[0], weights.down)
+        return self.hidden
+
+    def _row_norm(self, residual: Tensor, into: Tensor) -> RowNorm:
+        return RowNorm(residual=residual[0], new_residual=into[0], weight=self.norm, epsilon=EPSILON)
+
+
+def step_milliseconds(model: ModelShape, rows: int, *, context: int = 144, temperature: float = 0.0) -> float:
+    step = DecodeStep(model, rows, context, temperature)
+    assert step.logits.dtype == BF16
+    return graph_microseconds([step], milliseconds=150) / 1000
