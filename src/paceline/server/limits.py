@@ -19,7 +19,9 @@ class RequestLimits:
     branches: int = 8  # n
     prompts: int = 64  # in one request to /v1/completions
     messages: int = 1_024
-    answer_tokens: int = 1_000_000  # max_tokens; what does not fit into the context is not an error up to here
+    answer_tokens: int = (
+        1_000_000  # max_tokens; what does not fit into the context is not an error up to here
+    )
     prompt_chars_per_token: int = (
         8  # a text longer than this times the context is refused before it is tokenised
     )
