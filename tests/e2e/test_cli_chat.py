@@ -186,7 +186,7 @@ class Terminal:
             assert time.monotonic() < end_s, f"waited in vain: {self.shown[-500:]!r}"
             self.interrupt()
             again_s = time.monotonic() + 1.0
-            self._read_until(lambda: text in self.shown or time.monotonic() > again_s)
+            self._read_until(lambda end=again_s: text in self.shown or time.monotonic() > end)
         self.wait_for(text)
 
     def close(self) -> None:
