@@ -185,9 +185,12 @@ class Terminal:
         while text not in self.shown:
             assert time.monotonic() < end_s, f"waited in vain: {self.shown[-500:]!r}"
             self.interrupt()
-            again_s = time.monotonic() + 1.0
-            self._read_until(lambda end=again_s: text in self.shown or time.monotonic() > end)
+            self._read_for(1.0, text)
         self.wait_for(text)
+
+    def _read_for(self, seconds: float, text: str) -> None:
+        until_s = time.monotonic() + seconds
+        self._read_until(lambda: text in self.shown or time.monotonic() > until_s)
 
     def close(self) -> None:
         self.process.kill()
