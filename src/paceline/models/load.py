@@ -6,7 +6,9 @@ quantised. Projections that read the same input are put together, so that a step
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +21,11 @@ from paceline.checkpoint.stored import StoredTensor, TensorSource
 from paceline.models.decoder import Attention, Decoder, Layer, Parts
 from paceline.models.layers import DenseLinear, Experts, FeedForward, Linear, RMSNorm
 
+MAX_BUILDERS = 4  # threads; each holds a matrix or two while it works
+
 
 class Storage(Protocol):
-    """How matrices are kept in memory."""
+    """How matrices are kept in memory. Called from several threads at once, for different matrices."""
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         """Matrices that read the same input, stacked by rows into one."""
@@ -57,13 +61,12 @@ def build_decoder(source: TensorSource, max_positions: int, storage: Storage | N
     spec = source.spec
     storage = DenseStorage() if storage is None else storage
     builder = _Builder(source, storage)
-    embedding = source.tensor("model.embed_tokens.weight")
-    parts = Parts(
-        embedding=storage.embedding(embedding),
-        layers=[builder.layer(index) for index in range(spec.num_layers)],
-        norm=builder.norm("model.norm"),
-        head=storage.linear([embedding], None) if spec.tied_embeddings else builder.linear("", ("lm_head",)),
-    )
+    # Unpacking and packing are large operations of numpy and torch, which let other threads run.
+    with ThreadPoolExecutor(min(MAX_BUILDERS, os.cpu_count() or 1)) as threads:
+        ends = threads.submit(builder.ends)  # first, because the largest matrix takes longest
+        layers = list(threads.map(builder.layer, range(spec.num_layers)))
+        embedding, head = ends.result()
+    parts = Parts(embedding=embedding, layers=layers, norm=builder.norm("model.norm"), head=head)
     return Decoder(spec, parts, max_positions)
 
 
@@ -75,6 +78,14 @@ class _Builder:
         self._spec: ModelSpec = source.spec
         self._storage = storage
         self._names = source.names()
+
+    def ends(self) -> tuple[Linear, Linear]:
+        """The embedding and the output matrix, which may be one."""
+        table = self._source.tensor("model.embed_tokens.weight")
+        embedding = self._storage.embedding(table)
+        if self._spec.tied_embeddings:
+            return embedding, self._storage.linear([table], None)
+        return embedding, self.linear("", ("lm_head",))
 
     def layer(self, index: int) -> Layer:
         prefix = f"model.layers.{index}."

@@ -8,6 +8,7 @@ bfloat16. With each, the result of a row does not depend on how many rows there 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ TINY = 1e-30  # what a row of zeros is divided by
 BYTE_ENGINE = "onednn"
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+_packing = threading.Lock()
 
 
 def fast_product() -> str | None:
@@ -135,16 +137,17 @@ class ByteLinear:
 
 def _pack_bytes(values: Tensor) -> Any:
     """Values in [-1, 1] as signed bytes, packed for the product."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = BYTE_ENGINE
-    try:
-        with warnings.catch_warnings():
-            # It says that quantised tensors will leave torch one day; the storage then no longer offers this.
-            warnings.simplefilter("ignore")
-            quantised = torch.quantize_per_tensor(values, 1 / 127, 0, torch.qint8)
-            return torch.ops.quantized.linear_prepack(quantised, None)
-    finally:
-        torch.backends.quantized.engine = before
+    with _packing:  # the engine and the filters of warnings are the whole process's
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = BYTE_ENGINE
+        try:
+            with warnings.catch_warnings():
+                # It says that quantised tensors will leave torch one day; the storage then no longer offers this.
+                warnings.simplefilter("ignore")
+                quantised = torch.quantize_per_tensor(values, 1 / 127, 0, torch.qint8)
+                return torch.ops.quantized.linear_prepack(quantised, None)
+        finally:
+            torch.backends.quantized.engine = before
 
 
 class StackedLinear:
