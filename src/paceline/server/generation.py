@@ -322,7 +322,8 @@ def _failure(ending: Ending) -> PacelineError:
         if ending.num_output == 0:
             return QueueTimeout("no token came in the time a request may take; try again later")
         return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
-    return EngineUnavailable("the server is shutting down", code="shutting_down")
+    # Who asked is still here, so nobody of this process ended it: the engine is going away.
+    return EngineUnavailable("the engine has ended the request; try again in a moment")
 
 
 def _forget(task: asyncio.Task[list[BranchNews]] | None) -> None:

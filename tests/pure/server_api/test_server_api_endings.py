@@ -58,7 +58,7 @@ def ended(api: Api) -> tuple[str, str]:
         (steps(news("a", ending=ending("error", 1, "hook"))), 500, "internal_error", "error"),
         (steps(news("a"), news(ending=ending("abort", 1, "deadline"))), 504, "deadline_exceeded", "abort"),
         (steps(news(ending=ending("abort", 0, "deadline"))), 503, "queue_timeout", "abort"),
-        (steps(news("a", ending=ending("abort", 1))), 503, "shutting_down", "abort"),
+        (steps(news("a", ending=ending("abort", 1))), 503, "engine_unavailable", "abort"),
         (steps(EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
         (steps(news("a"), EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
         (steps(QueueFull("no place")), 429, "queue_full", "error"),

@@ -167,7 +167,7 @@ def test_an_echo_of_the_prompt_alone() -> None:
         ("error", "numerical_error", "numerical_error"),
         ("error", "whatever", "internal_error"),
         ("abort", "deadline", "deadline_exceeded"),
-        ("abort", "", "shutting_down"),
+        ("abort", "", "engine_unavailable"),
     ],
 )
 def test_an_error_behind_the_first_token_is_one_frame_without_done(
