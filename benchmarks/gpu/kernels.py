@@ -109,16 +109,15 @@ def show(row: dict[str, Any]) -> None:
 def time_steps() -> list[dict[str, Any]]:
     found = []
     for model, rows_of in ((SMALL, (1, 8, 64, 256, 1024)), (LARGE, (1, 8, 64, 256))):
-        for rows in rows_of:
-            milliseconds = step_milliseconds(model, rows)
+        for rows, overlapped in [(rows, overlapped) for rows in rows_of for overlapped in (False, True)]:
+            milliseconds = step_milliseconds(model, rows, overlapped=overlapped)
             torch.cuda.empty_cache()
             tokens = rows / milliseconds * 1000
-            found.append(
-                {"model": model.name, "rows": rows, "ms": round(milliseconds, 3), "tok/s": round(tokens)}
-            )
+            how = "overlapped launches" if overlapped else "plain launches"
+            row = {"model": model.name, "rows": rows, "launches": how, "ms": round(milliseconds, 3)}
+            found.append(row | {"tok/s": round(tokens)})
             print(
-                f"decode step {model.name:5} {rows:5} rows {milliseconds:8.3f} ms {tokens:10,.0f} tok/s",
-                flush=True,
+                f"decode step {model.name:5} {rows:5} rows, {how:20} {milliseconds:8.3f} ms {tokens:10,.0f} tok/s"
             )
     return found
 

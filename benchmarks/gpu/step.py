@@ -6,7 +6,7 @@ nothing is read back. It says what the engine's step can reach, and how much of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,8 +54,16 @@ class LayerWeights:
 class DecodeStep:
     """Buffers of one step, and the step itself."""
 
-    def __init__(self, model: ModelShape, rows: int, context: int, temperature: float) -> None:
-        self.model, self.rows = model, rows
+    def __init__(
+        self,
+        model: ModelShape,
+        rows: int,
+        *,
+        context: int = 144,
+        temperature: float = 0.0,
+        overlapped: bool = False,
+    ) -> None:
+        self.model, self.rows, self.overlapped = model, rows, overlapped
         width, inner, heads, kv_heads, dim = (
             model.width,
             model.inner,
@@ -92,7 +100,8 @@ class DecodeStep:
     def _allocate(self, temperature: float) -> None:
         model, rows = self.model, self.rows
         heads, dim = model.heads, model.head_dim
-        tuning = decode_tuning(rows)
+        tuning = replace(decode_tuning(rows), overlapped=self.overlapped)
+        self.tuning = tuning
         self.plan = allocate_plan(rows, tuning.target_chunks(MULTIPROCESSORS, model.kv_heads))
         self.partials = allocate_partials(self.plan, heads=heads, kv_heads=model.kv_heads, head_dim=dim)
         self.hidden, self.residual, self.other = (normal(rows, model.width) for _ in range(3))
@@ -118,28 +127,34 @@ class DecodeStep:
         update: Tensor = self.hidden
         for weights, kv in zip(self.weights, self.kv, strict=True):
             update = layer(weights, kv, update)
-        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        residual_norm(
+            self.other, self.residual, update, self.norm, epsilon=EPSILON, overlapped=self.overlapped
+        )
         if self.rows == 1:
-            row_product(self.logits[0], self.other[0], self.head)
+            row_product(self.logits[0], self.other[0], self.head, overlapped=self.overlapped)
         else:
             torch.mm(self.other, self.head.T, out=self.logits)
         sample(self.tokens, self.finite, self.logits, self.columns, self.candidates)
 
     def _attend(self, kv: PagedKV) -> Tensor:
+        norm, overlapped = self.head_norm, self.overlapped
+        product, places = self.product, self.places
         rope_kv_write(
-            self.query, kv.keys, kv.values, self.product, self.places, self.rotation, norm=self.head_norm
+            self.query, kv.keys, kv.values, product, places, self.rotation, norm=norm, overlapped=overlapped
         )
+        out, query, partials = self.attended, self.query, self.partials
         scale = self.model.head_dim**-0.5
-        decode_attention(self.attended, self.log_sum, self.query, kv, self.plan, self.partials, scale=scale)
+        decode_attention(out, self.log_sum, query, kv, self.plan, partials, scale=scale, tuning=self.tuning)
         return self.attended.view(self.rows, -1)
 
     def _layer(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
-        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        overlapped = self.overlapped
+        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON, overlapped=overlapped)
         torch.mm(self.other, weights.qkv.T, out=self.product)
         update = self._narrow_product(self._attend(kv), weights.output)
-        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON)
+        residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON, overlapped=overlapped)
         torch.mm(self.other, weights.gate_up.T, out=self.wide)
-        gated_activation(self.narrow, self.wide)
+        gated_activation(self.narrow, self.wide, overlapped=overlapped)
         return self._narrow_product(self.narrow, weights.down)
 
     def _narrow_product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -150,18 +165,20 @@ class DecodeStep:
         return self.parts
 
     def _layer_of_one_row(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
-        row_product(self.product[0], update[0], weights.qkv, norm=self._row_norm(self.residual, self.other))
-        row_product(self.hidden[0], self._attend(kv)[0], weights.output)
+        overlapped, hidden = self.overlapped, self.hidden[0]
+        norm = self._row_norm(self.residual, self.other)
+        row_product(self.product[0], update[0], weights.qkv, norm=norm, overlapped=overlapped)
+        row_product(hidden, self._attend(kv)[0], weights.output, overlapped=overlapped)
         back = self._row_norm(self.other, self.residual)
-        row_product(self.narrow[0], self.hidden[0], weights.gate_up, norm=back, gated=True)
-        row_product(self.hidden[0], self.narrow[0], weights.down)
+        row_product(self.narrow[0], hidden, weights.gate_up, norm=back, gated=True, overlapped=overlapped)
+        row_product(hidden, self.narrow[0], weights.down, overlapped=overlapped)
         return self.hidden
 
     def _row_norm(self, residual: Tensor, into: Tensor) -> RowNorm:
         return RowNorm(residual=residual[0], new_residual=into[0], weight=self.norm, epsilon=EPSILON)
 
 
-def step_milliseconds(model: ModelShape, rows: int, *, context: int = 144, temperature: float = 0.0) -> float:
-    step = DecodeStep(model, rows, context, temperature)
+def step_milliseconds(model: ModelShape, rows: int, *, overlapped: bool = False) -> float:
+    step = DecodeStep(model, rows, overlapped=overlapped)
     assert step.logits.dtype == BF16
     return graph_microseconds([step], milliseconds=150) / 1000

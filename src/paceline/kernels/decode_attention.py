@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
 from paceline.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from paceline.kernels.overlap import wait_and_announce
 from paceline.kernels.paged_kv import PagedKV
 
 _LOG2E = 1.4426950408889634
@@ -36,6 +37,7 @@ class DecodeTuning:
     num_warps: int = 2
     num_stages: int = 4
     programs_per_multiprocessor: int = 4
+    overlapped: bool = False  # see overlap.py
     waves: int = 2  # chunks per place on the device: more balance better, fewer merge less
 
     def target_chunks(self, multiprocessors: int, kv_heads: int) -> int:
@@ -109,8 +111,10 @@ def decode_attention(
         TILE=tuning.tile,
         BLOCK=BLOCK_SIZE,
         ITEM=ITEM_WIDTH,
+        OVERLAPPED=tuning.overlapped,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        launch_pdl=tuning.overlapped,
     )
 
 
@@ -138,6 +142,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
@@ -149,10 +154,16 @@ def _attend_kernel(
     end = tl.load(fields + 3)
     visible_from = tl.load(fields + 4)
     partial = tl.load(fields + 5)
-    if item >= tl.load(counts):
+    exists = item < tl.load(counts)
+    table = block_table + row * table_stride
+    # The block id of a tile is loaded one turn ahead: a load that depends on a load of the same turn would halve
+    # how far the pipeline runs ahead.
+    block = tl.load(table + start // BLOCK, mask=exists, other=0)
+    # The list is the step's, written before the kernel whose keys and queries this one waits for.
+    wait_and_announce(OVERLAPPED)
+    if not exists:
         return
 
-    table = block_table + row * table_stride
     in_group = tl.arange(0, QUERY_ROWS)
     in_tile = tl.arange(0, TILE)
     in_head = tl.arange(0, HEAD_DIM)
@@ -164,9 +175,6 @@ def _attend_kernel(
     peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
-    # The block id of a tile is loaded one turn ahead: a load that depends on a load of the same turn would halve
-    # how far the pipeline runs ahead.
-    block = tl.load(table + start // BLOCK)
     for begin in range(start, end, TILE):
         following = tl.load(table + tl.minimum(begin + TILE, end - 1) // BLOCK)
         position = begin + in_tile

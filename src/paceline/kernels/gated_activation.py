@@ -13,12 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.overlap import wait_and_announce
+
 Activation = Literal["silu", "gelu_tanh"]
 _COLUMNS = 1024
 
 
-def gated_activation(out: Tensor, product: Tensor, *, activation: Activation = "silu") -> None:
-    """`out` [tokens, width] of `product` [tokens, 2 * width]."""
+def gated_activation(
+    out: Tensor, product: Tensor, *, activation: Activation = "silu", overlapped: bool = False
+) -> None:
+    """`out` [tokens, width] of `product` [tokens, 2 * width]. `overlapped`: see overlap.py."""
     tokens, width = out.shape
     assert product.shape[1] == 2 * width and product.stride(1) == 1 and out.stride(1) == 1
     _gate_kernel[(tokens, triton.cdiv(width, _COLUMNS))](
@@ -29,7 +33,9 @@ def gated_activation(out: Tensor, product: Tensor, *, activation: Activation = "
         WIDTH=width,
         COLUMNS=_COLUMNS,
         IS_SILU=activation == "silu",
+        OVERLAPPED=overlapped,
         num_warps=4,
+        launch_pdl=overlapped,
     )
 
 
@@ -42,11 +48,13 @@ def _gate_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_SILU: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
     at = product + token * product_stride + column
+    wait_and_announce(OVERLAPPED)
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     if IS_SILU:

@@ -14,15 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.overlap import wait_and_announce
+
 _LANES_PER_WARP = 512
 
 
 def residual_norm(
-    out: Tensor, residual: Tensor, update: Tensor | None, weight: Tensor, *, epsilon: float
+    out: Tensor,
+    residual: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    *,
+    epsilon: float,
+    overlapped: bool = False,
 ) -> None:
     """`residual` [tokens, width] += `update` in place, then `out` = its RMS norm times `weight`.
 
     `update` is [tokens, width], or [parts, tokens, width] to be summed; without it only the norm is computed.
+    `overlapped`: see overlap.py.
     """
     tokens, width = residual.shape
     assert out.stride(1) == 1 and residual.stride(1) == 1
@@ -42,7 +51,9 @@ def residual_norm(
         PARTS=parts,
         WIDTH=width,
         LANES=lanes,
+        OVERLAPPED=overlapped,
         num_warps=min(16, max(1, lanes // _LANES_PER_WARP)),
+        launch_pdl=overlapped,
     )
 
 
@@ -60,10 +71,13 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     mask = lane < WIDTH
+    scale = tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32)
+    wait_and_announce(OVERLAPPED)
     into = residual + token * residual_stride + lane
     x = tl.load(into, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 0:
@@ -75,8 +89,7 @@ def _norm_kernel(
         tl.store(into, rounded, mask=mask)
         x = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    scaled = x * inverse * tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * out_stride + lane, scaled.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * out_stride + lane, (x * inverse * scale).to(out.dtype.element_ty), mask=mask)
 
 
 def reference_residual_norm(

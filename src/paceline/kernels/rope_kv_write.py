@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
+from paceline.kernels.overlap import wait_and_announce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,12 @@ def rope_kv_write(
     rotation: Tensor,
     *,
     norm: HeadNorm | None = None,
+    overlapped: bool = False,
 ) -> None:
     """Fills `query` [tokens, heads, head_dim] and the slots of `keys` and `values`.
 
     `product` is [tokens, (heads + 2 kv_heads) * head_dim]; `rotation` float32 [positions, rotary_dim] has the
-    cosines of a position's pairs and then their sines, any scaling included.
+    cosines of a position's pairs and then their sines, any scaling included. `overlapped`: see overlap.py.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -81,7 +83,9 @@ def rope_kv_write(
         PER_PROGRAM=per_program,
         HALF_LANES=triton.next_power_of_2(rotary_dim // 2),
         REST_LANES=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+        OVERLAPPED=overlapped,
         num_warps=2 if per_program == 8 else 1,
+        launch_pdl=overlapped,
     )
 
 
@@ -116,15 +120,23 @@ def _write_kernel(
     PER_PROGRAM: tl.constexpr,
     HALF_LANES: tl.constexpr,
     REST_LANES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PER_PROGRAM
     head = first + tl.arange(0, PER_PROGRAM)
     # A head in three parts: its first half, its second half, and what does not turn.
-    half = tl.arange(0, HALF_LANES)[None, :]
-    rest = 2 * HALF + tl.arange(0, REST_LANES)[None, :]
+    # Offsets have the shape of the tile from the start: tensors that are widened later move through shared memory.
+    half = tl.zeros([PER_PROGRAM, HALF_LANES], tl.int32) + tl.arange(0, HALF_LANES)[None, :]
+    rest = tl.zeros([PER_PROGRAM, REST_LANES], tl.int32) + 2 * HALF + tl.arange(0, REST_LANES)[None, :]
     in_half = half < HALF
     in_rest = rest < HEAD_DIM
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    turn = rotation + position * (2 * HALF) + half
+    cosine = tl.load(turn, mask=in_half, other=0.0)
+    sine = tl.load(turn + HALF, mask=in_half, other=0.0)
+    wait_and_announce(OVERLAPPED)
     source = product + (token * product_stride + head * HEAD_DIM)[:, None]
     a = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
     b = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
@@ -144,16 +156,12 @@ def _write_kernel(
             b = b * inverse * tl.load(weight + HALF + half, mask=in_half, other=0.0).to(tl.float32)
             if HAS_REST:
                 c = c * inverse * tl.load(weight + rest, mask=in_rest, other=0.0).to(tl.float32)
-        turn = rotation + tl.load(positions + token).to(tl.int64) * (2 * HALF) + half
-        cosine = tl.load(turn, mask=in_half, other=0.0)
-        sine = tl.load(turn + HALF, mask=in_half, other=0.0)
         a, b = a * cosine - b * sine, b * cosine + a * sine
 
     if is_query:
         into = query + (token * query_stride + head * HEAD_DIM)[:, None]
         stored = token >= 0
     else:
-        slot = tl.load(slots + token).to(tl.int64)
         stored = slot >= 0
         slot = tl.maximum(slot, 0)
         kv_head = head - HEADS - (KV_HEADS if is_value else 0)

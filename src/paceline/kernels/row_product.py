@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.overlap import wait_and_announce
+
 _INNER = 1024  # inner entries per turn
 
 
@@ -31,9 +33,15 @@ class RowNorm:
 
 
 def row_product(
-    out: Tensor, x: Tensor, weight: Tensor, *, norm: RowNorm | None = None, gated: bool = False
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = None,
+    gated: bool = False,
+    overlapped: bool = False,
 ) -> None:
-    """`out` [columns] = `weight` [columns, inner] times `x` [inner].
+    """`out` [columns] = `weight` [columns, inner] times `x` [inner]. `overlapped`: see overlap.py.
 
     With `gated`, `weight` is [2 * columns, inner], gate first, and `out` = silu(gate) * up.
     """
@@ -55,7 +63,9 @@ def row_product(
         LANES=triton.next_power_of_2(inner),
         HAS_NORM=norm is not None,
         GATED=gated,
+        OVERLAPPED=overlapped,
         num_warps=4,
+        launch_pdl=overlapped,
     )
 
 
@@ -75,6 +85,7 @@ def _row_kernel(
     LANES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     step = tl.arange(0, STEP)
@@ -83,6 +94,7 @@ def _row_kernel(
     mask = (step < INNER)[None, :]
     w = tl.load(at, mask=mask, other=0.0)
     w_up = tl.load(at + COLUMNS * INNER, mask=mask, other=0.0) if GATED else w
+    wait_and_announce(OVERLAPPED)
     inverse = 1.0
     if HAS_NORM:
         lane = tl.arange(0, LANES)
