@@ -51,9 +51,9 @@ def run(module: str, arguments: Sequence[str]) -> None:
 
         os._exit(engine_main.main())
     from paceline.cli.main import main
-    from paceline.serving.supervisor import EngineProcess
+    from paceline.serving import child
 
-    with patch.object(EngineProcess, "command", (sys.executable, "-m", module, ENGINE)):
+    with patch.object(child, "COMMAND", (sys.executable, "-m", module, ENGINE)):
         main()
 
 

@@ -1,7 +1,8 @@
 """Runs a server in this process: binds, starts the engine's process, serves, and ends with an exit code.
 
-The order is what makes a start quick and mistakes cheap: keys and sockets first, then the engine's process, and only
-then what this process itself has to import, while the engine loads. torch is never imported here.
+The order is what makes a start quick: the engine's process first, which imports what it needs while this one does the
+same. It is told what to load when keys and sockets are in order; a mistake there ends it before it has begun. torch is
+never imported here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ServerConfig
+from paceline.errors import PacelineError
 
-HEAD_START_S = 0.02  # for the engine's process to be on its way before this one is busy importing
+if TYPE_CHECKING:
+    from paceline.serving.child import EngineChild
+
+
+class EngineNotStarted(PacelineError):
+    """There is no process for the engine."""
+
+    exit_code = 70
 
 
 def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
@@ -34,24 +43,29 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
             flush=True,
         )
 
-    import uvloop
-
-    from paceline.server.app import check_exposure
-    from paceline.server.keys_file import read_keys
-    from paceline.server.logs import set_up_logs
-
     _set_process_limits(config)
-    keyring = read_keys(config.api_keys_file)
-    check_exposure(config, keyring)
-    sockets = _bind(config)
+    child = _start_engine()
+    try:
+        import uvloop
+
+        from paceline.server.app import check_exposure
+        from paceline.server.keys_file import read_keys
+        from paceline.server.logs import set_up_logs
+
+        keyring = read_keys(config.api_keys_file)
+        check_exposure(config, keyring)
+        sockets = _bind(config)
+    except BaseException:
+        child.kill_now()
+        raise
     output = set_up_logs(config.log_format, config.log_level)
 
     async def serve() -> int:
         from paceline.serving.supervisor import EngineProcess
 
-        running = EngineProcess(model, given, process)
+        running = EngineProcess(model, given, process, child)
         await running.start()
-        await asyncio.sleep(HEAD_START_S)
+        await asyncio.sleep(0)  # the engine is told what to load before this process is busy importing
 
         from paceline.cli.serve_parts import build_server
 
@@ -70,6 +84,15 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         output.finish()
         for bound in sockets:
             bound.close()
+
+
+def _start_engine() -> EngineChild:
+    from paceline.serving import child
+
+    try:
+        return child.EngineChild(child.COMMAND)
+    except OSError as error:
+        raise EngineNotStarted(f"the engine's process cannot be started: {error}") from error
 
 
 def _bind(config: ServerConfig) -> list[socket.socket]:

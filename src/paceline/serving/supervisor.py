@@ -44,8 +44,16 @@ class EngineProcess:
 
     command: Sequence[str] = children.COMMAND
 
-    def __init__(self, model: ModelConfig, given: Mapping[str, Any], config: ProcessConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        given: Mapping[str, Any],
+        config: ProcessConfig,
+        first: EngineChild | None = None,
+    ) -> None:
+        """`first` is a process that was started already, and waits to be told what to load."""
         self.client = AsyncEngine(config)
+        self._first = first
         self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
         self.num_restarts = 0
         self._model = model
@@ -167,7 +175,7 @@ class EngineProcess:
         self._incarnation += 1
         config = self._config
         link = Link(self._incarnation, config.max_frame_bytes, self.client.rejects, self._on_frame)
-        child = EngineChild(self.command)
+        child, self._first = self._first or EngineChild(self.command), None
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=child.sock)
         except BaseException:
