@@ -161,7 +161,7 @@ class DecodeStep:
         tuning = tuning_for(*weight.shape) if self.rows <= 16 else None
         if tuning is None:
             return torch.mm(x, weight.T, out=self.hidden)
-        skinny_product(self.parts, x, weight, tuning=tuning)
+        skinny_product(self.parts, x, weight, tuning=tuning, overlapped=self.overlapped)
         return self.parts
 
     def _layer_of_one_row(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.overlap import wait_and_announce
+
 MAX_ROWS = 16
 
 
@@ -37,10 +39,12 @@ def tuning_for(columns: int, inner: int) -> ProductTuning | None:
     return ProductTuning(columns=64, inner=128, parts=8, num_warps=4, num_stages=3)
 
 
-def skinny_product(out: Tensor, x: Tensor, weight: Tensor, *, tuning: ProductTuning) -> None:
+def skinny_product(
+    out: Tensor, x: Tensor, weight: Tensor, *, tuning: ProductTuning, overlapped: bool = False
+) -> None:
     """`out` = `x` [rows, inner] times `weight` [columns, inner] transposed.
 
-    `out` is [rows, columns] for one part, else float32 [parts, rows, columns].
+    `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. `overlapped`: see overlap.py.
     """
     rows, inner = x.shape
     columns = weight.shape[0]
@@ -58,8 +62,10 @@ def skinny_product(out: Tensor, x: Tensor, weight: Tensor, *, tuning: ProductTun
         TILE=tuning.columns,
         STEP=tuning.inner,
         ROWS=MAX_ROWS,
+        OVERLAPPED=overlapped,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        launch_pdl=overlapped,
     )
 
 
@@ -76,6 +82,7 @@ def _product_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
@@ -85,6 +92,7 @@ def _product_kernel(
     x_at = x + row[:, None] * x_stride + inner[None, :]
     acc = tl.zeros([TILE, ROWS], tl.float32)
     PART: tl.constexpr = INNER // PARTS
+    wait_and_announce(OVERLAPPED)
     for start in range(part * PART, (part + 1) * PART, STEP):
         w = tl.load(weight_at + start)
         xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
