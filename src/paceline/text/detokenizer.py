@@ -71,17 +71,23 @@ class _Bytes:
         self._bytes_of = table.bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = strips_space
+        self._is_inside = False  # a character has begun and is not complete
 
     def push(self, ids: Sequence[int]) -> str:
         data = b"".join([self._bytes_of[index] for index in ids])
         if self._strips_space and data:
             self._strips_space = False
             data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
+        if data.isascii() and not self._is_inside:  # most of most texts; the decoder is Python code
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._is_inside = False
         return text
 
 
