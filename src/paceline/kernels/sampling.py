@@ -4,7 +4,8 @@
 One pass over the logits, no softmax. The definition (docs/reference/sampling.md) is in float64. The pass scores in
 float32 with the device's fast logarithm, which errs by about 1e-5, and keeps two candidates of every tile; the second
 kernel scores those few by the definition and takes the largest, lowest id among equals. A winner is missed only where
-three scores of a tile, or two of one lane of a tile, lie that close together: once in 1e9 draws.
+three scores of a tile, or two of one lane of a tile, lie that close together: by estimate less than once in 1e8 draws.
+(Below a temperature of 0.01 float32 is coarser, and so is that bound where many logits are equal.)
 
 It must not know penalties, masks, top-k or top-p: what it is given is drawn from. The noise is that of
 `runner/noise.py`, word for word.
