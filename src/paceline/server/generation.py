@@ -196,6 +196,7 @@ class Generation:
         if self._is_closed:
             return
         self._is_closed = True
+        self._accept = None
         record = self.record
         try:
             for part in self._parts:

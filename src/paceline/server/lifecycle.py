@@ -232,10 +232,15 @@ class Server:
 
 
 def _settle_memory() -> None:
-    """What is there now stays: the collector need not look at it again, and what comes is seldom in a cycle."""
+    """What is there now stays: the collector need not look at it again, and what comes is seldom in a cycle.
+
+    The second collection has nothing to look at, and that is what it notes: a full collection is put off until there
+    is a quarter more than at the last one, which would be a quarter of all that is frozen.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.collect()
+    gc.set_threshold(10_000, 5, 5)
 
 
 def _exit_after(seconds: float, code: int) -> None:

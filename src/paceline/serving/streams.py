@@ -92,11 +92,13 @@ class Stream:
         self._on_news = on_news
 
     def finish_at(self, branch: int, num_output: int) -> None:
-        if self.error is None and self.branches[branch].ending is None:
+        if self.error is None and self.branches and self.branches[branch].ending is None:
             self._finish_at(self.first + branch, num_output)
 
     def close(self) -> None:
         self._close(self)
+        # Branches and reader refer back to here: without this, every request would wait for the collector.
+        self.branches, self.touched, self._on_news = [], [], None
 
     def deliver(self) -> None:
         """A frame was read to its end and had news; a reader that does not wait finds them when it looks."""

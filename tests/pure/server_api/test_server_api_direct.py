@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -51,6 +53,7 @@ class Reader:
     async def read(self) -> None:
         events = await self.api.open(CHAT, self._body)
         assert isinstance(events, Events) and events.divert is not None
+        self.stream = weakref.ref(events.frames)
         try:
             async for frame in events.frames:
                 self.num_woken += 1
@@ -129,6 +132,22 @@ def test_a_waiting_reader_is_spared() -> None:
     assert reader.num_woken == 2, "for the first piece and for the end"
     assert reader.written[-1].endswith(b"data: [DONE]\n\n")
     assert is_clean(reader)
+
+
+def test_a_stream_leaves_with_its_last_reference() -> None:
+    """The collector comes by seldom: what waited for it would pile up by megabytes."""
+
+    async def test(reader: Reader, settle: Callable[[], Awaitable[None]]) -> None:
+        reader.say("a")
+        await settle()
+        reader.say("b")
+        reader.say("c", reason="length")
+
+    gc.disable()
+    try:
+        assert drive(test).stream() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_overtakes_what_could_not_be_written() -> None:

@@ -62,6 +62,7 @@ class EventStream(AsyncGenerator[bytes, None]):
         try:
             await self._frames.aclose()
         finally:
+            self._write = None
             self._generation.close()
 
     async def _make_frames(self) -> AsyncGenerator[bytes, None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.server.call import RequestRecord
 from paceline.server.errors import Refusal
-from paceline.server.http.request import echoed_id, new_id, speaks_anthropic
+from paceline.server.http.request import CONNECTION, echoed_id, new_id, speaks_anthropic
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -90,10 +90,15 @@ class Exchange:
         return self.stopped_by
 
     def over(self) -> None:
-        """Nothing can end this exchange any more."""
+        """Nothing can end this exchange any more.
+
+        What refers back to it is let go: a request should leave with its last reference, not wait for the collector.
+        """
         self._is_over = True
         if self._watcher is not None:
             self._watcher.cancel()
+        self._watcher = self._task = None
+        self.scope.pop(CONNECTION, None)
 
     def _cancel(self) -> None:
         if self._task is not None:

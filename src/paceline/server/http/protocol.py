@@ -22,10 +22,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from paceline.config_serve import ServerConfig
 from paceline.server.errors import Refusal, openai_body, problem_of
-from paceline.server.http.request import new_id
+from paceline.server.http.request import CONNECTION, new_id
 
 WRITE_BUFFER_BYTES = 65_536
-CONNECTION = "paceline.connection"  # in the scope: the connection itself
 NO_LINGER = struct.pack("ii", 1, 0)  # close with a reset, at once
 LINGER_S = 1.0  # how long a refused client's bytes are swallowed, so that it gets to read its answer
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")

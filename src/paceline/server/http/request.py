@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from paceline.server.errors import Refusal
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
+CONNECTION = "paceline.connection"  # in the scope of a request: its connection, see `protocol`
 MAX_ID = 128
 _PRINTABLE = re.compile(rb"[\x21-\x7e]{1,128}")
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")

@@ -15,7 +15,8 @@ from paceline.server.api.route import ANTHROPIC_ERRORS
 from paceline.server.call import Answer, Events
 from paceline.server.errors import Problem, anthropic_body, openai_body
 from paceline.server.http.exchange import Exchange
-from paceline.server.http.protocol import CONNECTION, GuardedProtocol
+from paceline.server.http.protocol import GuardedProtocol
+from paceline.server.http.request import CONNECTION
 
 MAX_HEADER_CHARS = 2048
 COMMENT = b": keep-alive\n\n"
