@@ -203,7 +203,7 @@ class AsyncEngine:
         undelivered = self._undelivered.copy()
         self._undelivered.clear()
         for stream in undelivered:
-            stream.deliver()
+            self._deliver(stream)
 
     def _take_tokens(self, news: frames.News) -> None:
         """The hottest lines of the HTTP process: a lookup and an append for each token."""
@@ -261,13 +261,23 @@ class AsyncEngine:
             self._touch(branch)
 
     def _touch(self, branch: Branch) -> None:
-        """Wake the reader of a branch. A mistake there is told to this reader, and the rest of the news goes on."""
+        """Note that a branch has news. A mistake there is told to its reader, and the rest of the news goes on."""
         try:
             branch.touch()
         except Exception:
-            _logger.exception("request %d could not be told its news", branch.stream.first)
-            self._forget(branch.stream)
-            branch.stream.fail(PacelineError("the request failed inside the server"))
+            self._fail(branch.stream)
+
+    def _deliver(self, stream: Stream) -> None:
+        """Give a reader its news; a mistake there costs no other reader its own."""
+        try:
+            stream.deliver()
+        except Exception:
+            self._fail(stream)
+
+    def _fail(self, stream: Stream) -> None:
+        _logger.exception("request %d could not be told its news", stream.first)
+        self._forget(stream)
+        stream.fail(PacelineError("the request failed inside the server"))
 
     # -- helpers -------------------------------------------------------------------------------------------
 

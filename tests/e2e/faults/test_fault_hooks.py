@@ -35,6 +35,7 @@ HTTP_HOOKS = {
     "open text": "paceline.text.stream:TextStream.__init__",
     "stream push": "paceline.serving.streams:Branch.touch",
     "stream take": "paceline.serving.streams:Branch.take",
+    "stream deliver": "paceline.serving.streams:Stream.deliver",
     "detokenize": "paceline.text.detokenizer:Detokenizer.push",
     "stop": "paceline.text.stop:StopMatcher.push",
     "logprobs text": "paceline.llm.branch_text:logprob_entry",
