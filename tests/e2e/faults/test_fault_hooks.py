@@ -98,7 +98,8 @@ NEIGHBOURS = [
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     sizes = {"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_waiting_requests": 1}
-    flags = flags_of(**sizes, max_num_batched_tokens=24)  # prompts take several steps
+    # Prompts take several steps; engines that are replaced are replaced at once, however many there were.
+    flags = flags_of(**sizes, max_num_batched_tokens=24, max_restarts=20, restart_backoff_s=0.0)
     hooks = {**HTTP_HOOKS, **ENGINE_HOOKS, **STEP_HOOKS, **PLAN_HOOKS}
     with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=hooks) as running:
         yield running
