@@ -157,7 +157,8 @@ def test_e4_a_plan_that_fails_is_told_to_everybody(
     server: LiveServer, expected: list[Any], hook: str
 ) -> None:
     errors = strike(server, expected, hook, 2, 2)
-    assert {error["code"] for error in errors} <= {"engine_unavailable", "internal_error"}
+    # Who comes a moment later finds the next engine loading.
+    assert {error["code"] for error in errors} <= {"engine_unavailable", "internal_error", "starting"}
 
 
 FEATURES: dict[str, dict[str, Any]] = {
