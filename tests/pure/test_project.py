@@ -319,3 +319,14 @@ def test_python_dash_m_is_the_command() -> None:
     result = run(sys.executable, "-m", "paceline", "--help")
     assert result.returncode == 0, result.stderr
     assert "sim" in result.stdout
+
+
+# ---------------------------------------------------------------- mutants
+
+
+@pytest.mark.parametrize("patch", sorted(ROOT.glob("tests/mutants/**/*.patch")), ids=lambda patch: patch.stem)
+def test_every_mutant_applies(patch: Path) -> None:
+    """The mutants themselves run late and take minutes; that the code moved away from one is known at once."""
+    command = ["git", "apply", "-C1", "--check", str(patch)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
