@@ -223,7 +223,8 @@ def _encode_part(part: object) -> dict[str, Json]:
 
 @cache
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(spec.name for spec in fields(kind) if spec.name not in NEVER_LOGGED)
+    names = getattr(kind, "_fields", None) or [spec.name for spec in fields(kind)]
+    return tuple(name for name in names if name not in NEVER_LOGGED)
 
 
 # -- results -----------------------------------------------------------------------------------------------

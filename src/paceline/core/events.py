@@ -52,8 +52,7 @@ class LogprobEvent:
     logprobs: RowLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvents:
+class StepEvents(NamedTuple):
     """Everything that became known since the last time events were taken."""
 
     tokens: tuple[TokenEvents, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,15 +128,12 @@ NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(),
 NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What the runner does in one step."""
 
     seq: int  # plans are numbered from 1; a gap is an error
     full: bool = False  # True: a snapshot, all rows are listed in joins
-    leaves: I32 = field(
-        default_factory=_empty
-    )  # rows set free; used again only when every earlier step has completed
+    leaves: I32 = EMPTY  # rows set free; used again only when every earlier step has completed
     joins: RowJoins = NO_JOINS
     spans: RowSpans = NO_SPANS
     decode_rows: RowSet = SAME_ROWS
@@ -174,18 +171,18 @@ class StepTimes:
 NO_TIMES = StepTimes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
 
     seq: int
     rows: I32
     generation: I32  # as of the plan; a late result never reaches the row's next owner
     tokens: I32  # [rows, width]; width > 1 with speculation
-    count: I32  # how many of them are valid; 0 for a chunk that does not end its prompt
+    # How many of them are valid; 0 for a chunk that does not end its prompt. (A tuple's own `count` is of no use here.)
+    count: I32  # type: ignore[assignment]
     finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
     finite: Bool  # False: this row's numbers are not usable
-    copies_done: I32 = field(default_factory=_empty)  # swap tickets completed
+    copies_done: I32 = EMPTY  # swap tickets completed
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = NO_TIMES
 

@@ -2,7 +2,8 @@
 
 A `@value` is a dataclass with slots and keyword arguments that the type checker holds frozen. At run time it is not:
 freezing makes a value two to three times as dear to make, and the parts of plans, views and events are made in each
-step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too.
+step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too: a named
+tuple is, and costs little to make.
 """
 
 from __future__ import annotations

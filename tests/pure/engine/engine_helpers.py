@@ -7,7 +7,7 @@ against the reference when its request ends. Tests look at `bench.seen`: one ent
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,7 @@ class BreakingRunner:
         finite = result.finite.copy()
         finite[min(self._nan_row[1], len(finite) - 1)] = False
         self._nan_row = None
-        return replace(result, finite=finite)
+        return result._replace(finite=finite)
 
 
 class _BreakingPending:

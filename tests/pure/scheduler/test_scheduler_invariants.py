@@ -333,19 +333,19 @@ def a_gauge_of_tokens_is_stuck(scene: Scene) -> None:
 @breaks("the_plan_keeps_its_bounds")
 def a_plan_goes_over_its_budget(scene: Scene) -> None:
     assert scene.plan is not None
-    scene.plan = replace(scene.plan, pad_tokens=32)
+    scene.plan = scene.plan._replace(pad_tokens=32)
 
 
 @breaks("the_plan_keeps_its_bounds", before_any_plan)
 def a_plan_has_an_empty_span(scene: Scene) -> None:
     assert scene.plan is not None
-    scene.plan = replace(scene.plan, spans=replace(scene.plan.spans, num_scheduled=i32([0])))
+    scene.plan = scene.plan._replace(spans=replace(scene.plan.spans, num_scheduled=i32([0])))
 
 
 @breaks("the_plan_keeps_its_bounds")
 def a_row_is_planned_twice(scene: Scene) -> None:
     assert scene.plan is not None
-    scene.plan = replace(scene.plan, spans=replace(scene.plan.spans, row=i32([0]), num_scheduled=i32([1])))
+    scene.plan = scene.plan._replace(spans=replace(scene.plan.spans, row=i32([0]), num_scheduled=i32([1])))
 
 
 @breaks("the_host_sees_each_token_it_must")
