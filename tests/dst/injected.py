@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from paceline.core.request import BlockKey, Request
 from paceline.engine.keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.prefix import KeyMaker
+from paceline.scheduler.state import SchedulerState
 
 
 class Shortage:
@@ -58,6 +59,21 @@ class CursedHooks(PrefixKeyHooks):
 
     def finish(self, request: Request) -> None:
         self._maybe("finish", request)
+
+    def watch(self, state: SchedulerState) -> None:
+        """What is done with the blocks of one row raises for its owner too."""
+        kv, owners = state.kv, state.rows.requests
+        extend, publish = kv.extend, kv.publish
+
+        def cursed_extend(row: int, num_slots: int) -> None:
+            self._maybe("extend", cast(Request, owners[row]))
+            extend(row, num_slots)
+
+        def cursed_publish(row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
+            self._maybe("publish", cast(Request, owners[row]))
+            publish(row, keys, num_computed)
+
+        kv.extend, kv.publish = cursed_extend, cursed_publish  # type: ignore[method-assign]
 
     def _maybe(self, hook: str, request: Request) -> None:
         if self.cursed.get(request.id) == hook:

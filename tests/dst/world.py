@@ -67,6 +67,8 @@ class World:
             make_pool=self.shortage.make_pool,
             make_checker=self._make_checker,
         )
+        if self.trouble.cursed:
+            self.hooks.watch(self.engine.scheduler.state)
         self.runner.scheduler = self.engine.scheduler
         self.runner.found = self.checker.found
         self.admissions = AdmissionWatch(self.engine.scheduler, self.checker.found)
@@ -325,7 +327,7 @@ class World:
         client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
         self.clients[rid] = self.live[rid] = client
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:
-            self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "finish"))
+            self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "extend", "publish", "finish"))
 
     def _pick(self, *states: RequestState) -> Request | None:
         requests = self.engine.scheduler.state.requests

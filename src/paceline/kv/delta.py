@@ -47,6 +47,11 @@ class KVDelta:
         del self.growths[growths:], self.appends[appends:], self.copies[copies:]
         del self.swap_out[swap_out:], self.swap_in[swap_in:]
 
+    def forget(self, row: int) -> None:
+        """Nothing of a prompt's row is sent: it leaves in this very plan."""
+        self.appends = [append for append in self.appends if append[0] != row]
+        self.copies = [copy for copy in self.copies if copy[0] != row]
+
     @property
     def has_copies(self) -> bool:
         return bool(self.copies or self.swap_out or self.swap_in)

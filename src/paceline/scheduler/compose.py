@@ -239,7 +239,7 @@ class Composer:
 
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
-        rows, kv = self._state.rows, self._state.kv
+        rows = self._state.rows
         pad = min(rows.pad_left.item(row), limit)
         if pad > 0:
             rows.pad_left[row] -= pad
@@ -248,20 +248,36 @@ class Composer:
             self._products += pad * pad // 2
         upper = rows.upper.item(row)
         count = min(rows.known.item(row) - upper, limit - pad)
-        if count <= 0:
-            return
-        room = kv.room(row)
-        if rows.sharing[row]:
-            if kv.shared_writes(np.array([row]), np.array([upper]))[0]:
-                if room < 1:
-                    return
-                kv.copy_on_write(row, upper)
-                room -= 1
-            rows.sharing[row] = False
-        count = min(count, (kv.groups[0].held.item(row) + max(0, room)) * kv.block_size - upper)
         if count > 0:
-            kv.extend(row, upper + count)
+            count = self._give_room(row, upper, count)
+        if count > 0:
             self._advance(row, upper, count)
+
+    def _give_room(self, row: int, upper: int, count: int) -> int:
+        """Blocks for up to `count` tokens of a row from `upper` on; how many there is room for."""
+        state = self._state
+        rows, kv = state.rows, state.kv
+        try:
+            room = kv.room(row)
+            if rows.sharing[row]:
+                if kv.shared_writes(np.array([row]), np.array([upper]))[0]:
+                    if room < 1:
+                        return 0
+                    kv.copy_on_write(row, upper)
+                    room -= 1
+                rows.sharing[row] = False
+            count = min(count, (kv.groups[0].held.item(row) + max(0, room)) * kv.block_size - upper)
+            if count > 0:
+                kv.extend(row, upper + count)
+        except Exception as error:  # it fails alone; what it was given in this plan already goes with it
+            request = rows.requests[row]
+            assert request is not None
+            kv.delta.forget(row)
+            self._spans.pop(row, None)
+            state.fail(request, error)
+            kv.settle()
+            return 0
+        return count
 
     def _advance(self, row: int, upper: int, count: int) -> None:
         state = self._state

@@ -39,7 +39,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
             retire_batch(state)  # it may have been the last one that was not done
         current = rows.generation[at] == result.generation
     rows.computed[: len(flight.mask)] += flight.mask
-    _spans_done(state, flight)
+    if flight.spans and _spans_done(state, flight):
+        current = rows.generation[at] == result.generation
     if result.logprobs:
         _deliver_logprobs(state, result, set(at[current].tolist()))
     _deliver(state, result, flight, at, current)
@@ -122,9 +123,10 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
     state.end(request, reason, detail)
 
 
-def _spans_done(state: SchedulerState, flight: Flight) -> None:
-    """Prompt tokens are computed: their full blocks may be shared from now on."""
+def _spans_done(state: SchedulerState, flight: Flight) -> bool:
+    """Prompt tokens are computed: their full blocks may be shared from now on. True if that failed for somebody."""
     rows, kv = state.rows, state.kv
+    failed = False
     for row, generation, count in flight.spans:
         if rows.generation[row] != generation:  # leaving raises it
             continue
@@ -132,9 +134,15 @@ def _spans_done(state: SchedulerState, flight: Flight) -> None:
         before = rows.computed.item(row)
         computed = before + count
         rows.computed[row] = computed
-        kv.publish(row, request.keys, computed)
+        try:
+            kv.publish(row, request.keys, computed)
+        except Exception as error:
+            state.fail(request, error)
+            failed = True
+            continue
         if state.computing:
             state.computed_keys(request, before // kv.block_size, computed // kv.block_size)
+    return failed
 
 
 def _swap_done(state: SchedulerState, number: int) -> None:

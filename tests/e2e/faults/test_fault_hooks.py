@@ -52,6 +52,8 @@ ENGINE_HOOKS = {
     "keys": "paceline.engine.keys:PrefixKeyHooks.new_keys",
     "admit": "paceline.engine.keys:PrefixKeyHooks.admit",
     "adopt blocks": "paceline.kv.manager:KVManager.adopt",
+    "allocate blocks": "paceline.kv.manager:KVManager.extend",
+    "publish": "paceline.kv.manager:KVManager.publish",
     "build row": "paceline.runner.sampling.sampler:Sampler.join",
     "rules": "paceline.runner.sampling.processors:LogitRules.__init__",
     "logits": "paceline.runner.sampling.processors:LogitRules.apply",
@@ -68,8 +70,7 @@ STEP_HOOKS = {
 }
 # Inside a plan for many: everybody is answered, and the engine is replaced.
 PLAN_HOOKS = {
-    "allocate blocks": "paceline.kv.manager:KVManager.extend",
-    "publish": "paceline.kv.manager:KVManager.publish",
+    "allocate blocks for all": "paceline.kv.manager:KVManager.extend_each",
 }
 # What is told of a request that has ended already cannot fail it.
 HARMLESS = {"finish", "metrics finished"}
