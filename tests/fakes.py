@@ -324,9 +324,9 @@ class FakeRunner:
         for number, row, num in work:
             if row.ended:
                 continue
-            # Whole after a change of its tables and every fourth token, else what was written last.
+            # Whole after a change of its tables and every eighth token, else what was written last.
             start = row.computed
-            if row.changed or not start & 3:
+            if row.changed or not start & 7:
                 self._check_all(number, row)
                 row.changed = False
             else:

@@ -120,7 +120,7 @@ class Composer:
         if 1 in ended.tobytes():
             self._at_length = True
             self._end_of_length(ended)
-        count = int(np.count_nonzero(mask))
+        count = mask.tobytes().count(1)
         self._decode_count = count
         self._left -= count
         self._logit_rows += count

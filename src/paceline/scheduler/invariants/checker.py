@@ -118,7 +118,7 @@ class InvariantChecker:
                     self._copying.pop(ticket, None)
             while self._underway and self._underway[0].plan.seq <= result.seq:
                 self._underway.popleft()
-            if np.count_nonzero(result.count):
+            if any(result.count.tolist()):
                 self._silent = 0
         self._check(Look(self._scheduler, None), [], after_schedule=False, planned=None)
         self._seen_decisions = len(self._scheduler.state.decisions)
