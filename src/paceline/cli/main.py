@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
+from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
 from paceline.cli.doctor import add_doctor
 from paceline.cli.models import add_models
@@ -60,6 +61,7 @@ add_run(app)
 add_run_batch(app)
 add_models(app)
 add_sim(app)
+add_bench(app)
 add_doctor(app)
 
 

@@ -1,0 +1,112 @@
+"""Shapes of well-known models, for measuring an engine where their weights are not at hand.
+
+Owns the descriptions (the fields of a config.json) and writing one into a folder that the engine can load with
+made-up weights. A shape has no tokenizer: workloads are token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    # For trying the command out: every workload fits, on any machine.
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 10_240,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+}
+# What the figures people compare with were measured with.
+MAX_MODEL_LEN = 4096
+MAX_NUM_SEQS = 1024
+
+
+def write_shape(name: str, folder: Path) -> dict[str, Any]:
+    """Describe shape `name` in `folder`; returns the options of `LLM` that load it, what they are by default."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1), encoding="utf-8")
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "gpu_memory_utilization": 0.9,
+    }

@@ -1,0 +1,131 @@
+"""Results of `paceline bench` as tables for people and as plain values for programs. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from paceline.bench.latency import LatencyResult
+from paceline.bench.recheck import Recheck
+from paceline.bench.throughput import ThroughputResult
+from paceline.report.summary import Distribution
+from paceline.report.table import ABSENT, format_number
+
+_DIGITS = 6  # significant, in JSON
+MAX_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    heading: str
+    cell: Callable[[Any], str]
+
+
+def _number(name: str, digits: Callable[[float], str] = format_number) -> Callable[[Any], str]:
+    def cell(result: Any) -> str:
+        value = getattr(result, name)
+        return ABSENT if value is None else digits(value)
+
+    return cell
+
+
+def _count(value: float) -> str:
+    return f"{value:,}"
+
+
+def _percentiles(name: str, factor: float) -> Callable[[Any], str]:
+    def cell(result: Any) -> str:
+        values: Distribution = getattr(result, name)
+        parts = (values.p50, values.p90, values.p99)
+        return " / ".join(ABSENT if value is None else format_number(value * factor) for value in parts)
+
+    return cell
+
+
+_THROUGHPUT = (
+    _Column(heading="seconds", cell=_number("seconds", lambda value: f"{value:,.3f}")),
+    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
+    _Column(heading="total tok/s", cell=_number("total_tokens_per_s")),
+    _Column(heading="requests/s", cell=_number("requests_per_s")),
+    _Column(heading="ms per step", cell=_number("ms_per_step")),
+    _Column(heading="steps", cell=_number("steps", _count)),
+    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+)
+_LATENCY = (
+    _Column(heading="requests", cell=_number("num_requests", _count)),
+    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
+    _Column(heading="TTFT p50 / p90 / p99 ms", cell=_percentiles("ttft_s", 1e3)),
+    _Column(heading="ITL p50 / p90 / p99 ms", cell=_percentiles("itl_s", 1e3)),
+    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
+    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+)
+
+
+def throughput_table(results: Sequence[ThroughputResult]) -> Table:
+    return _table(results, _THROUGHPUT)
+
+
+def latency_table(results: Sequence[LatencyResult]) -> Table:
+    return _table(results, _LATENCY)
+
+
+def throughput_json(result: ThroughputResult) -> dict[str, Any]:
+    rates = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "ms_per_step")
+    return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
+
+
+def latency_json(result: LatencyResult) -> dict[str, Any]:
+    return rounded(asdict(result))
+
+
+def recheck_json(outcome: Recheck) -> dict[str, Any]:
+    return rounded({**asdict(outcome), "num_different": len(outcome.differences)})
+
+
+def recheck_lines(outcome: Recheck) -> list[str]:
+    """What came out, differences first: one line for each of the first few."""
+    how = "eagerly" if outcome.is_eager else "by the same engine"
+    equal = outcome.num_requests - len(outcome.differences)
+    lines = [
+        f"Generated again, alone, {how}: {outcome.num_requests} requests, {outcome.num_tokens:,} tokens; "
+        f"{equal} equal, {len(outcome.differences)} different"
+    ]
+    for one in outcome.differences[:MAX_SHOWN]:
+        gap = "" if one.logit_gap is None else f", the two best logits {one.logit_gap:.2g} apart"
+        lines.append(
+            f"  {one.workload} request {one.request}: first difference at token {one.first} of {one.num_tokens} "
+            f"({one.in_run} in the run, {one.alone} alone{gap}); {one.num_different} tokens differ"
+        )
+    if len(outcome.differences) > MAX_SHOWN:
+        lines.append(f"  and {len(outcome.differences) - MAX_SHOWN} more, in the JSON")
+    return lines
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """Floats to six significant digits, at any depth."""
+    return {name: _round(entry) for name, entry in values.items()}
+
+
+def _round(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return rounded(value)
+    if isinstance(value, list | tuple):
+        return [_round(entry) for entry in value]
+    return value
+
+
+def _table(results: Sequence[Any], columns: Sequence[_Column]) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("workload", no_wrap=True)
+    for column in columns:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(Text(result.workload), *(column.cell(result) for column in columns))
+    return table

@@ -1,0 +1,162 @@
+"""The options of `paceline bench`, declared once: its own here, the engine's by name from `config`.
+
+Owns names, help texts and what is said where nothing is given. Imports nothing heavy: help and mistakes are answered
+before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS, SHAPES
+from paceline.cli.model_options import MODEL, seed_panel
+from paceline.cli.options import Flag, Panel
+from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig, check_options, option
+
+HELP = "Measure the engine on workloads that are the same on every machine."
+THROUGHPUT_HELP = """
+Run workloads offline, all requests at once, and print what they took.
+
+\b
+  paceline bench throughput --shape tiny --workload decode-b1,decode-b8
+  paceline bench throughput --shape qwen3-0.6b --workload all --trace azure.csv --recheck 8 --json result.json
+
+--shape measures a well-known shape with made-up weights, --model any model. End tokens are ignored: every request
+gets exactly its tokens, and the clock stops when all of them are here.
+"""
+LATENCY_HELP = """
+Send requests as they would arrive, Poisson at a rate, and print what each of them saw.
+
+\b
+  paceline bench latency --shape llama-3.1-8b --trace azure.csv --workload azure-conv@20
+  paceline bench latency --shape tiny --rate 20 --num 100 --prompt-tokens 32 --output-tokens 16
+
+TTFT is from when a request is due to its first token, ITL the time between two deliveries of one request.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What both commands take beside the engine's options."""
+
+    shape: str | None = option(
+        None, "measure this shape with made-up weights, instead of --model", choices=tuple(SHAPES), kind=str
+    )
+    trace: str | None = option(None, "trace file for the azure workloads (Azure 2023 CSV)", kind=str)
+    temperature: float | None = option(
+        None, "of every workload; 0 takes the likeliest token", low=0.0, high=2.0, kind=float
+    )
+    json: str | None = option(None, "write every figure, machine, versions and commit to this file", kind=str)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions(BenchOptions):
+    """What `paceline bench throughput` takes beside the engine's options."""
+
+    workload: str = option(
+        "nano",
+        "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500; several, "
+        "separated by commas, or all",
+    )
+    recheck: int = option(
+        0, "generate so many random requests again, each alone, and compare the tokens", low=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyOptions(BenchOptions):
+    """What `paceline bench latency` takes beside the engine's options."""
+
+    workload: str | None = option(
+        None, "azure-conv@8, azure-conv@20, azure-conv@32 (requests per second), or all", kind=str
+    )
+    rate: float | None = option(
+        None, "requests per second of one size, instead of --workload", low=1e-3, high=1e6, kind=float
+    )
+    num: int = option(100, "requests of --rate", low=1, high=1_000_000)
+    prompt_tokens: int = option(128, "prompt of a request of --rate", low=1)
+    output_tokens: int = option(64, "output of a request of --rate", low=1)
+
+
+_ENGINE = (
+    Panel(
+        title="Model",
+        config=BenchOptions,
+        flags=(Flag(name="shape"),),
+    ),
+    MODEL,
+    Panel(
+        title="Model",
+        config=ModelConfig,
+        optional=True,
+        flags=(Flag(name="gpu_memory_utilization", default="0.9 with --shape, else 0.92"),),
+    ),
+    seed_panel("0"),
+    Panel(
+        title="Engine",
+        config=SchedulerConfig,
+        optional=True,
+        flags=(
+            Flag(
+                name="max_model_len",
+                default=f"{MAX_MODEL_LEN} with --shape, else what the model and the KV cache allow",
+            ),
+            Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
+            Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
+            Flag(name="mode"),
+            Flag(name="batch_size"),
+            Flag(name="batch_timeout_s", also=("--batch-timeout",)),
+            Flag(name="static_flush_s"),
+            Flag(name="static_order"),
+            Flag(name="long_prefill_share"),
+        ),
+    ),
+    Panel(
+        title="Engine",
+        config=KVConfig,
+        optional=True,
+        flags=(
+            Flag(name="block_size"),
+            Flag(name="num_blocks", default="what fits into --kv-cache-memory-bytes"),
+            Flag(name="enable_prefix_caching"),
+        ),
+    ),
+    Panel(title="Engine", config=EngineConfig, optional=True, flags=(Flag(name="depth"),)),
+)
+_RESULTS = Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),))
+_TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
+
+THROUGHPUT_PANELS = (
+    Panel(
+        title="Workload",
+        config=ThroughputOptions,
+        flags=(
+            Flag(name="workload", metavar="NAME[,NAME...]"),
+            Flag(name="trace", metavar="FILE"),
+            _TEMPERATURE,
+            Flag(name="recheck"),
+        ),
+    ),
+    _RESULTS,
+    *_ENGINE,
+)
+LATENCY_PANELS = (
+    Panel(
+        title="Workload",
+        config=LatencyOptions,
+        flags=(
+            Flag(name="workload", metavar="NAME[,NAME...]"),
+            Flag(name="trace", metavar="FILE"),
+            Flag(name="rate"),
+            Flag(name="num"),
+            Flag(name="prompt_tokens"),
+            Flag(name="output_tokens"),
+            Flag(name="temperature", default="0.6"),
+        ),
+    ),
+    _RESULTS,
+    *_ENGINE,
+)

@@ -1,0 +1,133 @@
+"""What `paceline bench` leaves behind: a table on standard output and, where asked for, a JSON file.
+
+Owns the layout of the file and the sentence above the table. The destination is checked before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.bench.machine import accelerator, engine_sizes, source_commit, triton_version
+from paceline.bench.tables import rounded
+from paceline.cli.doctor_facts import gather
+from paceline.errors import InputError
+from paceline.factory import LoadedModel
+
+FORMAT = "paceline-bench"
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Everything one command found out, in the order it becomes known."""
+
+    kind: str  # throughput or latency
+    model: str
+    startup_s: float
+    engine: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=gather)
+    gpu: dict[str, Any] | None = field(default_factory=accelerator)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    recheck: dict[str, Any] | None = None
+    error: str | None = None  # what ended the command early
+
+    @classmethod
+    def of(cls, kind: str, model: str, loaded: LoadedModel, startup_s: float) -> Report:
+        return cls(kind=kind, model=model, startup_s=startup_s, engine=engine_sizes(loaded))
+
+    @property
+    def title(self) -> str:
+        where = self.gpu["name"] if self.gpu is not None else self.facts["cpu"]["name"]
+        return f"{self.model} on {where}, ready after {self.startup_s:.2f} s"
+
+    def plain(self) -> dict[str, Any]:
+        facts = self.facts
+        hardware = {
+            "gpu": self.gpu,
+            "cpu": facts["cpu"],
+            "memory": facts["memory"],
+            "system": facts["system"],
+        }
+        value = {
+            "format": FORMAT,
+            "kind": self.kind,
+            "command": shlex.join(["paceline", *sys.argv[1:]]),
+            "commit": source_commit(),
+            "versions": {**facts["versions"], "triton": triton_version()},
+            "hardware": hardware,
+            "model": self.model,
+            "engine": self.engine,
+            "startup_s": self.startup_s,
+            "results": self.results,
+            "skipped": self.skipped,
+        }
+        for name in ("recheck", "error"):
+            if getattr(self, name) is not None:
+                value[name] = getattr(self, name)
+        return rounded(value)
+
+
+def show(title: str, table: Table) -> None:
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: lose nothing
+        console = Console(width=max(80, len(title), Console(width=10_000).measure(table).maximum))
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def note(text: str) -> None:
+    """A sentence beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def checked_target(name: str | None) -> Path | None:
+    """Where the JSON goes, if anywhere; nobody should wait for a run and then learn that it cannot be written."""
+    if not name:
+        return None
+    path = Path(name)
+    if path.is_dir():
+        raise InputError(f"--json {name}: that is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"--json {name}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--json {name}: there is no permission to write it")
+    return path
+
+
+def note_skipped(names: Sequence[str]) -> None:
+    for name in names:
+        note(f"{name} is left out: its lengths come from a trace; name the file with --trace")
+
+
+@contextmanager
+def write(report: Report, target: Path | None) -> Iterator[None]:
+    """Write the report when this is left, also by an error, which it then names."""
+    try:
+        yield
+    except BaseException as error:
+        report.error = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise
+    finally:
+        if target is not None:
+            _write(report.plain(), target)
+
+
+def _write(value: Mapping[str, Any], target: Path) -> None:
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {target}: {problem.strerror or problem}") from problem
+    print(f"Wrote {target}")
