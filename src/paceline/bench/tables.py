@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from paceline.bench.latency import LatencyResult
 from paceline.bench.recheck import Recheck
 from paceline.bench.throughput import ThroughputResult
 from paceline.report.summary import Distribution
-from paceline.report.table import ABSENT, format_number
 
+ABSENT = "-"
 _DIGITS = 6  # significant, in JSON
 MAX_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table as text: the first column stands left, the others right."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,12 @@ class _Column:
     cell: Callable[[Any], str]
 
 
-def _number(name: str, digits: Callable[[float], str] = format_number) -> Callable[[Any], str]:
+def _short(value: float) -> str:
+    """Three significant digits below 1,000, whole numbers with separators above."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
+def _number(name: str, digits: Callable[[float], str] = _short) -> Callable[[Any], str]:
     def cell(result: Any) -> str:
         value = getattr(result, name)
         return ABSENT if value is None else digits(value)
@@ -42,7 +51,7 @@ def _percentiles(name: str, factor: float) -> Callable[[Any], str]:
     def cell(result: Any) -> str:
         values: Distribution = getattr(result, name)
         parts = (values.p50, values.p90, values.p99)
-        return " / ".join(ABSENT if value is None else format_number(value * factor) for value in parts)
+        return " / ".join(ABSENT if value is None else _short(value * factor) for value in parts)
 
     return cell
 
@@ -66,12 +75,12 @@ _LATENCY = (
 )
 
 
-def throughput_table(results: Sequence[ThroughputResult]) -> Table:
-    return _table(results, _THROUGHPUT)
+def throughput_table(results: Sequence[ThroughputResult]) -> Grid:
+    return _grid(results, _THROUGHPUT)
 
 
-def latency_table(results: Sequence[LatencyResult]) -> Table:
-    return _table(results, _LATENCY)
+def latency_table(results: Sequence[LatencyResult]) -> Grid:
+    return _grid(results, _LATENCY)
 
 
 def throughput_json(result: ThroughputResult) -> dict[str, Any]:
@@ -121,11 +130,6 @@ def _round(value: Any) -> Any:
     return value
 
 
-def _table(results: Sequence[Any], columns: Sequence[_Column]) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("workload", no_wrap=True)
-    for column in columns:
-        table.add_column(column.heading, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(Text(result.workload), *(column.cell(result) for column in columns))
-    return table
+def _grid(results: Sequence[Any], columns: Sequence[_Column]) -> Grid:
+    rows = [(result.workload, *(column.cell(result) for column in columns)) for result in results]
+    return Grid(headings=("workload", *(column.heading for column in columns)), rows=rows)

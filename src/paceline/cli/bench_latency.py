@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.bench.latency import LatencyResult, run_online, warm_up
+from paceline.bench.options import LatencyOptions
 from paceline.bench.tables import latency_json, latency_table
 from paceline.bench.throughput import import_engine, sampling_of
 from paceline.bench.workloads import BenchWorkload, check_fits, check_vocabulary
-from paceline.cli.bench_options import LatencyOptions
 from paceline.cli.bench_output import Report, checked_target, note_skipped, show, write
 from paceline.llm.async_llm import AsyncLLM
 

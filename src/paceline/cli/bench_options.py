@@ -1,17 +1,16 @@
-"""The options of `paceline bench`, declared once: its own here, the engine's by name from `config`.
+"""The command lines of `paceline bench`: which options they take, in which groups, and their help pages.
 
-Owns names, help texts and what is said where nothing is given. Imports nothing heavy: help and mistakes are answered
-before torch is loaded.
+The options themselves are declared in `bench.options` and `config`. Imports nothing heavy: help and mistakes are
+answered before torch is loaded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS, SHAPES
+from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptions
+from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
-from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig, check_options, option
+from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 
 HELP = "Measure the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
@@ -33,52 +32,6 @@ Send requests as they would arrive, Poisson at a rate, and print what each of th
 
 TTFT is from when a request is due to its first token, ITL the time between two deliveries of one request.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What both commands take beside the engine's options."""
-
-    shape: str | None = option(
-        None, "measure this shape with made-up weights, instead of --model", choices=tuple(SHAPES), kind=str
-    )
-    trace: str | None = option(None, "trace file for the azure workloads (Azure 2023 CSV)", kind=str)
-    temperature: float | None = option(
-        None, "of every workload; 0 takes the likeliest token", low=0.0, high=2.0, kind=float
-    )
-    json: str | None = option(None, "write every figure, machine, versions and commit to this file", kind=str)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputOptions(BenchOptions):
-    """What `paceline bench throughput` takes beside the engine's options."""
-
-    workload: str = option(
-        "nano",
-        "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500; several, "
-        "separated by commas, or all",
-    )
-    recheck: int = option(
-        0, "generate so many random requests again, each alone, and compare the tokens", low=0
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyOptions(BenchOptions):
-    """What `paceline bench latency` takes beside the engine's options."""
-
-    workload: str | None = option(
-        None, "azure-conv@8, azure-conv@20, azure-conv@32 (requests per second), or all", kind=str
-    )
-    rate: float | None = option(
-        None, "requests per second of one size, instead of --workload", low=1e-3, high=1e6, kind=float
-    )
-    num: int = option(100, "requests of --rate", low=1, high=1_000_000)
-    prompt_tokens: int = option(128, "prompt of a request of --rate", low=1)
-    output_tokens: int = option(64, "output of a request of --rate", low=1)
 
 
 _ENGINE = (

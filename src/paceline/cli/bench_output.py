@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from paceline.bench.machine import accelerator, engine_sizes, source_commit, triton_version
-from paceline.bench.tables import rounded
+from paceline.bench.tables import Grid, rounded
 from paceline.cli.doctor_facts import gather
 from paceline.errors import InputError
 from paceline.factory import LoadedModel
@@ -79,7 +75,35 @@ class Report:
         return rounded(value)
 
 
-def show(title: str, table: Table) -> None:
+def show(title: str, grid: Grid) -> None:
+    """On standard output, with the library for tables where it is installed."""
+    try:
+        _show_rich(title, grid)
+    except ModuleNotFoundError:
+        print(title, *plain_lines(grid), sep="\n")
+
+
+def plain_lines(grid: Grid) -> list[str]:
+    lines = [list(grid.headings), *map(list, grid.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(grid.headings))]
+    lines.insert(1, ["-" * width for width in widths])
+    return [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    ]
+
+
+def _show_rich(title: str, grid: Grid) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for heading in grid.headings:
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    for row in grid.rows:
+        table.add_row(*map(Text, row))
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width: lose nothing
         console = Console(width=max(80, len(title), Console(width=10_000).measure(table).maximum))

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.bench.options import ThroughputOptions
 from paceline.bench.recheck import Case, choose, eager_llm, has_eager_option, recheck
 from paceline.bench.tables import recheck_json, recheck_lines, throughput_json, throughput_table
 from paceline.bench.throughput import ThroughputResult, load_llm, run_workload, sampling_of, warm_up
 from paceline.bench.workloads import BenchWorkload, check_fits, check_vocabulary
-from paceline.cli.bench_options import ThroughputOptions
 from paceline.cli.bench_output import Report, checked_target, note, note_skipped, show, write
 from paceline.llm.llm import LLM
 

@@ -1,0 +1,119 @@
+"""From the values of a command line to the runs of `paceline bench`.
+
+Owns the order of things: check everything that needs no model, make the workloads, run. What is measured is in the
+bench part. Knows no command-line library, so that a machine without one can measure too; heavy imports happen late.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptions
+from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.errors import InputError
+from paceline.llm.arguments import split_arguments
+
+if TYPE_CHECKING:
+    from paceline.bench.workloads import BenchWorkload
+
+Options = TypeVar("Options", bound=BenchOptions)
+
+
+def throughput(values: Mapping[str, Any]) -> None:
+    options = _own(ThroughputOptions, values)
+    with _engine(options, values) as engine:
+        from paceline.cli.bench_throughput import run_throughput
+
+        workloads, skipped = _offline(options)
+        _check_length(workloads, engine)
+        run_throughput(options, engine, _model_name(options, engine), workloads, skipped)
+
+
+def latency(values: Mapping[str, Any]) -> None:
+    options = _own(LatencyOptions, values)
+    with _engine(options, values) as engine:
+        from paceline.cli.bench_latency import run_latency
+
+        workloads, skipped = _online(options)
+        _check_length(workloads, engine)
+        run_latency(options, engine, _model_name(options, engine), workloads, skipped)
+
+
+def _own(config: type[Options], values: Mapping[str, Any]) -> Options:
+    names = {spec.name for spec in fields(config)}
+    return config(**{name: value for name, value in values.items() if name in names})
+
+
+@contextmanager
+def _engine(options: BenchOptions, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options of `LLM`; a shape's folder is there as long as this is entered."""
+    configs = (ModelConfig, KVConfig, SchedulerConfig, EngineConfig)
+    known = {spec.name for config in configs for spec in fields(config)}
+    given = {name: value for name, value in values.items() if name in known and value is not None}
+    split_arguments(None, given)
+    if options.shape is None:
+        yield {"skip_tokenizer_init": True, **given}
+        return
+    if "model" in given:
+        raise InputError("--shape and --model name two models; give one of them")
+    from paceline.bench.shapes import write_shape
+
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        yield {**write_shape(options.shape, Path(folder)), **given}
+
+
+def _model_name(options: BenchOptions, engine: Mapping[str, Any]) -> str:
+    from paceline.checkpoint.default_model import DEFAULT_NAME
+
+    return options.shape or engine.get("model") or DEFAULT_NAME
+
+
+def _offline(options: ThroughputOptions) -> tuple[list[BenchWorkload], tuple[str, ...]]:
+    from paceline.bench.workloads import OFFLINE, make_workload, read_lengths, select
+
+    chosen = select(options.workload, OFFLINE, has_trace=options.trace is not None)
+    _need_some(chosen.names, chosen.without_trace)
+    lengths = [] if options.trace is None else read_lengths(Path(options.trace))
+    return [make_workload(name, OFFLINE, lengths) for name in chosen.names], chosen.without_trace
+
+
+def _online(options: LatencyOptions) -> tuple[list[BenchWorkload], tuple[str, ...]]:
+    from paceline.bench.workloads import ONLINE, make_workload, online_fixed, read_lengths, select
+
+    if options.rate is not None:
+        if options.workload is not None:
+            raise InputError(
+                "--rate makes a workload of its own and --workload names others; give one of them"
+            )
+        made = online_fixed(options.rate, options.num, options.prompt_tokens, options.output_tokens)
+        return [made], ()
+    if options.workload is None and options.trace is None:
+        raise InputError(
+            "give --rate R with --num, --prompt-tokens and --output-tokens, or --trace FILE for the workloads "
+            f"{', '.join(ONLINE)}"
+        )
+    chosen = select(options.workload or "all", ONLINE, has_trace=options.trace is not None)
+    _need_some(chosen.names, chosen.without_trace)
+    assert options.trace is not None  # every online workload needs one
+    lengths = read_lengths(Path(options.trace))
+    return [make_workload(name, ONLINE, lengths) for name in chosen.names], chosen.without_trace
+
+
+def _need_some(names: Sequence[str], without_trace: Sequence[str]) -> None:
+    if not names:
+        raise InputError(
+            f"{', '.join(without_trace)}: the lengths come from a trace; name its file with --trace"
+        )
+
+
+def _check_length(workloads: Sequence[BenchWorkload], engine: Mapping[str, Any]) -> None:
+    """As far as it is known before a model is loaded; the engine's own length is looked at again."""
+    from paceline.bench.workloads import check_fits
+
+    if "max_model_len" in engine:
+        check_fits(workloads, engine["max_model_len"])
