@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.bench.workloads import BenchWorkload
-from paceline.config import EngineConfig, ModelConfig
 from paceline.core.sampling import SamplingParams
+from paceline.llm.arguments import split_arguments
 from paceline.llm.llm import LLM
 
 EAGER = "enforce_eager"
@@ -52,7 +52,7 @@ class Recheck:
     num_requests: int
     num_tokens: int
     is_eager: bool  # with another engine that captures nothing; else with the engine of the run
-    differences: tuple[Difference, ...] = field(default_factory=tuple)
+    differences: tuple[Difference, ...]
 
 
 def choose(workloads: Sequence[BenchWorkload], count: int, seed: int) -> dict[str, list[int]]:
@@ -67,8 +67,9 @@ def choose(workloads: Sequence[BenchWorkload], count: int, seed: int) -> dict[st
 
 
 def has_eager_option() -> bool:
-    """Whether the engine has a way to compute without anything captured."""
-    return any(spec.name == EAGER for config in (ModelConfig, EngineConfig) for spec in fields(config))
+    """Whether asking the engine to compute without anything captured has an effect."""
+    model, given = split_arguments(None, {EAGER: True})
+    return bool(getattr(model, EAGER, False) or given.get(EAGER))
 
 
 def eager_llm(options: Mapping[str, Any]) -> LLM:

@@ -27,20 +27,22 @@ Options = TypeVar("Options", bound=BenchOptions)
 def throughput(values: Mapping[str, Any]) -> None:
     options = _own(ThroughputOptions, values)
     with _engine(options, values) as engine:
-        from paceline.cli.bench_throughput import run_throughput
-
         workloads, skipped = _offline(options)
         _check_length(workloads, engine)
+
+        from paceline.cli.bench_throughput import run_throughput
+
         run_throughput(options, engine, _model_name(options, engine), workloads, skipped)
 
 
 def latency(values: Mapping[str, Any]) -> None:
     options = _own(LatencyOptions, values)
     with _engine(options, values) as engine:
-        from paceline.cli.bench_latency import run_latency
-
         workloads, skipped = _online(options)
         _check_length(workloads, engine)
+
+        from paceline.cli.bench_latency import run_latency
+
         run_latency(options, engine, _model_name(options, engine), workloads, skipped)
 
 

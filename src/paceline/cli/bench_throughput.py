@@ -37,7 +37,7 @@ def run_throughput(
         cases = _run_all(llm, workloads, options, report, seed=engine.get("seed", 0))
         if not cases:
             return
-        is_eager = has_eager_option()
+        is_eager = report.gpu is not None and has_eager_option()  # a CPU captures nothing anyway
         if is_eager:  # two engines may not fit: the first one goes
             del llm
             llm = eager_llm(engine)

@@ -1,0 +1,191 @@
+"""`paceline bench` as a user runs it, on a shape that any machine can compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.bench.options import LatencyOptions, ThroughputOptions
+from paceline.cli.bench_options import LATENCY_PANELS, THROUGHPUT_PANELS
+from paceline.cli.main import run as run_command
+from tests.e2e.model_cli import TIMEOUT_S, environment, run
+from tests.model_folder import write_model
+
+TINY = ("--shape", "tiny", "--max-num-batched-tokens", "512", "--kv-cache-memory-bytes", "64M")
+# What a machine with a GPU may lack: everything the engine itself does not need.
+ABSENT = (
+    *("typer", "click", "rich", "tqdm", "pydantic", "msgspec", "uvicorn", "uvloop", "httptools", "yaml"),
+    *("prometheus_client", "gguf", "huggingface_hub", "transformers"),
+)
+FORBIDDING = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Absent())
+from paceline.cli.bench_plain import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_throughput_gives_a_table_and_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    flags = ("--workload", "decode-b8,decode-b1", "--recheck", "2", "--json", str(target))
+    done = run("bench", "throughput", *TINY, *flags, cache=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("tiny on ") and "ready after" in lines[0]
+    assert "workload" in lines[2] and "ms per step" in lines[2]
+    assert [line.split()[0] for line in lines[4:6]] == ["decode-b8", "decode-b1"]
+    assert "2 requests, 512 tokens; 2 equal, 0 different" in done.stdout
+    assert lines[-1] == f"Wrote {target}"
+    value = json.loads(target.read_text())
+    assert (value["format"], value["kind"], value["model"]) == ("paceline-bench", "throughput", "tiny")
+    assert value["command"].startswith("paceline bench throughput --shape tiny")
+    assert value["versions"]["paceline"] == paceline.__version__ and value["versions"]["torch"]
+    assert value["hardware"]["cpu"]["name"] and value["hardware"]["memory"]["total_bytes"] > 0
+    assert value["engine"]["max_model_len"] == 4096 and value["engine"]["max_num_seqs"] == 1024
+    assert value["startup_s"] > 0 and "error" not in value
+    first, second = value["results"]
+    assert (first["num_requests"], first["output_tokens"], first["temperature"]) == (8, 2048, 0.0)
+    assert (second["steps"], second["cached_tokens"], second["preemptions"]) == (256, 0, 0)
+    assert (value["recheck"]["num_requests"], value["recheck"]["differences"]) == (2, [])
+
+
+def test_a_second_run_of_a_workload_finds_an_empty_cache(tmp_path: Path) -> None:
+    """The same prompts twice in one engine: a shared prefix is found within a run, never from the one before."""
+    code = f"""
+from pathlib import Path
+from paceline.bench.shapes import write_shape
+from paceline.bench.throughput import load_llm, run_workload, sampling_of
+from paceline.bench.workloads import BenchWorkload, shared_prefix
+options = write_shape("tiny", Path({str(tmp_path)!r}))
+llm, _ = load_llm(options | {{"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**26}})
+work = BenchWorkload(name="shared", requests=tuple(shared_prefix(4, 64, 16, 3)))
+runs = [run_workload(llm, work, sampling_of(work, None, 0)) for _ in range(2)]
+print(*(result.cached_tokens for result, _ in runs))
+print(*([output.outputs[0].token_ids for output in outputs] for _, outputs in runs), sep="\\n")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    cached, one, two = done.stdout.splitlines()
+    assert cached == "192 192"  # three requests took 64 tokens over from the first, both times
+    assert one == two
+
+
+def test_latency_gives_percentiles(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    flags = ("--rate", "50", "--num", "10", "--prompt-tokens", "8", "--output-tokens", "4")
+    done = run("bench", "latency", *TINY, *flags, "--json", str(target), cache=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "TTFT p50 / p90 / p99 ms" in done.stdout and "8x4@50" in done.stdout
+    (result,) = json.loads(target.read_text())["results"]
+    assert (result["num_requests"], result["output_tokens"]) == (10, 40)
+    assert 0 < result["ttft_s"]["p50"] <= result["ttft_s"]["p99"] <= result["e2e_s"]["p99"]
+    assert (result["itl_s"]["count"], result["ttft_s"]["count"]) == (30, 10)
+
+
+def test_a_trace_that_is_not_given_is_told(tmp_path: Path) -> None:
+    flags = ("--workload", "decode-b1,azure-conv-1000")
+    done = run("bench", "throughput", *TINY, *flags, cache=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("azure-conv-1000 is left out: its lengths come from a trace")
+    assert "decode-b1 " in done.stdout
+
+
+def test_a_trace_is_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"2023-11-16 18:15:46.{index:06},3,1\n" for index in range(1000))
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    target = tmp_path / "result.json"
+    flags = ("--workload", "azure-conv-1000", "--trace", str(trace), "--json", str(target))
+    done = run("bench", "throughput", *TINY, *flags, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(target.read_text())["results"]
+    assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (1000, 3000, 1000)
+
+
+@pytest.mark.parametrize("command", ["throughput --workload decode-b1", "latency --rate 50 --num 3"])
+def test_it_runs_where_only_the_engine_can(command: str, tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    flags = ("--shape", "tiny", "--max-num-batched-tokens", "512", "--json", str(target))
+    done = subprocess.run(
+        [sys.executable, "-c", FORBIDDING, *command.split(), *flags],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].startswith("-----") and target.exists()
+
+
+def test_both_command_lines_know_the_same_options_of_their_own() -> None:
+    for options, panels in ((ThroughputOptions, THROUGHPUT_PANELS), (LatencyOptions, LATENCY_PANELS)):
+        flags = {flag.name for panel in panels for flag in panel.flags}
+        assert set(options.__dataclass_fields__) <= flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("throughput --workload nanp", "did you mean nano? (known: nano, decode-b1,"),
+        ("throughput --shape gpt", "--shape must be one of qwen3-0.6b,"),
+        ("throughput --shape tiny --model x", "--shape and --model name two models"),
+        (
+            "throughput --shape tiny --max-model-len 100 --workload nano",
+            "--max-model-len or leave the workload out",
+        ),
+        ("throughput --shape tiny --workload azure-conv-1000", "name its file with --trace"),
+        ("throughput --shape tiny --recheck -1", "--recheck must be at least 0"),
+        ("throughput --shape tiny --temperature 9", "--temperature must be at most 2"),
+        ("throughput --shape tiny --json /no/such/folder/x", "the folder /no/such/folder does not exist"),
+        ("throughput --shape tiny --depth 99", "--depth must be at most 8"),
+        ("throughput --shape tiny --workload all --trace /no/trace.csv", "/no/trace.csv: no such file"),
+        ("latency --shape tiny", "give --rate R"),
+        ("latency --shape tiny --rate 0", "--rate must be at least"),
+        ("latency --shape tiny --rate 3 --workload azure-conv@8", "give one of them"),
+        ("latency --shape tiny --workload azure-conv@8", "name its file with --trace"),
+        ("latency --shape tiny --workload nano --trace x", "known: azure-conv@8"),
+        ("nonsense", "No such command"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("paceline: error: ") and printed.err.count("\n") == 1
+    assert says in printed.err and printed.out == ""
+
+
+def test_a_model_without_the_tokens_is_refused(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "model", max_position_embeddings=4096))
+    done = run("bench", "throughput", "--model", model, "--load-format", "dummy", cache=tmp_path)
+    assert done.returncode == 2
+    assert "the model's vocabulary has 100" in done.stderr
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from paceline.cli.main import run
+assert run(["bench", "throughput", "--help"]) == run(["bench", "latency", "--help"]) == 0
+assert run(["bench", "throughput", "--shape", "tiny", "--workload", "nanp"]) == 2
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--recheck" in done.stdout and "--prompt-tokens" in done.stdout
