@@ -18,6 +18,7 @@ POLICIES = ("fcfs", "priority")
 PREEMPTION_KINDS = ("recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none")
 
@@ -115,7 +116,13 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit of a model on the hub", kind=str)
     download_dir: str | None = option(None, "where models from the hub are kept", kind=str)
     load_format: str = option("auto", "how weights are stored; dummy makes them up", choices=LOAD_FORMATS)
-    dtype: str = option("auto", "type of the arithmetic; a CPU computes in float32", choices=DTYPES)
+    device: str = option("auto", "where to compute; auto takes a GPU if there is one", choices=DEVICES)
+    dtype: str = option(
+        "auto",
+        "type of the arithmetic; a CPU computes in float32, a GPU in the type of the weights",
+        choices=DTYPES,
+    )
+    enforce_eager: bool = option(False, "launch every kernel of a step by itself instead of replaying graphs")
     quantization: str = option(
         "auto",
         "auto keeps quantised weights quantised where the machine has a fast product, none unpacks them",

@@ -108,7 +108,7 @@ class LoadedModel:
 def load_model(
     model: ModelConfig, given: Mapping[str, Any], recorder: StepRecorder | None = None
 ) -> LoadedModel:
-    """Open a model, build its engine on this machine's CPU, and size what `given` leaves open.
+    """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
     `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name.
     """
@@ -120,27 +120,59 @@ def load_model(
     checkpoint = open_checkpoint(path, load_format=model.load_format)
     tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
 
+    from paceline.runner.device import choose_device
+
+    ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
+    on_gpu = choose_device(model) == "cuda"
+    config, runner, notices = (_on_gpu if on_gpu else _on_cpu)(model, given, checkpoint, ends)
+    return LoadedModel(
+        engine=build_engine(config, runner, recorder=recorder),
+        config=config,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        notices=notices,
+    )
+
+
+Built = tuple[EngineConfig, Runner, tuple[str, ...]]
+
+
+def _on_cpu(
+    model: ModelConfig, given: Mapping[str, Any], checkpoint: Checkpoint, ends: tuple[int, ...]
+) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
     from paceline.runner.sizing import choose_sizes
     from paceline.runner.storage import choose_storage
 
-    spec = checkpoint.spec
     storage, notices = choose_storage(model, checkpoint)
-    decoder = build_decoder(checkpoint, spec.max_positions, storage)
-    sizes = choose_sizes(model, decoder, given)
-    config = EngineConfig(
+    decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
+    config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
+    return config, CPURunner(config, decoder, ends), notices
+
+
+def _on_gpu(
+    model: ModelConfig, given: Mapping[str, Any], checkpoint: Checkpoint, ends: tuple[int, ...]
+) -> Built:
+    import torch
+
+    from paceline.runner.gpu.build import choose_dtype, choose_gpu_sizes, load_parts, make_runner
+
+    device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
+    dtype = choose_dtype(model, checkpoint)
+    parts = load_parts(checkpoint, device, dtype)
+    config = _engine_config(checkpoint, choose_gpu_sizes(model, spec, given, device, dtype))
+    return config, make_runner(model, config, spec, parts, ends, device), ()
+
+
+def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
+    windows = checkpoint.spec.group_windows
+    return EngineConfig(
         kv=KVConfig(
-            **_fields_of(KVConfig, sizes),
-            groups=tuple(GroupSpec(window=window) for window in spec.group_windows),
+            **_fields_of(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)
         ),
         scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, sizes)),
         **_fields_of(EngineConfig, sizes),
-    )
-    ends = spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    engine = build_engine(config, CPURunner(config, decoder, ends), recorder=recorder)
-    return LoadedModel(
-        engine=engine, config=config, checkpoint=checkpoint, tokenizer=tokenizer, notices=notices
     )
 
 

@@ -89,17 +89,17 @@ def test_rows_take_their_tokens_and_end() -> None:
 
     stops = torch.randint(-1, 20, (rows, MAX_STOP_IDS), dtype=torch.int32)
     host = RowColumns(
-        last_token=column(0, 9),
         length=column(1, 9),
         max_length=column(5, 20),
         active=column(0, 2),
         stop_ids=stops,
+        tokens=torch.zeros(rows, 24, dtype=torch.int32),
     )
-    names = ("last_token", "length", "max_length", "active", "stop_ids")
+    names = ("length", "max_length", "active", "stop_ids", "tokens")
     device = RowColumns(**{name: getattr(host, name).cuda() for name in names})
     slot_rows = torch.randperm(rows)[:slots].to(torch.int32)
     tokens = torch.randint(0, 100, (slots,), dtype=torch.int32)
-    finite = (torch.rand(slots) > 0.1).to(torch.uint8)
+    finite = torch.randint(0, 3, (slots,), dtype=torch.uint8)
     drawn = DrawnTokens(
         token=torch.full((slots,), -9, dtype=torch.int32, device="cuda"),
         code=torch.full((slots,), -9, dtype=torch.int32, device="cuda"),

@@ -138,22 +138,22 @@ def test_rows_take_their_tokens_and_end() -> None:
         stops = torch.full((5, 8), -1, dtype=torch.int32)
         stops[1, 2] = 42
         return RowColumns(
-            last_token=column(9, 9, 9, 9, 9),
             length=column(3, 3, 3, 3, 3),
             max_length=column(10, 10, 4, 10, 10),
             active=column(1, 1, 1, 0, 1),
             stop_ids=stops,
+            tokens=torch.zeros(5, 6, dtype=torch.int32),
         )
 
     slot_rows, tokens = column(4, 3, 2, 1, 0), column(1, 2, 3, 42, 42)
-    finite = torch.tensor([0, 1, 1, 1, 1], dtype=torch.uint8)
+    finite = torch.tensor([0, 1, 1, 1, 2], dtype=torch.uint8)
     drawn = DrawnTokens(token=torch.zeros(5, dtype=torch.int32), code=torch.zeros(5, dtype=torch.int32))
     rows, expected = fresh(), fresh()
     update_rows(rows, drawn, slot_rows, tokens, finite)
     report = reference_update_rows(expected, slot_rows, tokens, finite)
     assert list(zip(drawn.token.tolist(), drawn.code.tolist(), strict=True)) == report
-    assert [code for _, code in report] == [3, -1, 2, 1, 0]
-    for name in ("last_token", "length", "active"):
+    assert [code for _, code in report] == [3, -1, 2, 1, 1]
+    for name in ("tokens", "length", "active"):
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name
 
 

@@ -9,12 +9,13 @@ import hashlib
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.checkpoint.decode import decode_float
 from paceline.checkpoint.spec import ModelSpec
 from paceline.checkpoint.stored import StoredTensor, tensor_names
 
 SPREAD = 0.02
+MADE_UP = "MADE-UP"  # type of a tensor whose values are made when they are asked for
 
 
 def dummy_tensors(spec: ModelSpec) -> dict[str, Callable[[], StoredTensor]]:
@@ -27,12 +28,12 @@ def dummy_tensors(spec: ModelSpec) -> dict[str, Callable[[], StoredTensor]]:
 
 
 def _make(name: str, shape: tuple[int, ...], spec: ModelSpec) -> StoredTensor:
-    if "norm" in name:
-        values = np.full(shape, 1.0 - spec.norm_offset, np.float32)
-    else:
+    def values(_: StoredTensor) -> NDArray[np.float32]:
+        if "norm" in name:
+            return np.full(shape, 1.0 - spec.norm_offset, np.float32)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        values *= SPREAD
-    raw = values.reshape(-1).view(np.uint8)
-    raw.flags.writeable = False
-    return StoredTensor(name=name, shape=shape, dtype="F32", raw=raw, decode=decode_float)
+        drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        drawn *= SPREAD
+        return drawn
+
+    return StoredTensor(name=name, shape=shape, dtype=MADE_UP, raw=np.zeros(0, np.uint8), decode=values)

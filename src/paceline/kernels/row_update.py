@@ -15,17 +15,18 @@ from torch import Tensor
 
 RUNNING, STOPPED, LENGTH, NOT_FINITE = 0, 1, 2, 3
 MAX_STOP_IDS = 8
+FORCED_STOP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """State of rows on the device, all int32 [rows] but `stop_ids`."""
+    """State of rows on the device, all int32 [rows] but the last two."""
 
-    last_token: Tensor
     length: Tensor  # tokens of the sequence, prompt included
     max_length: Tensor
     active: Tensor  # 1 while the row runs
     stop_ids: Tensor  # int32 [rows, MAX_STOP_IDS], -1 where there is none
+    tokens: Tensor  # int32 [rows, longest sequence + 1]: every token of a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,20 @@ class DrawnTokens:
 def update_rows(
     rows: RowColumns, drawn: DrawnTokens, slot_rows: Tensor, tokens: Tensor, finite: Tensor
 ) -> None:
-    """Takes `tokens` int32 and `finite` uint8 [slots] of the draw into the rows and reports them."""
+    """Takes `tokens` int32 and `finite` uint8 [slots] of the draw into the rows and reports them.
+
+    `finite` is 0 where a row's numbers are not usable, and FORCED_STOP where its token ends it whatever it is.
+    """
     slots = tokens.shape[0]
+    assert rows.tokens.stride(1) == 1
     per_program = 128
     _update_kernel[(triton.cdiv(slots, per_program),)](
-        rows.last_token,
         rows.length,
         rows.max_length,
         rows.active,
         rows.stop_ids,
+        rows.tokens,
+        rows.tokens.stride(0),
         drawn.token,
         drawn.code,
         slot_rows,
@@ -60,13 +66,14 @@ def update_rows(
     )
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "row_tokens_stride"])
 def _update_kernel(
-    last_token,
     lengths,
     max_lengths,
     active,
     stop_ids,
+    row_tokens,
+    row_tokens_stride,
     drawn_token,
     drawn_code,
     slot_rows,
@@ -87,9 +94,10 @@ def _update_kernel(
     )
     is_stop = tl.max((stops == token[:, None]).to(tl.int32), 1) != 0
     code = tl.where(length >= tl.load(max_lengths + row, mask=runs, other=0), 2, 0)
-    code = tl.where(is_stop, 1, code)
-    code = tl.where(tl.load(finite + slot, mask=runs, other=1) == 0, 3, code)
-    tl.store(last_token + row, token, mask=runs)
+    usable = tl.load(finite + slot, mask=runs, other=1)
+    code = tl.where(is_stop | (usable == 2), 1, code)
+    code = tl.where(usable == 0, 3, code)
+    tl.store(row_tokens + row.to(tl.int64) * row_tokens_stride + length - 1, token, mask=runs)
     tl.store(lengths + row, length, mask=runs)
     tl.store(active + row, (code == 0).to(tl.int32), mask=runs)
     tl.store(drawn_token + slot, token, mask=present)
@@ -105,10 +113,10 @@ def reference_update_rows(
         if not rows.active[row]:
             report.append((-1, -1))
             continue
-        rows.last_token[row] = token
+        rows.tokens[row, rows.length[row]] = token
         rows.length[row] += 1
         code = LENGTH if rows.length[row] >= rows.max_length[row] else RUNNING
-        code = STOPPED if token in rows.stop_ids[row].tolist() else code
+        code = STOPPED if is_finite == FORCED_STOP or token in rows.stop_ids[row].tolist() else code
         code = code if is_finite else NOT_FINITE
         rows.active[row] = int(code == RUNNING)
         report.append((token, code))

@@ -1,0 +1,152 @@
+"""Attention of one step on the device: plans made once, then each layer's queries over the blocks of their rows.
+
+Decoding rows and spans of known tokens go through a kernel each. Buffers are made once for the largest step; a step
+uses the beginning of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.kernels.decode_attention import (
+    DecodeTuning,
+    Partials,
+    allocate_partials,
+    decode_attention,
+    decode_tuning,
+)
+from paceline.kernels.decode_plan import DecodePlan, allocate_plan, plan_decode
+from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
+from paceline.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_plan, plan_prefill
+from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kv_pools import KVPools
+
+FEW_ROWS = 16  # up to here a kernel is shorter than its launch, and the next one may start early
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What of a step its kernels are launched for."""
+
+    num_tokens: int
+    num_slots: int = 0  # the first tokens are those of so many decoding rows
+    num_spans: int = 0
+    num_tiles: int = 0  # of the spans together
+    overlapped: bool = False  # kernels may start before the one before them has ended
+
+
+class DeviceAttention:
+    """Buffers and plans; `begin` for every step, then `attend` for every layer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pools: KVPools,
+        rotations: list[Tensor],
+        *,
+        max_tokens: int,
+        max_slots: int,
+        max_spans: int,
+        dtype: torch.dtype,
+    ) -> None:
+        device = rotations[0].device
+        self._spec, self._pools, self._rotations = spec, pools, rotations
+        self._windows = [window or 0 for window in spec.group_windows]
+        self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._query = torch.zeros(max_tokens, self._heads, self._dim, dtype=dtype, device=device)
+        self._out = torch.zeros_like(self._query)
+        self._log_sum = torch.zeros(max_tokens, self._heads, device=device)
+        self._multiprocessors = 1
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._plans = [self._largest_plan(max_slots) for _ in self._windows]
+        self._partials: Partials = allocate_partials(
+            max(self._plans, key=lambda plan: plan.max_partials),
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._dim,
+        )
+        self._prefill_tuning = PrefillTuning()
+        tile = self._prefill_tuning.tile_tokens(self._heads // self._kv_heads)
+        self._tiles: PrefillPlan = allocate_prefill_plan(max_tokens, max_spans, tile, device=device)
+
+    @property
+    def tile_tokens(self) -> int:
+        return self._tiles.tile_tokens
+
+    def begin(self, shape: StepShape, slot_rows: Tensor, visible: Tensor, spans: Spans | None) -> Step:
+        """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
+        tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
+        plans = []
+        if shape.num_slots:
+            for window, largest in zip(self._windows, self._plans, strict=True):
+                plan = self._cut(largest, shape.num_slots, tuning)
+                plan_decode(plan, slot_rows[: shape.num_slots], visible, window=window)
+                plans.append(plan)
+        tiles = None
+        if spans is not None:
+            tiles = replace(self._tiles, tiles=self._tiles.tiles[: shape.num_tiles])
+            plan_prefill(tiles, spans)
+        return Step(shape, tuning, plans, tiles)
+
+    def attend(
+        self, step: Step, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
+    ) -> Tensor:
+        """From the product of a layer's q, k and v matrices [tokens, ...] to [tokens, heads * head_dim]."""
+        shape, spec, kv = step.shape, self._spec, self._pools.layers[layer]
+        group = spec.layer_groups[layer]
+        tokens, slots = shape.num_tokens, shape.num_slots
+        query, out, log_sum = self._query[:tokens], self._out[:tokens], self._log_sum[:tokens]
+        rotation = self._rotations[spec.layer_ropes[layer]]
+        rope_kv_write(
+            query, kv.keys, kv.values, product, places, rotation, norm=norm, overlapped=shape.overlapped
+        )
+        scale = spec.softmax_scale
+        if slots:
+            decode_attention(
+                out[:slots],
+                log_sum[:slots],
+                query[:slots],
+                kv,
+                step.plans[group],
+                self._partials,
+                scale=scale,
+                tuning=step.tuning,
+            )
+        if step.tiles is not None:
+            prefill_attention(
+                out,
+                log_sum,
+                query,
+                kv,
+                step.tiles,
+                scale=scale,
+                window=self._windows[group],
+                tuning=self._prefill_tuning,
+            )
+        return out.view(tokens, -1)
+
+    def _largest_plan(self, max_slots: int) -> DecodePlan:
+        chunks = max(self._target(decode_tuning(slots)) for slots in (1, max_slots))
+        return allocate_plan(max_slots, chunks, device=self._query.device)
+
+    def _target(self, tuning: DecodeTuning) -> int:
+        return tuning.target_chunks(self._multiprocessors, self._kv_heads)
+
+    def _cut(self, plan: DecodePlan, slots: int, tuning: DecodeTuning) -> DecodePlan:
+        chunks = self._target(tuning)
+        return replace(plan, num_slots=slots, target_chunks=chunks, items=plan.items[: slots + chunks])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work lists of one step."""
+
+    shape: StepShape
+    tuning: DecodeTuning
+    plans: list[DecodePlan]
+    tiles: PrefillPlan | None

@@ -1,0 +1,116 @@
+"""Putting a runner on a GPU: the type to compute in, how much memory is left for keys and values, and what fits.
+
+KV blocks get what is free once the weights are loaded, less the buffers of the largest step. Whatever the user gave
+stays as given; what cannot fit is refused with the options that would make it fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.open import Checkpoint
+from paceline.checkpoint.spec import ModelSpec
+from paceline.config import EngineConfig, ModelConfig
+from paceline.errors import ConfigError
+from paceline.kernels import BLOCK_SIZE
+from paceline.models.decoder import Parts
+from paceline.models.load import build_decoder
+from paceline.runner.gpu.kv_pools import device_block_bytes
+from paceline.runner.gpu.runner import GPUOptions, GPURunner
+from paceline.runner.gpu.weights import DeviceStorage
+
+GIB = 1 << 30
+RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
+LARGE_MEMORY = 64 * GIB  # from here on many rows are worth their buffers
+DEFAULT_TOKENS = 8192
+_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The type the user names, else that of the weights; made-up and quantised ones are computed in bfloat16."""
+    if model.dtype != "auto":
+        return _TYPES[model.dtype]
+    return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16
+
+
+def load_parts(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Parts:
+    """The decoder's parts with every matrix on the device."""
+    try:
+        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype)).parts
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.get_device_properties(device).total_memory
+        raise ConfigError(
+            f"the weights do not fit into the GPU's {total / GIB:.0f} GiB: take a smaller model, or --device cpu"
+        ) from error
+
+
+def choose_gpu_sizes(
+    model: ModelConfig, spec: ModelSpec, given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """`given` completed: every size the engine's config needs."""
+    sizes = dict(given)
+    if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
+        raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
+    free, total = torch.cuda.mem_get_info(device)
+    sizes.setdefault("max_num_seqs", 1024 if total >= LARGE_MEMORY else 256)
+    sizes.setdefault("max_num_batched_tokens", DEFAULT_TOKENS)
+    sizes.setdefault("depth", 1)
+    per_block = device_block_bytes(spec, dtype)
+    longest = sizes.get("max_model_len", _longest(spec))
+    if longest > _longest(spec):
+        raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
+    if "num_blocks" not in sizes:
+        buffers = _buffer_bytes(spec, sizes, longest, dtype)
+        usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
+        memory = model.kv_cache_memory_bytes or usable
+        if memory < 2 * per_block:
+            raise ConfigError(
+                f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to buffers and "
+                f"{max(memory, 0) / GIB:.1f} are left for the KV cache: raise --gpu-memory-utilization, or lower "
+                "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+            )
+        sizes["num_blocks"] = memory // per_block
+    capacity = (sizes["num_blocks"] - 1) * BLOCK_SIZE
+    if "max_model_len" not in sizes:
+        longest = max(2, min(longest, capacity))
+    if longest > capacity:
+        raise ConfigError(
+            f"the KV cache holds {capacity} tokens, less than --max-model-len {longest}: give a shorter length, or "
+            "raise --gpu-memory-utilization"
+        )
+    sizes["max_model_len"] = longest
+    return sizes
+
+
+def make_runner(
+    model: ModelConfig,
+    config: EngineConfig,
+    spec: ModelSpec,
+    parts: Parts,
+    eos_token_ids: tuple[int, ...],
+    device: torch.device,
+) -> GPURunner:
+    options = GPUOptions(graphs=not model.enforce_eager)
+    return GPURunner(config, spec, parts, eos_token_ids, device=device, options=options)
+
+
+def _longest(spec: ModelSpec) -> int:
+    """Dynamic rotation changes with the length of a sequence beyond the trained one; the kernels have one table."""
+    trained = [rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"]
+    return min([spec.max_positions, *trained])
+
+
+def _buffer_bytes(spec: ModelSpec, sizes: Mapping[str, Any], longest: int, dtype: torch.dtype) -> int:
+    """What the buffers of the largest step and the rows take, about."""
+    slots = sizes["max_num_seqs"]
+    tokens = max(sizes["max_num_batched_tokens"], slots) + slots
+    heads = spec.num_heads * spec.head_dim
+    per_token = 3 * spec.hidden_size + 3 * heads + 2 * spec.num_kv_heads * spec.head_dim
+    per_token += 3 * spec.intermediate_size
+    logits = slots * (spec.vocab_size + spec.hidden_size)
+    rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
+    steps: int = (tokens * per_token + logits) * dtype.itemsize
+    return rows + steps

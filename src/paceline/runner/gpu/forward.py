@@ -1,0 +1,224 @@
+"""The decoder on the device: the same parts as on the CPU, computed by our kernels and by cuBLAS into fixed buffers.
+
+Nothing is allocated and nothing is read back, so that a step can be captured in a graph. How few rows there are
+decides which products are used; what is computed does not change. Mixtures of experts are the exception: they go
+through plain torch for now, which reads back how tokens were routed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.residual_norm import residual_norm
+from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
+from paceline.kernels.row_product import RowNorm, row_product
+from paceline.kernels.skinny_product import skinny_product, tuning_for
+from paceline.kernels.step_inputs import StepTokens
+from paceline.models.decoder import Layer, Parts
+from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
+from paceline.models.rope import inverse_frequencies
+from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, Step
+from paceline.runner.gpu.weights import Embedding
+
+_PARTS = 8  # into which products of few rows are split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLayer:
+    """Weights of one layer."""
+
+    qkv: DenseLinear
+    output: DenseLinear
+    gate_up: DenseLinear | None
+    down: DenseLinear | None
+    experts: Experts | None
+    head_norm: HeadNorm | None
+    norm_before_attention: Tensor
+    norm_before_feed_forward: Tensor
+    norm_after_attention: Tensor | None
+    norm_after_feed_forward: Tensor | None
+
+
+def rotation_tables(spec: ModelSpec, positions: int, device: torch.device) -> list[Tensor]:
+    """Cosines of a position's pairs and then their sines, for each kind of rotation."""
+    found = []
+    for rope in spec.ropes:
+        angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(rope))
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+        found.append(table.to(device).contiguous())
+    return found
+
+
+class DeviceDecoder:
+    """Hidden states of a step's tokens, and logits of the tokens that are asked about."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: Parts, *, max_tokens: int, max_logits: int, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self._embedding = cast(Embedding, parts.embedding).table
+        self._head = cast(DenseLinear, parts.head)
+        self.dtype = self._embedding.dtype
+        self._norm = parts.norm.weight.to(device)
+        self._layers = [_device_layer(layer, spec, device) for layer in parts.layers]
+        self.is_capturable = spec.experts is None
+        self._is_plain = not (
+            spec.qkv_bias
+            or spec.output_bias
+            or spec.sandwich_norms
+            or spec.experts
+            or spec.activation != "silu"
+        )
+
+        def room(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(rows, columns, dtype=dtype, device=device)
+
+        width, inner = spec.hidden_size, spec.intermediate_size
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        self._residual, self._normed, self._update = (room(max_tokens, width) for _ in range(3))
+        self._product = room(max_tokens, heads)
+        self._wide, self._narrow = room(max_tokens, 2 * inner), room(max_tokens, inner)
+        self._parts = torch.zeros(_PARTS, FEW_ROWS, width, device=device)
+        self._chosen = room(max_logits, width)
+        self._logits = room(max_logits, spec.vocab_size)
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def forward(self, tokens: StepTokens, attention: DeviceAttention, step: Step) -> Tensor:
+        """Hidden states [tokens, hidden] behind the last norm."""
+        count, overlapped = step.shape.num_tokens, step.shape.overlapped
+        residual, normed = self._residual[:count], self._normed[:count]
+        torch.index_select(self._embedding, 0, tokens.ids[:count], out=residual)
+        if self.spec.embed_scale != 1.0:
+            residual.mul_(torch.tensor(self.spec.embed_scale, dtype=self.dtype).item())
+        places = [
+            TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
+        ]
+        if count == 1 and self._is_plain:
+            return self._forward_one(attention, step, places)
+        update: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            self._add(residual, update, layer.norm_before_attention, overlapped)
+            product = self._times(normed, layer.qkv, self._product)
+            place = places[self.spec.layer_groups[index]]
+            attended = attention.attend(step, index, product, place, layer.head_norm)
+            update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped)
+            self._add(residual, update, layer.norm_before_feed_forward, overlapped)
+            update = self._fed(normed, layer, overlapped)
+        self._add(residual, update, self._norm, overlapped)
+        return normed
+
+    def logits(self, hidden: Tensor, which: Tensor | None) -> Tensor:
+        """Of all tokens, or of those numbered in `which`."""
+        if which is not None:
+            chosen = self._chosen[: len(which)]
+            torch.index_select(hidden, 0, which, out=chosen)
+            hidden = chosen
+        out = self._logits[: len(hidden)]
+        if len(hidden) == 1 and self._is_plain:
+            row_product(out[0], hidden[0], self._head.weight)
+            return out
+        return self._times(hidden, self._head, self._logits)
+
+    # -- parts of a layer ------------------------------------------------------------------------------------
+
+    def _add(self, residual: Tensor, update: Tensor | None, weight: Tensor, overlapped: bool) -> None:
+        normed = self._normed[: len(residual)]
+        residual_norm(normed, residual, update, weight, epsilon=self.spec.norm_eps, overlapped=overlapped)
+
+    def _times(self, x: Tensor, linear: DenseLinear, into: Tensor) -> Tensor:
+        out = into[: len(x)]
+        if linear.bias is not None:
+            return torch.addmm(linear.bias, x, linear.weight.T, out=out)
+        return torch.mm(x, linear.weight.T, out=out)
+
+    def _narrowed(self, x: Tensor, linear: DenseLinear, norm: Tensor | None, overlapped: bool) -> Tensor:
+        """A product back to the model's width; few rows leave it in parts for the next norm to sum."""
+        rows = len(x)
+        if rows <= FEW_ROWS and linear.bias is None and norm is None and self.dtype != torch.float32:
+            tuning = tuning_for(*linear.weight.shape)
+            if tuning is not None and tuning.parts == _PARTS:
+                parts = self._parts.view(-1)[: _PARTS * rows * linear.weight.shape[0]].view(_PARTS, rows, -1)
+                skinny_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
+                return parts
+        update = self._times(x, linear, self._update)
+        if norm is not None:
+            residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
+        return update
+
+    def _fed(self, normed: Tensor, layer: DeviceLayer, overlapped: bool) -> Tensor:
+        norm = layer.norm_after_feed_forward
+        if layer.experts is not None:
+            return layer.experts(normed)
+        assert layer.gate_up is not None and layer.down is not None
+        wide = self._times(normed, layer.gate_up, self._wide)
+        narrow = self._narrow[: len(normed)]
+        activation = "silu" if self.spec.activation == "silu" else "gelu_tanh"
+        gated_activation(narrow, wide, activation=activation, overlapped=overlapped)  # type: ignore[arg-type]
+        return self._narrowed(narrow, layer.down, norm, overlapped)
+
+    # -- one row -----------------------------------------------------------------------------------------------
+
+    def _forward_one(self, attention: DeviceAttention, step: Step, places: list[TokenPlaces]) -> Tensor:
+        """A single token: each product takes in the norm before it or the gate after it."""
+        overlapped, epsilon = step.shape.overlapped, self.spec.norm_eps
+        residual, other, update = self._residual[0], self._normed[0], self._update[0]
+        update.zero_()
+        for index, layer in enumerate(self._layers):
+            assert layer.gate_up is not None and layer.down is not None
+            norm = RowNorm(
+                residual=residual, new_residual=other, weight=layer.norm_before_attention, epsilon=epsilon
+            )
+            row_product(self._product[0], update, layer.qkv.weight, norm=norm, overlapped=overlapped)
+            place = places[self.spec.layer_groups[index]]
+            attended = attention.attend(step, index, self._product[:1], place, layer.head_norm)
+            row_product(update, attended[0], layer.output.weight, overlapped=overlapped)
+            norm = RowNorm(
+                residual=other, new_residual=residual, weight=layer.norm_before_feed_forward, epsilon=epsilon
+            )
+            row_product(
+                self._narrow[0], update, layer.gate_up.weight, norm=norm, gated=True, overlapped=overlapped
+            )
+            row_product(update, self._narrow[0], layer.down.weight, overlapped=overlapped)
+        self._add(self._residual[:1], self._update[:1], self._norm, overlapped)
+        return self._normed[:1]
+
+
+def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> DeviceLayer:
+    def norm(part: RMSNorm | None) -> Tensor | None:
+        return None if part is None else part.weight.to(device)
+
+    head_norm = None
+    if layer.attention.head_norm is not None:
+        weight = layer.attention.head_norm.weight.to(device)
+        head_norm = HeadNorm(
+            query_weight=weight[0].contiguous(), key_weight=weight[-1].contiguous(), epsilon=spec.norm_eps
+        )
+    fed = layer.feed_forward
+    dense = fed if isinstance(fed, FeedForward) else None
+    return DeviceLayer(
+        qkv=cast(DenseLinear, layer.attention.qkv),
+        output=cast(DenseLinear, layer.attention.output),
+        gate_up=cast(DenseLinear, dense.gate_up) if dense is not None else None,
+        down=cast(DenseLinear, dense.down) if dense is not None else None,
+        experts=_moved(fed, device) if isinstance(fed, Experts) else None,
+        head_norm=head_norm,
+        norm_before_attention=layer.norm_before_attention.weight.to(device),
+        norm_before_feed_forward=layer.norm_before_feed_forward.weight.to(device),
+        norm_after_attention=norm(layer.norm_after_attention),
+        norm_after_feed_forward=norm(layer.norm_after_feed_forward),
+    )
+
+
+def _moved(experts: Experts, device: torch.device) -> Experts:
+    """The router is built on the host in float32; the experts are on the device already."""
+    router = cast(DenseLinear, experts.router)
+    kind = cast(DenseLinear, experts.experts[0].down).weight.dtype
+    experts.router = DenseLinear(router.weight.to(device, kind))
+    return experts

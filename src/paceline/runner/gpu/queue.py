@@ -1,0 +1,55 @@
+"""The order in which a device works: one stream, and marks to wait for.
+
+On a CPU everything is done when a call returns; kernels run there through Triton's interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Mark:
+    """A place in the queue."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Return when everything queued before is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class DeviceQueue:
+    """The stream of all steps of one runner."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.stream: torch.cuda.Stream | None = None
+        if self.is_gpu:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Whatever is launched inside goes into the queue."""
+        with torch.inference_mode():
+            if self.stream is None:
+                yield
+                return
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                yield
+
+    def mark(self) -> Mark:
+        if self.stream is None:
+            return Mark(None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return Mark(event)
+
+    def drain(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,162 @@
+"""All columns of all rows in one memory on the device, with a copy on the host that changes are made in first.
+
+A change is an address and a word; the changes of a plan go over in one copy and are written by one kernel. Words the
+device owns once a row runs (its length, whether it is active, tokens drawn) are written here only when a row joins.
+The last row belongs to nobody: slots of a batch that are not used point to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.config import Capacity, EngineConfig
+from paceline.kernels.row_update import MAX_STOP_IDS, RowColumns
+from paceline.kernels.step_inputs import write_words
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+_ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """One column: where it lies, and how many words an entry has."""
+
+    start: int
+    width: int
+    host: I32  # [entries, width]
+    device: Tensor  # the same
+
+
+class RowMemory:
+    """Sections by name; `put` changes, `send` writes the changes to the device."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        capacity = Capacity.of(config)
+        self.num_rows = capacity.num_rows
+        self.nobody = capacity.num_rows
+        self.max_slots = config.scheduler.max_num_seqs
+        rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
+        tables = {
+            f"table{group}": (rows, capacity.max_blocks_per_row) for group in range(len(config.kv.groups))
+        }
+        shapes = {
+            "temperature": (rows, 2),
+            "seed": (rows, 2),
+            "length": (rows, 1),
+            "max_length": (rows, 1),
+            "active": (rows, 1),
+            "stop_ids": (rows, MAX_STOP_IDS),
+            "slot_rows": (self.max_slots, 1),
+            "span_row": (rows, 1),
+            "span_first": (rows, 1),
+            "span_count": (rows, 1),
+            "span_position": (rows, 1),
+            "sample_rows": (slots, 1),
+            "sample_tokens": (slots, 1),
+            **tables,
+            "tokens": (rows, config.scheduler.max_model_len + 1),
+        }
+        starts, size = {}, 0
+        for name, (entries, width) in shapes.items():
+            starts[name] = size
+            size += -(-entries * width // _ALIGNED) * _ALIGNED
+        assert size < 2**31, (
+            "rows need more memory than a 32-bit address reaches: fewer rows or a shorter length"
+        )
+        self._host: I32 = np.zeros(size, np.int32)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._sections = {name: self._section(starts[name], *shape) for name, shape in shapes.items()}
+        self._changed: list[I64] = []
+        self._staging: list[Tensor] = [_pinned(4096) for _ in range(2 * config.depth + 6)]
+        self._arrived = torch.empty(2, 4096, dtype=torch.int32, device=device)
+        self._turn = 0
+        self._sections["slot_rows"].host[:] = self.nobody
+        self._sections["slot_rows"].device.fill_(self.nobody)
+        self.columns = RowColumns(
+            length=self.column("length"),
+            max_length=self.column("max_length"),
+            active=self.column("active"),
+            stop_ids=self["stop_ids"].device,
+            tokens=self["tokens"].device,
+        )
+        self.temperature = self._wide("temperature", torch.float64)
+        self.seed = self._wide("seed", torch.int64)
+        self.tables = [self[name].device for name in tables]
+
+    def __getitem__(self, name: str) -> Section:
+        return self._sections[name]
+
+    def column(self, name: str) -> Tensor:
+        """A section of one word per entry, flat."""
+        return self._sections[name].device.view(-1)
+
+    def put(self, name: str, at: I64 | slice, values: object, *, first: int = 0) -> None:
+        """Entries `at` become `values`: a word each, or a row of words from word `first` of the entry on."""
+        section = self._sections[name]
+        if isinstance(at, slice):
+            at = np.arange(at.start, at.stop)
+        words = np.asarray(values, np.int32)
+        if words.ndim < 2:
+            words = words.reshape(-1, 1)
+        columns = np.arange(first, first + words.shape[1])
+        section.host[at[:, None], columns] = words
+        self._changed.append((section.start + at[:, None] * section.width + columns).ravel())
+
+    def put_wide(self, name: str, at: I64, values: NDArray[np.float64] | NDArray[np.int64]) -> None:
+        """The same for entries of 64 bits."""
+        self.put(name, at, values.view(np.int32).reshape(-1, 2))
+
+    def put_tokens(self, row: int, tokens: I32) -> None:
+        section = self._sections["tokens"]
+        section.host[row, : len(tokens)] = tokens
+        start = section.start + row * section.width
+        self._changed.append(np.arange(start, start + len(tokens)))
+
+    def touch(self, addresses: I64) -> None:
+        """Words that were changed in a section's copy on the host."""
+        self._changed.append(addresses)
+
+    def forget_changes(self) -> None:
+        self._changed.clear()
+
+    def send(self) -> None:
+        """Write all changes since the last time, in the stream that is current."""
+        if not self._changed:
+            return
+        addresses = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
+        self._changed.clear()
+        count = len(addresses)
+        self._turn = (self._turn + 1) % len(self._staging)
+        if self._staging[self._turn].shape[1] < count:
+            self._staging[self._turn] = _pinned(2 * count)
+        if self._arrived.shape[1] < count:
+            self._arrived = torch.empty(2, 2 * count, dtype=torch.int32, device=self._device.device)
+        staging = self._staging[self._turn]
+        words = staging.numpy()
+        words[0, :count] = addresses
+        words[1, :count] = self._host[addresses]  # the last of several changes, whichever is written last
+        for part in (0, 1):
+            self._arrived[part, :count].copy_(staging[part, :count], non_blocking=True)
+        write_words(self._device, self._arrived, count)
+
+    def _section(self, start: int, entries: int, width: int) -> Section:
+        end = start + entries * width
+        return Section(
+            start,
+            width,
+            self._host[start:end].reshape(entries, width),
+            self._device[start:end].view(entries, width),
+        )
+
+    def _wide(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._sections[name].device.view(-1).view(dtype)
+
+
+def _pinned(count: int) -> Tensor:
+    return torch.empty(2, count, dtype=torch.int32, pin_memory=torch.cuda.is_available())

@@ -1,0 +1,197 @@
+"""The host's side of the rows: applies plans to the row memory and knows what a step's batch consists of.
+
+It knows of every row what the host can know without asking the device: who owns it, how far its known tokens are
+computed, which token a step will draw for it. It never reads the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.config import EngineConfig
+from paceline.core.plan import RowJoins, StepPlan
+from paceline.core.sampling import SamplingParams
+from paceline.kernels.row_update import MAX_STOP_IDS
+from paceline.runner.gpu.row_memory import RowMemory
+from paceline.runner.noise import key_of
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceBatch:
+    """The rows of one step: those that decode, in slots of the batch, then spans."""
+
+    decode: I64
+    spans: I64  # rows
+    start: I64  # position of each span's first token
+    count: I64
+    finishing: I64  # numbers of the spans that end with a token drawn
+    generation: I32  # of all rows, decoding ones first
+    num_pad: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + int(self.count.sum()) + self.num_pad
+
+    @property
+    def sampled(self) -> I64:
+        """Rows that get a token, in the order of the draw."""
+        return np.concatenate([self.decode, self.spans[self.finishing]])
+
+
+class HostRows:
+    """What the host knows of the rows on the device."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.memory = RowMemory(config, device)
+        self._eos = eos_token_ids
+        num_rows = self.memory.num_rows + 1  # nobody's is the last
+        self.generation: I32 = np.zeros(num_rows, np.int32)
+        self.num_prompt: I64 = np.zeros(num_rows, np.int64)
+        self.num_tokens: I64 = np.zeros(
+            num_rows, np.int64
+        )  # as of the last step submitted, if nobody stopped
+        self.computed: I64 = np.zeros(num_rows, np.int64)  # of known tokens
+        self.decoding: Bool = np.zeros(num_rows, np.bool_)
+        self.needs_host: Bool = np.zeros(num_rows, np.bool_)  # what it asks for is done on the host
+        self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
+        self.decode: I64 = np.zeros(0, np.int64)
+
+    def clear(self) -> None:
+        """Nobody is here; the device forgets who decodes."""
+        self.memory.forget_changes()
+        self.decoding[:] = False
+        self._renew_slots()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Leaves, joins, row copies, block appends and copied blocks of a plan."""
+        change, joins = plan.decode_rows, plan.joins
+        if len(joins.row):
+            self._join(joins)
+            self._copy_tokens(plan)
+        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
+            self.decoding[plan.leaves] = False
+            self.decoding[joins.row] = False
+            self.decoding[change.removed] = False
+            self.decoding[change.added] = True
+            self._renew_slots()
+        for columns, blocks in (
+            (plan.new_blocks, plan.new_blocks.block),
+            (plan.block_copies, plan.block_copies.target),
+        ):
+            if len(columns.row):
+                self._set_blocks(columns.row, columns.group, columns.index, blocks)
+
+    def batch(self, plan: StepPlan) -> DeviceBatch:
+        """Who takes part in the step of a plan that has been applied; counters are those after it."""
+        spans = plan.spans.row.astype(np.int64)
+        count = plan.spans.num_scheduled.astype(np.int64)
+        start = self.computed[spans]
+        self.computed[spans] += count
+        finishing = np.flatnonzero(self.computed[spans] == self.num_tokens[spans])
+        self.num_tokens[self.decode] += 1
+        self.num_tokens[spans[finishing]] += 1
+        rows = np.concatenate([self.decode, spans]) if len(spans) else self.decode
+        return DeviceBatch(
+            decode=self.decode,
+            spans=spans,
+            start=start,
+            count=count,
+            finishing=finishing,
+            generation=self.generation[rows],
+            num_pad=plan.pad_tokens,
+        )
+
+    def put_batch(self, batch: DeviceBatch) -> None:
+        """Tell the device about the spans of a step, and which tokens are drawn for whom."""
+        memory, slots, number = self.memory, len(batch.decode), len(batch.spans)
+        at = slice(0, number)
+        first = slots + np.cumsum(batch.count) - batch.count
+        columns = {"row": batch.spans, "first": first, "count": batch.count, "position": batch.start}
+        for name, values in columns.items():
+            memory.put(f"span_{name}", at, values)
+        sampled = batch.sampled
+        last = (first + batch.count - 1)[batch.finishing]
+        memory.put("sample_rows", slice(0, len(sampled)), sampled)
+        memory.put("sample_tokens", slice(0, len(sampled)), np.concatenate([np.arange(slots), last]))
+
+    # -- changes -------------------------------------------------------------------------------------------
+
+    def _join(self, joins: RowJoins) -> None:
+        at, memory = joins.row.astype(np.int64), self.memory
+        self.generation[at] = joins.generation
+        self.num_prompt[at] = joins.num_prompt
+        self.num_tokens[at] = joins.num_tokens
+        self.computed[at] = joins.num_computed
+        memory.put("length", at, joins.num_tokens)
+        memory.put("max_length", at, joins.limit)
+        memory.put("active", at, np.ones(len(at), np.int32))
+        memory.put_wide("temperature", at, np.array([params.temperature for params in joins.sampling]))
+        seeds = np.array([key_of(params.seed or 0) for params in joins.sampling], np.uint64)
+        memory.put_wide("seed", at, seeds.view(np.int64))
+        stops = np.full((len(at), MAX_STOP_IDS), -1, np.int32)
+        for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
+            ends = self._stops(params)
+            stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
+            self.needs_host[row] = needs_host(params, len(ends))
+            asked = params.prompt_logprobs
+            self.prompt_logprobs[row] = -2 if asked is None else asked
+            memory.put_tokens(row, joins.tokens[index])
+        memory.put("stop_ids", at, stops)
+
+    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos)
+
+    def _copy_tokens(self, plan: StepPlan) -> None:
+        """A branch has its parent's tokens, some of which only the device may know."""
+        copies, tokens = plan.row_copies, self.memory["tokens"].device
+        if not len(copies.source):
+            return
+        self.memory.send()  # the parent may have joined in this very plan
+        columns = (copies.source.tolist(), copies.target.tolist(), copies.num_tokens.tolist())
+        for source, target, count in zip(*columns, strict=True):
+            tokens[target, :count] = tokens[source, :count]
+
+    def _set_blocks(self, rows: I32, groups: I32, index: I32, blocks: I32) -> None:
+        for group in range(len(self.memory.tables)):
+            mine = groups == group if len(self.memory.tables) > 1 else slice(None)
+            at, entry = rows[mine].astype(np.int64), index[mine].astype(np.int64)
+            section = self.memory[f"table{group}"]
+            section.host[at, entry] = blocks[mine]
+            self.memory.touch(section.start + at * section.width + entry)
+
+    def _renew_slots(self) -> None:
+        """The slots of the batch follow the rows that decode, in order; slots without a row belong to nobody."""
+        self.decode = np.flatnonzero(self.decoding)
+        section = self.memory["slot_rows"].host[:, 0]
+        slots = np.full(len(section), self.memory.nobody, np.int32)
+        slots[: len(self.decode)] = self.decode
+        changed = np.flatnonzero(slots != section)
+        if len(changed):
+            self.memory.put("slot_rows", changed, slots[changed])
+
+
+def needs_host(params: SamplingParams, num_stops: int) -> bool:
+    """Whether a row asks for more than the device draws by itself: temperature, seed and a few stop ids."""
+    return bool(
+        params.top_k > 0
+        or params.top_p < 1.0
+        or params.min_p > 0.0
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or params.min_tokens > 0
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or num_stops > MAX_STOP_IDS
+    )

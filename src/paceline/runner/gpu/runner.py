@@ -1,0 +1,382 @@
+"""The runner on a GPU: plans go down as changes of rows, tokens come back through pinned memory one step late.
+
+All work is queued in one stream in the order of the plans; nothing waits for the device but `wait`. A step in which
+only rows decode that ask for nothing special is one graph; others are launched kernel by kernel. Rows that ask for
+more than the device draws by itself are drawn on the host by the reference sampler, which makes their steps wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.config import EngineConfig
+from paceline.core.plan import (
+    AT_LENGTH,
+    EMPTY,
+    RUNNING_ON,
+    STOPPED,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+from paceline.kernels.prefill_plan import Spans
+from paceline.kernels.row_update import FORCED_STOP, NOT_FINITE, DrawnTokens, update_rows
+from paceline.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
+from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
+from paceline.models.decoder import Parts
+from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, StepShape
+from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
+from paceline.runner.gpu.graphs import DecodeGraphs, ladder
+from paceline.runner.gpu.kv_pools import KVPools, tickets_of
+from paceline.runner.gpu.queue import DeviceQueue, Mark
+from paceline.runner.gpu.rows import DeviceBatch, HostRows
+from paceline.runner.sampling import Sampler, prompt_logprobs
+
+_logger = logging.getLogger("paceline")
+_CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUOptions:
+    """How steps are run. Output does not depend on it."""
+
+    graphs: bool = True
+    overlapped: bool = True  # kernels of small steps may start before the one before them has ended
+
+
+class GPURunner:
+    """Computes plans on one GPU."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        parts: Parts,
+        eos_token_ids: tuple[int, ...],
+        *,
+        device: torch.device,
+        options: GPUOptions = GPUOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        self._config, self._options, self._device = config, options, device
+        self._queue = DeviceQueue(device)
+        self._rows = HostRows(config, eos_token_ids, device)
+        memory = self._rows.memory
+        max_slots = config.scheduler.max_num_seqs
+        max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
+        self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
+        self._pools = KVPools(spec, config.kv, memory.tables, self._decoder.dtype)
+        self._attention = DeviceAttention(
+            spec,
+            self._pools,
+            rotation_tables(spec, config.scheduler.max_model_len + 1, device),
+            max_tokens=max_tokens,
+            max_slots=max_slots,
+            max_spans=memory.num_rows,
+            dtype=self._decoder.dtype,
+        )
+        self._sampler = Sampler(memory.num_rows, spec.vocab_size, eos_token_ids)
+        self._allocate(max_tokens, spec)
+        self._next_seq = 1
+        self._ring = torch.empty(
+            config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
+        )
+        self._graphs = DecodeGraphs()
+        with self._queue.entered():
+            self._warm_up()
+            if options.graphs and self._decoder.is_capturable and self._queue.stream is not None:
+                self._graphs.capture(ladder(max_slots), self._decode_step, self._queue.stream)
+        self._queue.drain()
+
+    def _warm_up(self) -> None:
+        """Compile and load every kernel a step may launch: nothing is compiled while serving."""
+        nobody, memory = self._rows.memory.nobody, self._rows.memory
+        memory.put("active", np.array([nobody]), [0])
+        for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
+            self._decode_step(slots)
+        most = min(memory.max_slots, 64)
+        for number, count in ((1, 1), (1, 2), (2, 17), (most, 1)):
+            rows = np.full(number, nobody)
+            batch = DeviceBatch(
+                decode=np.full(min(number, memory.max_slots), nobody)[: number // 2],
+                spans=rows,
+                start=np.zeros(number, np.int64),
+                count=np.full(number, min(count, self._config.scheduler.max_num_batched_tokens // number)),
+                finishing=np.arange(number - number // 2),
+                generation=np.zeros(number, np.int32),
+                num_pad=0,
+            )
+            self._compute(batch)
+
+    def _allocate(self, max_tokens: int, spec: ModelSpec) -> None:
+        device, memory = self._device, self._rows.memory
+
+        def column(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        self._tokens = StepTokens(
+            ids=column(max_tokens, torch.int32),
+            positions=column(max_tokens, torch.int32),
+            slots=[column(max_tokens, torch.int64) for _ in memory.tables],
+        )
+        self._visible = column(memory.num_rows + 1, torch.int32)
+        slots = self._config.scheduler.max_num_seqs
+        self._drawn = torch.zeros(2, slots, dtype=torch.int32, device=device)
+        self._chosen = column(slots, torch.int32)
+        self._finite = column(slots, torch.uint8)
+        self._candidates: dict[bool, Candidates] = {
+            True: allocate_candidates(slots, spec.vocab_size, device, turns=8),
+            False: allocate_candidates(63, spec.vocab_size, device, turns=2),
+        }
+
+    # -- the runner seam -------------------------------------------------------------------------------------
+
+    def reset(self, full: StepPlan) -> None:
+        self._queue.drain()
+        self._next_seq = full.seq + 1
+        self._rows.clear()
+        with self._queue.entered():
+            self._apply(full)
+            self._rows.memory.send()
+
+    def submit(self, plan: StepPlan) -> Computing:
+        assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
+        self._next_seq += 1
+        started_s = time.perf_counter()
+        with self._queue.entered():
+            self._apply(plan)
+            tickets = self._move_blocks(plan)
+            batch = self._rows.batch(plan)
+            logprobs = self._compute(batch)
+            return self._computing(plan.seq, batch, tickets, logprobs, started_s)
+
+    def _computing(
+        self,
+        seq: int,
+        batch: DeviceBatch,
+        tickets: NDArray[np.int32],
+        logprobs: tuple[RowLogprobs, ...],
+        started_s: float,
+    ) -> Computing:
+        count = len(batch.decode) + len(batch.finishing)
+        ring = self._ring[seq % len(self._ring)]
+        if count:
+            ring[:, :count].copy_(self._drawn[:, :count], non_blocking=True)
+        return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        rows = self._rows
+        rows.apply(plan)
+        for row, params, tokens in zip(
+            plan.joins.row.tolist(), plan.joins.sampling, plan.joins.tokens, strict=True
+        ):
+            if rows.needs_host[row]:
+                known = (
+                    tokens
+                    if len(tokens)
+                    else rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
+                )
+                self._sampler.join(row, params, known, int(rows.num_prompt[row]))
+
+    def _move_blocks(self, plan: StepPlan) -> NDArray[np.int32]:
+        """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
+        if len(plan.swap_out.ticket):
+            self._pools.swap_out(plan.swap_out)
+        if len(plan.block_copies.row):
+            self._pools.copy_blocks(plan.block_copies)
+        if len(plan.swap_in.ticket):
+            self._pools.swap_in(plan.swap_in)
+        if not (len(plan.swap_out.ticket) or len(plan.swap_in.ticket)):
+            return EMPTY
+        return tickets_of(plan.swap_out, plan.swap_in)
+
+    def _compute(self, batch: DeviceBatch) -> tuple[RowLogprobs, ...]:
+        rows = self._rows
+        if not batch.num_tokens:
+            rows.memory.send()
+            return ()
+        asks_host = bool(rows.needs_host[batch.sampled].any() or rows.needs_host[batch.spans].any())
+        if not len(batch.spans) and not batch.num_pad and not asks_host:
+            rows.memory.send()
+            if not self._graphs.replay(len(batch.decode)):
+                self._decode_step(len(batch.decode))
+            return ()
+        rows.put_batch(batch)
+        rows.memory.send()
+        hidden = self._forward(batch)
+        found = self._prompt_logprobs(batch, hidden) if asks_host else ()
+        count = len(batch.decode) + len(batch.finishing)
+        if count:
+            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:count])
+            who = rows.memory.column("sample_rows")[:count]
+            self._draw(logits, who)
+            if asks_host:
+                found += self._draw_on_host(batch, logits)
+            self._update(who)
+        return found
+
+    def _decode_step(self, slots: int) -> None:
+        """A step in which all rows decode; this is what graphs hold."""
+        memory = self._rows.memory
+        slot_rows = memory.column("slot_rows")[:slots]
+        overlapped = self._options.overlapped and self._queue.is_gpu and slots <= FEW_ROWS
+        shape = StepShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
+        decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
+        step = self._attention.begin(shape, slot_rows, self._visible, None)
+        hidden = self._decoder.forward(self._tokens, self._attention, step)
+        self._draw(self._decoder.logits(hidden, None), slot_rows)
+        self._update(slot_rows)
+
+    def _forward(self, batch: DeviceBatch) -> Tensor:
+        """Hidden states of a step with spans."""
+        memory, slots, number = self._rows.memory, len(batch.decode), len(batch.spans)
+        slot_rows = memory.column("slot_rows")
+        if slots:
+            decode_inputs(self._tokens, self._visible, memory.columns, slot_rows[:slots], memory.tables)
+        spans = None
+        tile = self._attention.tile_tokens
+        if number:
+            spans = Spans(
+                **{
+                    name: memory.column(f"span_{name}")[:number]
+                    for name in ("row", "first", "count", "position")
+                }
+            )
+            longest = int(batch.count.max())
+            span_inputs(self._tokens, spans, longest, memory.columns.tokens, memory.tables)
+        if batch.num_pad:  # computed for real, read by nobody
+            for column, value in (
+                (self._tokens.ids, 0),
+                (self._tokens.positions, 0),
+                *((s, -1) for s in self._tokens.slots),
+            ):
+                column[batch.num_tokens - batch.num_pad : batch.num_tokens] = value
+        shape = StepShape(
+            num_tokens=batch.num_tokens,
+            num_slots=slots,
+            num_spans=number,
+            num_tiles=int((-(-batch.count // tile)).sum()),
+        )
+        step = self._attention.begin(shape, slot_rows, self._visible, spans)
+        return self._decoder.forward(self._tokens, self._attention, step)
+
+    def _draw(self, logits: Tensor, who: Tensor) -> None:
+        memory, count = self._rows.memory, len(logits)
+        columns = SamplingColumns(
+            slot_rows=who,
+            temperature=memory.temperature,
+            seed=memory.seed,
+            position=memory.columns.length,
+        )
+        sample(self._chosen[:count], self._finite[:count], logits, columns, self._candidates[count >= 64])
+
+    def _update(self, who: Tensor) -> None:
+        count = len(who)
+        drawn = DrawnTokens(token=self._drawn[0, :count], code=self._drawn[1, :count])
+        update_rows(self._rows.memory.columns, drawn, who, self._chosen[:count], self._finite[:count])
+
+    # -- what the host does ----------------------------------------------------------------------------------
+
+    def _draw_on_host(self, batch: DeviceBatch, logits: Tensor) -> tuple[RowLogprobs, ...]:
+        """Tokens of the rows that ask for more than the device does replace those it drew."""
+        rows = self._rows
+        sampled = batch.sampled
+        which = np.flatnonzero(rows.needs_host[sampled])
+        if not len(which):
+            return ()
+        chosen = torch.from_numpy(which).to(self._device)
+        values = logits.index_select(0, chosen).float().cpu()
+        own = sampled[which]
+        drawn = self._sampler.sample(values, own, rows.num_tokens[own] - 1)
+        finite = np.where(drawn.finite, np.where(drawn.stopped, FORCED_STOP, 1), 0).astype(np.uint8)
+        tokens = np.where(drawn.finite, drawn.tokens, 0).astype(np.int32)
+        self._chosen[chosen] = torch.from_numpy(tokens).to(self._device)
+        self._finite[chosen] = torch.from_numpy(finite).to(self._device)
+        return drawn.logprobs
+
+    def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
+        """How likely each prompt token was, for the few rows that want to know."""
+        rows = self._rows
+        found: list[RowLogprobs] = []
+        firsts = len(batch.decode) + np.cumsum(batch.count) - batch.count
+        for index in np.flatnonzero(rows.prompt_logprobs[batch.spans] > -2).tolist():
+            row, start = int(batch.spans[index]), int(batch.start[index])
+            end = min(start + int(batch.count[index]), int(rows.num_prompt[row]) - 1)
+            if start >= end:
+                continue
+            first = int(firsts[index])
+            positions = np.arange(start + 1, end + 1)
+            targets = rows.memory["tokens"].host[row, positions].astype(np.int64)
+            for begin in range(0, end - start, self._config.scheduler.max_num_seqs):
+                part = slice(begin, min(begin + self._config.scheduler.max_num_seqs, end - start))
+                logits = (
+                    self._decoder.logits(hidden[first + part.start : first + part.stop], None).float().cpu()
+                )
+                found += prompt_logprobs(
+                    logits, targets[part], positions[part], row, int(rows.prompt_logprobs[row])
+                )
+        return tuple(found)
+
+
+class Computing:
+    """A submitted step."""
+
+    def __init__(
+        self,
+        seq: int,
+        batch: DeviceBatch,
+        ring: NDArray[np.int32],
+        done: Mark,
+        tickets: NDArray[np.int32],
+        logprobs: tuple[RowLogprobs, ...],
+        started_s: float,
+    ) -> None:
+        self._seq, self._batch, self._ring, self._done = seq, batch, ring, done
+        self._tickets, self._logprobs, self._started_s = tickets, logprobs, started_s
+
+    def wait(self) -> StepResult:
+        self._done.wait()
+        batch = self._batch
+        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
+        token, code = self._ring[0, :drawn].copy(), self._ring[1, :drawn]
+        took_part = code >= 0
+        known = np.where(took_part, code, 0)
+        finite, finished = known != NOT_FINITE, _CODES[known]
+        count = took_part.astype(np.int32)
+        token[~took_part] = 0
+        rows = batch.decode.astype(np.int32)
+        if len(batch.spans):
+            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
+            at = np.concatenate([np.arange(slots), slots + batch.finishing])
+            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
+            finished = _spread(finished, at, len(rows))
+            finite = _spread(finite, at, len(rows), True)
+        return StepResult(
+            seq=self._seq,
+            rows=rows,
+            generation=batch.generation,
+            tokens=token[:, None],
+            count=count,
+            finished=finished,
+            finite=finite,
+            copies_done=self._tickets,
+            logprobs=self._logprobs,
+            times=StepTimes(start_s=self._started_s, end_s=time.perf_counter()),
+        )
+
+
+def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
+    """Values at their places among rows of which some have none."""
+    whole = np.full(size, rest, values.dtype)
+    whole[at] = values
+    return whole
