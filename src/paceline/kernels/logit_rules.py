@@ -249,14 +249,16 @@ def _list_kernel(
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
             x = tl.load(source + at, mask=at < vocabulary, other=float("inf"))
-            tl.store(source + at, tl.full([TILE], float("-inf"), x.dtype), mask=_is_usable(x))
+            tl.store(source + at, tl.full([TILE], float("-inf"), tl.float32).to(x.dtype), mask=_is_usable(x))
         tl.debug_barrier()
         tl.store(here, kept, mask=is_allowed)
         tl.debug_barrier()
     if num_bans > 0:
         before = tl.load(here, mask=is_ban, other=float("inf"))
         tl.debug_barrier()
-        tl.store(here, tl.full([ENTRIES], float("-inf"), before.dtype), mask=_is_usable(before))
+        tl.store(
+            here, tl.full([ENTRIES], float("-inf"), tl.float32).to(before.dtype), mask=_is_usable(before)
+        )
         tl.debug_barrier()
         # What would leave no token at all is not banned.
         left = num_bans > 0
