@@ -1,0 +1,104 @@
+"""Random mixtures of experts and the comparison with their definition; used on the GPU and through the interpreter.
+
+Buffers are NaN before every case, so that whatever is used without having been written shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.expert_plan import allocate_expert_plan, plan_experts, reference_order
+from paceline.kernels.expert_product import (
+    ExpertBuffers,
+    ExpertTuning,
+    ExpertWeights,
+    allocate_expert_buffers,
+    expert_product,
+    reference_expert_product,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sizes of a layer and where the case lives."""
+
+    device: str
+    dtype: torch.dtype
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+
+    def weights(self) -> ExpertWeights:
+        sizes = (self.experts, 2 * self.inner, self.hidden), (self.experts, self.hidden, self.inner)
+        gate_up, down = (
+            (torch.randn(size, device=self.device) * size[2] ** -0.5).to(self.dtype) for size in sizes
+        )
+        return ExpertWeights(gate_up=gate_up, down=down)
+
+    def tokens(self, number: int) -> Tensor:
+        return torch.randn(number, self.hidden, device=self.device).to(self.dtype)
+
+    def choices(self, tokens: int, *, skew: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Different experts for each token, with weights that sum to 1; a large skew sends all to the first ones."""
+        liked = torch.randn(tokens, self.experts) - skew * torch.arange(self.experts)
+        weight, chosen = liked.softmax(-1).topk(self.per_token, dim=-1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        return chosen.to(self.device), weight.float().to(self.device)
+
+    def buffers(self, tokens: int, weights: ExpertWeights) -> ExpertBuffers:
+        buffers = allocate_expert_buffers(tokens, self.per_token, weights, self.device)
+        buffers.inner.fill_(float("nan"))
+        buffers.product.fill_(float("nan"))
+        buffers.plan.order.fill_(2**30)
+        buffers.plan.tiles.fill_(2**30)
+        return buffers
+
+
+def check_plan(chosen: Tensor, experts: int, *, tile_rows: int) -> None:
+    """The order is the definition's, and tiles cover it, each within one expert."""
+    pairs = chosen.numel()
+    plan = allocate_expert_plan(pairs + 7, experts, least_rows=min(tile_rows, 16), device=chosen.device)
+    for _ in range(2):  # the second time in buffers that have been used
+        plan_experts(plan, chosen, tile_rows=tile_rows)
+        order, counts = reference_order(chosen, experts)
+        assert plan.counts.tolist() == counts
+        assert plan.order[: len(order)].tolist() == order
+        expected = []
+        for expert, number in enumerate(counts):
+            first = sum(counts[:expert])
+            for begin in range(first, first + number, tile_rows):
+                expected.append([expert, begin, min(begin + tile_rows, first + number)])
+        assert plan.num_tiles.tolist() == [len(expected)]
+        assert plan.tiles[: len(expected)].tolist() == expected
+        assert plan.arrived.tolist() == [0]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+
+
+def assert_close(found: Tensor, expected: Tensor, allowed: float) -> None:
+    difference = (found.double() - expected).norm(dim=-1)
+    error = float((difference / expected.norm(dim=-1).clamp_min(1e-30)).max())  # of the worst token
+    assert error < allowed, f"relative error {error:.2e} against {allowed:.0e}"
+
+
+def check_product(
+    mixture: Mixture, tokens: int, *, skew: float = 0.0, tuning: ExpertTuning | None = None
+) -> None:
+    """Also with a token without experts, and one that has only some of its choices here."""
+    weights, x = mixture.weights(), mixture.tokens(tokens)
+    chosen, weight = mixture.choices(tokens, skew=skew)
+    if tokens > 2:
+        chosen[1] = -1
+        chosen[2, 0] = mixture.experts
+        weight[2, 0] = float("nan")
+    buffers = mixture.buffers(tokens + 3, weights)
+    out = torch.full_like(x, float("nan"))
+    expert_product(out, x, chosen, weight, weights, buffers, tuning=tuning)
+    expected = reference_expert_product(x, chosen, weight, weights)
+    assert_close(out, expected, tolerance(mixture.dtype))
