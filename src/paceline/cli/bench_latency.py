@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.bench.latency import LatencyResult, run_online, warm_up
@@ -37,15 +37,19 @@ def run_latency(
         check_vocabulary(llm.loaded.checkpoint.spec.vocab_size)
         check_fits(workloads, llm.max_model_len)
         report = Report.of("latency", model, llm.loaded, startup_s)
-        report.skipped = list(skipped)
-        with write(report, target):
-            asyncio.run(_run_all(llm, workloads, options, report, engine.get("seed", 0)))
+        report.skipped, report.seed = list(skipped), engine.get("seed", 0)
+        with write(report, target) as save:
+            asyncio.run(_run_all(llm, workloads, options, report, save))
     finally:
         llm.shutdown()
 
 
 async def _run_all(
-    llm: AsyncLLM, workloads: Sequence[BenchWorkload], options: LatencyOptions, report: Report, seed: int
+    llm: AsyncLLM,
+    workloads: Sequence[BenchWorkload],
+    options: LatencyOptions,
+    report: Report,
+    save: Callable[[], None],
 ) -> None:
     results: list[LatencyResult] = []
     try:
@@ -53,12 +57,13 @@ async def _run_all(
         for workload in workloads:
             bar = _Bar(workload)
             try:
-                sampling = sampling_of(workload, options.temperature, seed)
+                sampling = sampling_of(workload, options.temperature, report.seed)
                 result = await run_online(llm, workload, sampling, on_finish=bar.advance)
             finally:
                 bar.close()
             results.append(result)
             report.results.append(latency_json(result))
+            save()
     finally:
         if results:
             show(report.title, latency_table(results))

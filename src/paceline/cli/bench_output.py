@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +32,10 @@ class Report:
     model: str
     startup_s: float
     engine: dict[str, Any]
+    seed: int = 0
     facts: dict[str, Any] = field(default_factory=gather)
     gpu: dict[str, Any] | None = field(default_factory=accelerator)
+    commit: str | None = field(default_factory=source_commit)
     results: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     recheck: dict[str, Any] | None = None
@@ -60,11 +62,12 @@ class Report:
             "format": FORMAT,
             "kind": self.kind,
             "command": shlex.join(["paceline", *sys.argv[1:]]),
-            "commit": source_commit(),
+            "commit": self.commit,
             "versions": {**facts["versions"], "triton": triton_version()},
             "hardware": hardware,
             "model": self.model,
             "engine": self.engine,
+            "seed": self.seed,
             "startup_s": self.startup_s,
             "results": self.results,
             "skipped": self.skipped,
@@ -100,8 +103,9 @@ def _show_rich(title: str, grid: Grid) -> None:
     from rich.text import Text
 
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for heading in grid.headings:
-        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    for heading in grid.headings:  # a narrow terminal gets lines that are broken, never cut
+        is_name = not table.columns
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
     for row in grid.rows:
         table.add_row(*map(Text, row))
     console = Console()
@@ -136,16 +140,23 @@ def note_skipped(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def write(report: Report, target: Path | None) -> Iterator[None]:
-    """Write the report when this is left, also by an error, which it then names."""
+def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
+    """Write the report when this is left, also by an error, which it then names; and whenever what it gives is called,
+    since a long run may be killed."""
+
+    def save() -> None:
+        if target is not None:
+            _write(report.plain(), target)
+
     try:
-        yield
+        yield save
     except BaseException as error:
         report.error = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise
     finally:
+        save()
         if target is not None:
-            _write(report.plain(), target)
+            print(f"Wrote {target}")
 
 
 def _write(value: Mapping[str, Any], target: Path) -> None:
@@ -154,4 +165,3 @@ def _write(value: Mapping[str, Any], target: Path) -> None:
         target.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise InputError(f"cannot write {target}: {problem.strerror or problem}") from problem
-    print(f"Wrote {target}")

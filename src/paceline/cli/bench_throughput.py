@@ -6,7 +6,7 @@ Figures that were measured are shown and written also when something later fails
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.bench.options import ThroughputOptions
@@ -31,10 +31,10 @@ def run_throughput(
     check_vocabulary(llm.loaded.checkpoint.spec.vocab_size)
     check_fits(workloads, llm.max_model_len)
     report = Report.of("throughput", model, llm.loaded, startup_s)
-    report.skipped = list(skipped)
-    with write(report, target):
+    report.skipped, report.seed = list(skipped), engine.get("seed", 0)
+    with write(report, target) as save:
         warm_up(llm)
-        cases = _run_all(llm, workloads, options, report, seed=engine.get("seed", 0))
+        cases = _run_all(llm, workloads, options, report, save)
         if not cases:
             return
         is_eager = report.gpu is not None and has_eager_option()  # a CPU captures nothing anyway
@@ -47,9 +47,14 @@ def run_throughput(
 
 
 def _run_all(
-    llm: LLM, workloads: Sequence[BenchWorkload], options: ThroughputOptions, report: Report, *, seed: int
+    llm: LLM,
+    workloads: Sequence[BenchWorkload],
+    options: ThroughputOptions,
+    report: Report,
+    save: Callable[[], None],
 ) -> list[Case]:
     """Run every workload; returns the requests to generate again."""
+    seed = report.seed
     chosen = choose(workloads, options.recheck, seed)
     results: list[ThroughputResult] = []
     cases: list[Case] = []
@@ -62,6 +67,7 @@ def _run_all(
             result, outputs = run_workload(llm, workload, sampling, show_progress=show_progress)
             results.append(result)
             report.results.append(throughput_json(result))
+            save()
             cases += [
                 Case(
                     workload=workload.name,
