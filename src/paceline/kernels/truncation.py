@@ -117,8 +117,8 @@ def find_floors(logits: Tensor, columns: TruncationColumns, search: FloorSearch)
 
 @triton.jit
 def _image(x):
-    """Unsigned integers in the order of the floats; both zeros are one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    """Unsigned integers in the order of the floats. The zeros are two, but floors are compared as floats again."""
+    bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
