@@ -7,9 +7,11 @@ before, and every request must have got exactly its tokens. Prints nothing.
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +66,10 @@ def load_llm(options: Mapping[str, Any]) -> tuple[LLM, float]:
 
 def import_engine() -> None:
     """Import what loading a model would import, so that start-up is the engine's own."""
-    import importlib
-    from contextlib import suppress
-
     for name in ("torch", "paceline.models.load", "paceline.runner.cpu", "paceline.checkpoint.open"):
         importlib.import_module(name)
-    with suppress(ImportError):  # only machines with a GPU need it
-        importlib.import_module("triton")
+    with suppress(ImportError):  # its kernels need what only machines with a GPU have
+        importlib.import_module("paceline.runner.gpu.build")
 
 
 def sampling_of(workload: BenchWorkload, temperature: float | None, seed: int) -> list[SamplingParams]:

@@ -45,7 +45,11 @@ _ENGINE = (
         title="Model",
         config=ModelConfig,
         optional=True,
-        flags=(Flag(name="gpu_memory_utilization", default="0.9 with --shape, else 0.92"),),
+        flags=(
+            Flag(name="device"),
+            Flag(name="enforce_eager"),
+            Flag(name="gpu_memory_utilization", default="0.9 with --shape, else 0.92"),
+        ),
     ),
     seed_panel("0"),
     Panel(
