@@ -33,6 +33,7 @@ def run_requests(
     However it is left, nothing stays behind in the engine. Close the iterator when leaving it early.
     """
     engine, collector = front.engine, front.collector
+    step = engine.step_overlapped if engine.depth else engine.step
     waiting = iter(submissions)
     with Interrupts() as interrupts:
         try:
@@ -40,9 +41,10 @@ def run_requests(
                 refused, waiting = _feed(front, waiting, max_open)
                 yield from refused
                 if not collector.num_open and not refused:
+                    collector.take(engine.drain())
                     return
                 interrupts.check()
-                changed = collector.take(engine.step())
+                changed = collector.take(step())
                 yield from [output for output in changed if output.finished]
         except BaseException:
             _abort_all(front)
@@ -72,7 +74,8 @@ def _feed(
 def _add(front: Frontend, submission: Submission) -> None:
     request = submission.request
     ids = front.engine.add(request.token_ids, request.sampling, priority=submission.priority)
-    front.collector.open(submission.name, request, ids, front.engine.scheduler.state.now_s)
+    arrival_s = front.engine.scheduler.state.now_s
+    front.collector.open(submission.name, request, ids, arrival_s, only_whole=True)
 
 
 def _refused(submission: Submission, error: PacelineError) -> RequestOutput:

@@ -36,6 +36,10 @@ class BranchText:
         if tokenizer is not None and sampling.detokenize:
             self._stream = TextStream(tokenizer, prompt_ids, sampling)
 
+    @property
+    def has_text(self) -> bool:
+        return self._stream is not None
+
     def push(self, tokens: list[int], *, ends_with_stop_token: bool = False) -> str:
         """The text these tokens made certain; sets `cut_at` when they complete a stop string."""
         if self.cut_at is not None:

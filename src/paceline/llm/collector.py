@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.events import Finished, LogprobEvent, StepEvents
+from paceline.core.events import Finished, LogprobEvent, StepEvents, TokenEvents
 from paceline.core.request import FinishReason, RequestId
 from paceline.llm.branch_text import BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
+from paceline.llm.token_columns import TokenColumns
 from paceline.text.tokenizer import Tokenizer
 
 
@@ -50,19 +51,30 @@ class Whole:
 class Collector:
     """Outputs of all requests under way."""
 
-    def __init__(self, tokenizer: Tokenizer | None, commands: Commands) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, commands: Commands, longest: int) -> None:
+        """`longest`: most tokens of a sequence."""
         self._tokenizer = tokenizer
         self._commands = commands
         self._branches: dict[RequestId, Branch] = {}
+        self._unread = TokenColumns(longest + 1)  # of branches that have no text and are only read whole
 
     @property
     def num_open(self) -> int:
         return len(self._branches)
 
     def open(
-        self, name: str, prepared: PreparedRequest, ids: Iterable[RequestId], arrival_s: float
+        self,
+        name: str,
+        prepared: PreparedRequest,
+        ids: Iterable[RequestId],
+        arrival_s: float,
+        *,
+        only_whole: bool = False,
     ) -> RequestOutput:
-        """Follow a request the engine has accepted under `ids`, one for each branch."""
+        """Follow a request the engine has accepted under `ids`, one for each branch.
+
+        `only_whole`: nobody looks at it before it has finished, which spares a look at each of its tokens.
+        """
         sampling = prepared.sampling
         output = RequestOutput(
             request_id=name,
@@ -78,6 +90,8 @@ class Collector:
             output.outputs.append(text.output)
             whole.branches.append(Branch(request_id, whole, text))
             self._branches[request_id] = whole.branches[-1]
+            if only_whole and not text.has_text and sampling.logprobs is None:
+                self._unread.open(request_id)
         return output
 
     def take(self, events: StepEvents) -> list[RequestOutput]:
@@ -87,8 +101,7 @@ class Collector:
         for event in events.logprobs:
             self._take_logprobs(event)
         for batch in events.tokens:
-            columns = (batch.requests.tolist(), batch.tokens.tolist(), batch.index.tolist())
-            for request_id, token, index in zip(*columns, strict=True):
+            for request_id, token, index in self._read_now(batch):
                 branch = self._branches.get(request_id)
                 if branch is not None and branch.text.cut_at is None:
                     ending = endings.get(request_id)
@@ -101,6 +114,17 @@ class Collector:
                 self._end(branch, ending)
                 changed[id(branch.whole)] = branch.whole
         return [whole.output for whole in changed.values()]
+
+    def _read_now(self, batch: TokenEvents) -> Iterable[tuple[RequestId, int, int]]:
+        """Request, token and index of what is looked at as it comes."""
+        columns = (batch.requests, batch.tokens, batch.index)
+        if self._unread.open_ids:
+            others = self._unread.take(batch)
+            if others is None:
+                return ()
+            columns = (batch.requests[others], batch.tokens[others], batch.index[others])
+        requests, tokens, index = (column.tolist() for column in columns)
+        return zip(requests, tokens, index, strict=True)
 
     def ids_of(self, name: str) -> list[RequestId]:
         """Engine requests under way of one request of a caller."""
@@ -128,6 +152,8 @@ class Collector:
 
     def _end(self, branch: Branch, ending: Finished) -> None:
         output, whole = branch.output, branch.whole
+        if branch.id in self._unread.open_ids:
+            self._bring_back(branch)
         output.text += branch.text.finish(ending.reason.value, ending.detail)
         result = whole.output
         if output.index == 0:  # the others take the prompt over from the first
@@ -137,6 +163,17 @@ class Collector:
         result.finished = all(part.finished for part in result.outputs)
         if result.finished:
             result.metrics.finished_s = ending.time_s
+
+
+    def _bring_back(self, branch: Branch) -> None:
+        """A branch that was only to be read whole has ended."""
+        tokens, first_s, last_s = self._unread.close(branch.id)
+        branch.output.token_ids += tokens
+        metrics = branch.whole.output.metrics
+        if tokens and metrics is not None:
+            earliest = first_s if metrics.first_token_s is None else min(first_s, metrics.first_token_s)
+            metrics.first_token_s = earliest
+            metrics.last_token_s = max(last_s, metrics.last_token_s or last_s)
 
 
 def _is_stop_token(ending: Finished | None, index: int) -> bool:

@@ -29,7 +29,7 @@ class Frontend:
         self.engine = loaded.engine
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
-        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler)
+        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler, loaded.config.scheduler.max_model_len)
         self._chat = ChatPrompts(loaded.tokenizer)
         self._reader = PromptReader(
             loaded.tokenizer,

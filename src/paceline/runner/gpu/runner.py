@@ -34,6 +34,7 @@ from paceline.kernels.sampling import Candidates, SamplingColumns, allocate_cand
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
 from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, StepShape
+from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import DecodeGraphs, ladder
 from paceline.runner.gpu.kv_pools import KVPools, tickets_of
@@ -91,6 +92,9 @@ class GPURunner:
         )
         self._graphs = DecodeGraphs()
         with self._queue.entered():
+            if self._queue.is_gpu:
+                with compiling_only():
+                    self._warm_up()
             self._warm_up()
             if options.graphs and self._decoder.is_capturable and self._queue.stream is not None:
                 self._graphs.capture(ladder(max_slots), self._decode_step, self._queue.stream)
@@ -169,7 +173,8 @@ class GPURunner:
         count = len(batch.decode) + len(batch.finishing)
         ring = self._ring[seq % len(self._ring)]
         if count:
-            ring[:, :count].copy_(self._drawn[:, :count], non_blocking=True)
+            for part in (0, 1):  # in one piece each: torch waits for a copy that is not
+                ring[part, :count].copy_(self._drawn[part, :count], non_blocking=True)
         return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
