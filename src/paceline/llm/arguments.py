@@ -17,7 +17,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
-    "enforce_eager": (True, False),
     "disable_log_stats": (True, False),
     "enable_chunked_prefill": (True,),
     "swap_space": (0,),

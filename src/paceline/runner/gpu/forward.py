@@ -1,8 +1,7 @@
 """The decoder on the device: the same parts as on the CPU, computed by our kernels and by cuBLAS into fixed buffers.
 
 Nothing is allocated and nothing is read back, so that a step can be captured in a graph. How few rows there are
-decides which products are used; what is computed does not change. Mixtures of experts are the exception: they go
-through plain torch for now, which reads back how tokens were routed.
+decides which products are used; what is computed does not change.
 """
 
 from __future__ import annotations
@@ -14,6 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
+from paceline.kernels.expert_product import (
+    ExpertBuffers,
+    ExpertWeights,
+    allocate_expert_buffers,
+    expert_product,
+)
 from paceline.kernels.gated_activation import gated_activation
 from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
@@ -30,6 +35,16 @@ _PARTS = 8  # into which products of few rows are split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceExperts:
+    """The experts of one layer, and who chooses them."""
+
+    router: Tensor
+    weights: ExpertWeights
+    per_token: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLayer:
     """Weights of one layer."""
 
@@ -37,7 +52,7 @@ class DeviceLayer:
     output: DenseLinear
     gate_up: DenseLinear | None
     down: DenseLinear | None
-    experts: Experts | None
+    experts: DeviceExperts | None
     head_norm: HeadNorm | None
     norm_before_attention: Tensor
     norm_before_feed_forward: Tensor
@@ -67,7 +82,11 @@ class DeviceDecoder:
         self.dtype = self._embedding.dtype
         self._norm = parts.norm.weight.to(device)
         self._layers = [_device_layer(layer, spec, device) for layer in parts.layers]
-        self.is_capturable = spec.experts is None
+        mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
+        self._expert_buffers: ExpertBuffers | None = None
+        if mixtures:
+            first = mixtures[0]
+            self._expert_buffers = allocate_expert_buffers(max_tokens, first.per_token, first.weights, device)
         self._is_plain = not (
             spec.qkv_bias
             or spec.output_bias
@@ -155,13 +174,23 @@ class DeviceDecoder:
     def _fed(self, normed: Tensor, layer: DeviceLayer, overlapped: bool) -> Tensor:
         norm = layer.norm_after_feed_forward
         if layer.experts is not None:
-            return layer.experts(normed)
+            return self._chosen_experts(normed, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
         wide = self._times(normed, layer.gate_up, self._wide)
         narrow = self._narrow[: len(normed)]
         activation = "silu" if self.spec.activation == "silu" else "gelu_tanh"
         gated_activation(narrow, wide, activation=activation, overlapped=overlapped)  # type: ignore[arg-type]
         return self._narrowed(narrow, layer.down, norm, overlapped)
+
+    def _chosen_experts(self, normed: Tensor, experts: DeviceExperts) -> Tensor:
+        scores = torch.softmax(torch.mm(normed, experts.router.T), dim=-1, dtype=torch.float32)
+        weight, chosen = scores.topk(experts.per_token, dim=-1)
+        if experts.normalize:
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        update = self._update[: len(normed)]
+        assert self._expert_buffers is not None
+        expert_product(update, normed, chosen, weight, experts.weights, self._expert_buffers)
+        return update
 
     # -- one row -----------------------------------------------------------------------------------------------
 
@@ -207,7 +236,7 @@ def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> Device
         output=cast(DenseLinear, layer.attention.output),
         gate_up=cast(DenseLinear, dense.gate_up) if dense is not None else None,
         down=cast(DenseLinear, dense.down) if dense is not None else None,
-        experts=_moved(fed, device) if isinstance(fed, Experts) else None,
+        experts=_stacked(fed, spec, device) if isinstance(fed, Experts) else None,
         head_norm=head_norm,
         norm_before_attention=layer.norm_before_attention.weight.to(device),
         norm_before_feed_forward=layer.norm_before_feed_forward.weight.to(device),
@@ -216,9 +245,16 @@ def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> Device
     )
 
 
-def _moved(experts: Experts, device: torch.device) -> Experts:
-    """The router is built on the host in float32; the experts are on the device already."""
-    router = cast(DenseLinear, experts.router)
-    kind = cast(DenseLinear, experts.experts[0].down).weight.dtype
-    experts.router = DenseLinear(router.weight.to(device, kind))
-    return experts
+def _stacked(experts: Experts, spec: ModelSpec, device: torch.device) -> DeviceExperts:
+    """All experts of a layer as one tensor of each kind; the router is built on the host in float32."""
+    assert spec.experts is not None
+    gate_up = torch.stack([cast(DenseLinear, expert.gate_up).weight for expert in experts.experts])
+    down = torch.stack([cast(DenseLinear, expert.down).weight for expert in experts.experts])
+    router = cast(DenseLinear, experts.router).weight.to(device, down.dtype)
+    experts.experts.clear()  # what was stacked need not be there twice
+    return DeviceExperts(
+        router=router,
+        weights=ExpertWeights(gate_up=gate_up, down=down),
+        per_token=spec.experts.per_token,
+        normalize=spec.experts.normalize,
+    )

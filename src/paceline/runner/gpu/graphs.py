@@ -26,43 +26,51 @@ def ladder(max_slots: int) -> list[int]:
     return [rung for rung in RUNGS if rung < max_slots] + [max_slots]
 
 
+def rung_of(num_rows: int, max_slots: int) -> int:
+    """The rung a batch is computed on, from a graph or not: its products then have the same size, and bits."""
+    rungs = ladder(max_slots)
+    return rungs[bisect_left(rungs, num_rows)]
+
+
 class DecodeGraphs:
-    """Graphs by number of slots."""
+    """Graphs by number of slots, for plain and for rich rows."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._rungs: list[int] = []
 
-    def capture(self, rungs: list[int], step: Callable[[int], None], stream: torch.cuda.Stream) -> None:
-        """Capture `step(slots)` for each of `rungs`, in `stream`, after one run of each outside of a graph."""
+    def capture(self, rungs: list[int], step: Callable[[int, bool], None], stream: torch.cuda.Stream) -> None:
+        """Capture `step(slots, rich)` for each of `rungs`, in `stream`, after one run of each outside of a graph."""
         for slots in rungs:
-            step(slots)  # compiles and loads what it launches: neither may happen inside a capture
+            step(slots, False)  # compiles and loads what it launches: neither may happen inside a capture
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
         gc.disable()  # a kernel that is collected during a capture would end it
         try:
             pool = None
-            for slots in reversed(rungs):  # the largest first: the others fit into its memory
+            kinds = [(slots, rich) for slots in reversed(rungs) for rich in (False, True)]
+            for slots, rich in kinds:  # the largest first: the others fit into its memory
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        step(slots)
+                        step(slots, rich)
                 except torch.OutOfMemoryError:
                     _logger.warning(
                         "no memory for a graph of %d rows: such steps are launched one by one", slots
                     )
                     continue
                 pool = pool or graph.pool()
-                self._graphs[slots] = graph
+                self._graphs[slots, rich] = graph
         finally:
             gc.enable()
-        self._rungs = sorted(self._graphs)
+        self._rungs = sorted({slots for slots, _ in self._graphs})
 
-    def replay(self, num_rows: int) -> bool:
+    def replay(self, num_rows: int, rich: bool) -> bool:
         """Run the smallest graph that has room; False if none has."""
         at = bisect_left(self._rungs, num_rows)
-        if at == len(self._rungs):
+        graph = self._graphs.get((self._rungs[at], rich)) if at < len(self._rungs) else None
+        if graph is None:
             return False
-        self._graphs[self._rungs[at]].replay()
+        graph.replay()
         return True

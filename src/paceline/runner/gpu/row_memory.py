@@ -52,6 +52,11 @@ class RowMemory:
             "max_length": (rows, 1),
             "active": (rows, 1),
             "stop_ids": (rows, MAX_STOP_IDS),
+            "top_k": (rows, 1),
+            "top_p": (rows, 2),
+            "min_p": (rows, 2),
+            "place": (rows, 1),
+            "num_prompt": (rows, 1),
             "slot_rows": (self.max_slots, 1),
             "span_row": (rows, 1),
             "span_first": (rows, 1),
@@ -85,8 +90,7 @@ class RowMemory:
             stop_ids=self["stop_ids"].device,
             tokens=self["tokens"].device,
         )
-        self.temperature = self._wide("temperature", torch.float64)
-        self.seed = self._wide("seed", torch.int64)
+        self._sections["place"].device.fill_(-1)  # nobody has rules
         self.tables = [self[name].device for name in tables]
 
     def __getitem__(self, name: str) -> Section:
@@ -154,7 +158,8 @@ class RowMemory:
             self._device[start:end].view(entries, width),
         )
 
-    def _wide(self, name: str, dtype: torch.dtype) -> Tensor:
+    def wide(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A section of 64 bits per entry, flat."""
         return self._sections[name].device.view(-1).view(dtype)
 
 

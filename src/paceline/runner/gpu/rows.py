@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.config import EngineConfig
 from paceline.core.plan import RowJoins, StepPlan
-from paceline.core.sampling import SamplingParams
-from paceline.kernels.row_update import MAX_STOP_IDS
 from paceline.runner.gpu.row_memory import RowMemory
-from paceline.runner.noise import key_of
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -49,9 +46,8 @@ class DeviceBatch:
 class HostRows:
     """What the host knows of the rows on the device."""
 
-    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.memory = RowMemory(config, device)
-        self._eos = eos_token_ids
         num_rows = self.memory.num_rows + 1  # nobody's is the last
         self.generation: I32 = np.zeros(num_rows, np.int32)
         self.num_prompt: I64 = np.zeros(num_rows, np.int64)
@@ -60,7 +56,6 @@ class HostRows:
         )  # as of the last step submitted, if nobody stopped
         self.computed: I64 = np.zeros(num_rows, np.int64)  # of known tokens
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
-        self.needs_host: Bool = np.zeros(num_rows, np.bool_)  # what it asks for is done on the host
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
 
@@ -133,21 +128,10 @@ class HostRows:
         memory.put("length", at, joins.num_tokens)
         memory.put("max_length", at, joins.limit)
         memory.put("active", at, np.ones(len(at), np.int32))
-        memory.put_wide("temperature", at, np.array([params.temperature for params in joins.sampling]))
-        seeds = np.array([key_of(params.seed or 0) for params in joins.sampling], np.uint64)
-        memory.put_wide("seed", at, seeds.view(np.int64))
-        stops = np.full((len(at), MAX_STOP_IDS), -1, np.int32)
         for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
-            ends = self._stops(params)
-            stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
-            self.needs_host[row] = needs_host(params, len(ends))
             asked = params.prompt_logprobs
             self.prompt_logprobs[row] = -2 if asked is None else asked
             memory.put_tokens(row, joins.tokens[index])
-        memory.put("stop_ids", at, stops)
-
-    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
-        return params.stop_token_ids + (() if params.ignore_eos else self._eos)
 
     def _copy_tokens(self, plan: StepPlan) -> None:
         """A branch has its parent's tokens, some of which only the device may know."""
@@ -176,22 +160,3 @@ class HostRows:
         changed = np.flatnonzero(slots != section)
         if len(changed):
             self.memory.put("slot_rows", changed, slots[changed])
-
-
-def needs_host(params: SamplingParams, num_stops: int) -> bool:
-    """Whether a row asks for more than the device draws by itself: temperature, seed and a few stop ids."""
-    return bool(
-        params.top_k > 0
-        or params.top_p < 1.0
-        or params.min_p > 0.0
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.bad_words
-        or params.min_tokens > 0
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or num_stops > MAX_STOP_IDS
-    )

@@ -29,18 +29,18 @@ from paceline.core.plan import (
     StepTimes,
 )
 from paceline.kernels.prefill_plan import Spans
-from paceline.kernels.row_update import FORCED_STOP, NOT_FINITE, DrawnTokens, update_rows
-from paceline.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
+from paceline.kernels.row_update import NOT_FINITE
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
 from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, StepShape
 from paceline.runner.gpu.compile import compiling_only
+from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
-from paceline.runner.gpu.graphs import DecodeGraphs, ladder
+from paceline.runner.gpu.graphs import DecodeGraphs, ladder, rung_of
 from paceline.runner.gpu.kv_pools import KVPools, tickets_of
 from paceline.runner.gpu.queue import DeviceQueue, Mark
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
-from paceline.runner.sampling import Sampler, prompt_logprobs
+from paceline.runner.sampling import prompt_logprobs
 
 _logger = logging.getLogger("paceline")
 _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
@@ -69,7 +69,7 @@ class GPURunner:
     ) -> None:
         self._config, self._options, self._device = config, options, device
         self._queue = DeviceQueue(device)
-        self._rows = HostRows(config, eos_token_ids, device)
+        self._rows = HostRows(config, device)
         memory = self._rows.memory
         max_slots = config.scheduler.max_num_seqs
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
@@ -84,8 +84,8 @@ class GPURunner:
             max_spans=memory.num_rows,
             dtype=self._decoder.dtype,
         )
-        self._sampler = Sampler(memory.num_rows, spec.vocab_size, eos_token_ids)
-        self._allocate(max_tokens, spec)
+        self._draw = DeviceDraw(memory, spec.vocab_size, eos_token_ids, device)
+        self._tokens, self._visible = self._allocate(max_tokens)
         self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
@@ -96,7 +96,7 @@ class GPURunner:
                 with compiling_only():
                     self._warm_up()
             self._warm_up()
-            if options.graphs and self._decoder.is_capturable and self._queue.stream is not None:
+            if options.graphs and self._queue.stream is not None:
                 self._graphs.capture(ladder(max_slots), self._decode_step, self._queue.stream)
         self._queue.drain()
 
@@ -105,41 +105,41 @@ class GPURunner:
         nobody, memory = self._rows.memory.nobody, self._rows.memory
         memory.put("active", np.array([nobody]), [0])
         for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
-            self._decode_step(slots)
-        most = min(memory.max_slots, 64)
-        for number, count in ((1, 1), (1, 2), (2, 17), (most, 1)):
+            for rich in (False, True):
+                self._decode_step(slots, rich)
+        longest, budget = (
+            self._config.scheduler.max_model_len,
+            self._config.scheduler.max_num_batched_tokens,
+        )
+        kinds = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1), (1, min(256, longest))]
+        kinds += [(max(1, size // longest), min(size, longest)) for size in (1024, 2048, 4096, budget)]
+        for number, count in kinds if self._queue.is_gpu else kinds[:4]:
+            if number * count > budget or number > memory.max_slots:
+                continue
             rows = np.full(number, nobody)
             batch = DeviceBatch(
-                decode=np.full(min(number, memory.max_slots), nobody)[: number // 2],
+                decode=np.full(number // 2, nobody),
                 spans=rows,
                 start=np.zeros(number, np.int64),
-                count=np.full(number, min(count, self._config.scheduler.max_num_batched_tokens // number)),
+                count=np.full(number, count),
                 finishing=np.arange(number - number // 2),
                 generation=np.zeros(number, np.int32),
                 num_pad=0,
             )
             self._compute(batch)
 
-    def _allocate(self, max_tokens: int, spec: ModelSpec) -> None:
-        device, memory = self._device, self._rows.memory
+    def _allocate(self, max_tokens: int) -> tuple[StepTokens, Tensor]:
+        memory = self._rows.memory
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
+            return torch.zeros(count, dtype=dtype, device=self._device)
 
-        self._tokens = StepTokens(
+        tokens = StepTokens(
             ids=column(max_tokens, torch.int32),
             positions=column(max_tokens, torch.int32),
             slots=[column(max_tokens, torch.int64) for _ in memory.tables],
         )
-        self._visible = column(memory.num_rows + 1, torch.int32)
-        slots = self._config.scheduler.max_num_seqs
-        self._drawn = torch.zeros(2, slots, dtype=torch.int32, device=device)
-        self._chosen = column(slots, torch.int32)
-        self._finite = column(slots, torch.uint8)
-        self._candidates: dict[bool, Candidates] = {
-            True: allocate_candidates(slots, spec.vocab_size, device, turns=8),
-            False: allocate_candidates(63, spec.vocab_size, device, turns=2),
-        }
+        return tokens, column(memory.num_rows + 1, torch.int32)
 
     # -- the runner seam -------------------------------------------------------------------------------------
 
@@ -174,24 +174,28 @@ class GPURunner:
         ring = self._ring[seq % len(self._ring)]
         if count:
             for part in (0, 1):  # in one piece each: torch waits for a copy that is not
-                ring[part, :count].copy_(self._drawn[part, :count], non_blocking=True)
+                ring[part, :count].copy_(self._draw.drawn[part, :count], non_blocking=True)
         return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        rows = self._rows
+        rows, draw, joins = self._rows, self._draw, plan.joins
+        if len(plan.leaves):
+            draw.leave(plan.leaves.tolist())
         rows.apply(plan)
-        for row, params, tokens in zip(
-            plan.joins.row.tolist(), plan.joins.sampling, plan.joins.tokens, strict=True
-        ):
-            if rows.needs_host[row]:
-                known = (
-                    tokens
-                    if len(tokens)
-                    else rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
-                )
-                self._sampler.join(row, params, known, int(rows.num_prompt[row]))
+        if not len(joins.row):
+            return
+        draw.join(joins)
+        rows.memory.send()
+        joined = joins.row.tolist()
+        draw.joined(joined)
+        for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
+            if draw.is_host[row]:
+                known = tokens
+                if not len(tokens):  # a branch: its parent's tokens are on the device
+                    known = rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
+                draw.host.join(row, params, known, int(rows.num_prompt[row]))
 
     def _move_blocks(self, plan: StepPlan) -> NDArray[np.int32]:
         """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
@@ -206,31 +210,32 @@ class GPURunner:
         return tickets_of(plan.swap_out, plan.swap_in)
 
     def _compute(self, batch: DeviceBatch) -> tuple[RowLogprobs, ...]:
-        rows = self._rows
+        rows, draw = self._rows, self._draw
         if not batch.num_tokens:
             rows.memory.send()
             return ()
-        asks_host = bool(rows.needs_host[batch.sampled].any() or rows.needs_host[batch.spans].any())
-        if not len(batch.spans) and not batch.num_pad and not asks_host:
+        sampled = batch.sampled
+        on_host = bool(draw.is_host[sampled].any() or draw.is_host[batch.spans].any())
+        rich = bool(draw.is_rich[sampled].any())
+        if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
-            if not self._graphs.replay(len(batch.decode)):
-                self._decode_step(len(batch.decode))
+            if not self._graphs.replay(len(batch.decode), rich):
+                self._decode_step(rung_of(len(batch.decode), rows.memory.max_slots), rich)
             return ()
         rows.put_batch(batch)
         rows.memory.send()
         hidden = self._forward(batch)
-        found = self._prompt_logprobs(batch, hidden) if asks_host else ()
-        count = len(batch.decode) + len(batch.finishing)
-        if count:
-            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:count])
-            who = rows.memory.column("sample_rows")[:count]
-            self._draw(logits, who)
-            if asks_host:
-                found += self._draw_on_host(batch, logits)
-            self._update(who)
+        found = self._prompt_logprobs(batch, hidden) if on_host else ()
+        if len(sampled):
+            who = rows.memory.column("sample_rows")[: len(sampled)]
+            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[: len(sampled)])
+            draw.draw(logits, who, rich=rich)
+            if on_host:
+                found += draw.draw_on_host(logits, sampled, rows.num_tokens[sampled] - 1)
+            draw.update(who, rich=rich)
         return found
 
-    def _decode_step(self, slots: int) -> None:
+    def _decode_step(self, slots: int, rich: bool) -> None:
         """A step in which all rows decode; this is what graphs hold."""
         memory = self._rows.memory
         slot_rows = memory.column("slot_rows")[:slots]
@@ -239,8 +244,8 @@ class GPURunner:
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, None)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
-        self._draw(self._decoder.logits(hidden, None), slot_rows)
-        self._update(slot_rows)
+        self._draw.draw(self._decoder.logits(hidden, None), slot_rows, rich=rich)
+        self._draw.update(slot_rows, rich=rich)
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         """Hidden states of a step with spans."""
@@ -274,40 +279,6 @@ class GPURunner:
         )
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
         return self._decoder.forward(self._tokens, self._attention, step)
-
-    def _draw(self, logits: Tensor, who: Tensor) -> None:
-        memory, count = self._rows.memory, len(logits)
-        columns = SamplingColumns(
-            slot_rows=who,
-            temperature=memory.temperature,
-            seed=memory.seed,
-            position=memory.columns.length,
-        )
-        sample(self._chosen[:count], self._finite[:count], logits, columns, self._candidates[count >= 64])
-
-    def _update(self, who: Tensor) -> None:
-        count = len(who)
-        drawn = DrawnTokens(token=self._drawn[0, :count], code=self._drawn[1, :count])
-        update_rows(self._rows.memory.columns, drawn, who, self._chosen[:count], self._finite[:count])
-
-    # -- what the host does ----------------------------------------------------------------------------------
-
-    def _draw_on_host(self, batch: DeviceBatch, logits: Tensor) -> tuple[RowLogprobs, ...]:
-        """Tokens of the rows that ask for more than the device does replace those it drew."""
-        rows = self._rows
-        sampled = batch.sampled
-        which = np.flatnonzero(rows.needs_host[sampled])
-        if not len(which):
-            return ()
-        chosen = torch.from_numpy(which).to(self._device)
-        values = logits.index_select(0, chosen).float().cpu()
-        own = sampled[which]
-        drawn = self._sampler.sample(values, own, rows.num_tokens[own] - 1)
-        finite = np.where(drawn.finite, np.where(drawn.stopped, FORCED_STOP, 1), 0).astype(np.uint8)
-        tokens = np.where(drawn.finite, drawn.tokens, 0).astype(np.int32)
-        self._chosen[chosen] = torch.from_numpy(tokens).to(self._device)
-        self._finite[chosen] = torch.from_numpy(finite).to(self._device)
-        return drawn.logprobs
 
     def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""

@@ -1,0 +1,193 @@
+"""Drawing tokens on the device: what rows ask for as columns, rules and truncation for those that want them.
+
+A row is plain (temperature, seed, stop ids), rich (top-k, top-p, min-p, penalties, bias, bans), or the host's: it wants
+logprobs, words of several ids, or more than the device has room for. Host rows are drawn by the reference sampler,
+and the device is told what came of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.plan import RowJoins, RowLogprobs
+from paceline.core.sampling import SamplingParams
+from paceline.kernels.logit_rules import (
+    EVERYTHING,
+    LIST_ENTRIES,
+    NO_PLACE,
+    KnownTokens,
+    RuleColumns,
+    allocate_rule_pool,
+    apply_rules,
+    fill_seen,
+    note_drawn,
+)
+from paceline.kernels.row_update import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
+from paceline.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
+from paceline.kernels.truncation import MAX_VOCABULARY, TruncationColumns, allocate_floor_search, truncate
+from paceline.runner.gpu.row_memory import RowMemory
+from paceline.runner.noise import key_of
+from paceline.runner.sampling import Sampler
+from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
+
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+PLACES = 64  # rows with rules at a time; further ones are the host's
+_MANY = 64  # rows from which candidates are looked for in large tiles
+
+
+class DeviceDraw:
+    """Columns, pools and buffers of the draw."""
+
+    def __init__(
+        self, memory: RowMemory, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self._memory, self._device, self._vocab_size = memory, device, vocab_size
+        self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
+        self.host = Sampler(memory.num_rows, vocab_size, eos_token_ids)
+        self.is_host: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        self.is_rich: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        self._pool = allocate_rule_pool(PLACES, vocab_size, device)
+        self._free = list(range(PLACES))
+        self._places: dict[int, int] = {}  # by row
+        self._search = allocate_floor_search(memory.max_slots, device)
+        self._chosen = torch.zeros(memory.max_slots, dtype=torch.int32, device=device)
+        self._finite = torch.zeros(memory.max_slots, dtype=torch.uint8, device=device)
+        self.drawn = torch.zeros(2, memory.max_slots, dtype=torch.int32, device=device)
+        self._candidates: dict[bool, Candidates] = {
+            True: allocate_candidates(memory.max_slots, vocab_size, device, turns=8),
+            False: allocate_candidates(_MANY - 1, vocab_size, device, turns=2),
+        }
+
+    # -- rows come and go ------------------------------------------------------------------------------------
+
+    def leave(self, rows: list[int]) -> None:
+        for row in rows:
+            place = self._places.pop(row, None)
+            if place is not None:
+                self._free.append(place)
+
+    def join(self, joins: RowJoins) -> None:
+        """Write every sampling column of the rows that join."""
+        at = joins.row.astype(np.int64)
+        self.leave(at.tolist())
+        stops = np.full((len(at), MAX_STOP_IDS), -1, np.int32)
+        cuts = np.zeros((len(at), 3))
+        for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
+            ends = params.stop_token_ids + (() if params.ignore_eos else self._eos)
+            truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+            has_rules = always_needs_rules(params) or params.min_tokens > 0
+            is_host = self._is_for_host(params, len(ends), truncates, has_rules)
+            self.is_host[row] = is_host
+            self.is_rich[row] = not is_host and (truncates or has_rules)
+            stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
+            cuts[index] = (0, 1, 0) if is_host else (max(params.top_k, 0), params.top_p, params.min_p)
+            if has_rules and not is_host:
+                self._write_rules(row, params, int(joins.num_prompt[index]))
+        memory = self._memory
+        memory.put("stop_ids", at, stops)
+        memory.put_wide("temperature", at, np.array([params.temperature for params in joins.sampling]))
+        seeds = np.array([key_of(params.seed or 0) for params in joins.sampling], np.uint64)
+        memory.put_wide("seed", at, seeds.view(np.int64))
+        memory.put("top_k", at, np.minimum(cuts[:, 0], self._vocab_size))
+        memory.put_wide("top_p", at, np.ascontiguousarray(cuts[:, 1]))
+        memory.put_wide("min_p", at, np.ascontiguousarray(cuts[:, 2]))
+        memory.put("num_prompt", at, joins.num_prompt)
+        memory.put("place", at, [self._places.get(row, NO_PLACE) for row in at.tolist()])
+
+    def joined(self, rows: list[int]) -> None:
+        """The columns and tokens of rows that joined are on the device: count what their rules must know."""
+        counted = [row for row in rows if row in self._places]
+        if counted:
+            memory = self._memory
+            known = KnownTokens(
+                tokens=memory.columns.tokens,
+                length=memory.columns.length,
+                num_prompt=memory.column("num_prompt"),
+            )
+            numbers = torch.tensor(counted, dtype=torch.int32, device=self._device)
+            fill_seen(self._pool, numbers, memory.column("place"), known)
+
+    def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
+        if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
+            return True
+        if has_rules:
+            listed = len(params.allowed_token_ids or ()) + len(params.bad_words) + len(params.logit_bias)
+            listed += len(params.stop_token_ids) + len(self._eos)
+            words = any(len(word) > 1 for word in params.bad_words)
+            if words or listed > LIST_ENTRIES or not self._free:
+                return True
+        return truncates and self._vocab_size > MAX_VOCABULARY
+
+    def _write_rules(self, row: int, params: SamplingParams, num_prompt: int) -> None:
+        place = self._places[row] = self._free.pop()
+        allowed = params.allowed_token_ids
+        banned = [token for word in params.bad_words for token in word if not isinstance(token, str)]
+        ends = [*params.stop_token_ids, *self._eos]
+        tokens = [*(allowed or ()), *banned, *ends, *params.logit_bias]
+        bias = [0.0] * (len(tokens) - len(params.logit_bias)) + list(params.logit_bias.values())
+        number = EVERYTHING if allowed is None else len(allowed)
+        pool, used = self._pool, slice(0, len(tokens))
+        pool.tokens[place, used] = torch.tensor(tokens, dtype=torch.int32).to(self._device)
+        pool.bias[place, used] = torch.tensor(bias, dtype=torch.float32).to(self._device)
+        counts = torch.tensor([number, len(banned), len(ends), len(params.logit_bias)], dtype=torch.int32)
+        pool.counts[place] = counts.to(self._device)
+        neutral = (1.0, 0.0, 0.0)
+        asked = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        penalties = torch.tensor(asked if uses_penalties(params) else neutral, dtype=torch.float32)
+        pool.penalties[place] = penalties.to(self._device)
+        pool.stop_from[place] = num_prompt + params.min_tokens
+
+    # -- a draw ------------------------------------------------------------------------------------------------
+
+    def draw(self, logits: Tensor, who: Tensor, *, rich: bool) -> None:
+        """A token for each of the rows `who` from its logits, which are changed where a row wants that."""
+        memory, count = self._memory, len(logits)
+        length = memory.columns.length
+        if rich:
+            apply_rules(logits, self._pool, self._rule_columns(who))
+            cuts = TruncationColumns(
+                slot_rows=who,
+                temperature=memory.wide("temperature", torch.float64),
+                top_k=memory.column("top_k"),
+                top_p=memory.wide("top_p", torch.float64),
+                min_p=memory.wide("min_p", torch.float64),
+            )
+            truncate(logits, cuts, self._search)
+        columns = SamplingColumns(
+            slot_rows=who,
+            temperature=memory.wide("temperature", torch.float64),
+            seed=memory.wide("seed", torch.int64),
+            position=length,
+        )
+        candidates = self._candidates[count >= _MANY]
+        sample(self._chosen[:count], self._finite[:count], logits, columns, candidates)
+
+    def update(self, who: Tensor, *, rich: bool) -> None:
+        """The rows take their tokens in; what they and the host are told is in `drawn`."""
+        count = len(who)
+        drawn = DrawnTokens(token=self.drawn[0, :count], code=self.drawn[1, :count])
+        update_rows(self._memory.columns, drawn, who, self._chosen[:count], self._finite[:count])
+        if rich:
+            note_drawn(self._pool, self._rule_columns(who), drawn.token)
+
+    def draw_on_host(self, logits: Tensor, rows: I64, positions: I64) -> tuple[RowLogprobs, ...]:
+        """Tokens of the host's rows replace those the device drew; `rows` are those of `logits`."""
+        which = np.flatnonzero(self.is_host[rows])
+        if not len(which):
+            return ()
+        places = torch.from_numpy(which).to(self._device)
+        values = logits.index_select(0, places).float().cpu()
+        drawn = self.host.sample(values, rows[which], positions[which])
+        finite = np.where(drawn.finite, np.where(drawn.stopped, FORCED_STOP, 1), 0).astype(np.uint8)
+        tokens = np.where(drawn.finite, drawn.tokens, 0).astype(np.int32)
+        self._chosen[places] = torch.from_numpy(tokens).to(self._device)
+        self._finite[places] = torch.from_numpy(finite).to(self._device)
+        return drawn.logprobs
+
+    def _rule_columns(self, who: Tensor) -> RuleColumns:
+        memory = self._memory
+        return RuleColumns(slot_rows=who, place=memory.column("place"), position=memory.columns.length)
