@@ -86,9 +86,12 @@ PROMPTS = [
     [5],
     [9, 8, 7, 6, 5],
     *([(11 * index * step) % 500 + 3 for index in range(1, 40 + 23 * step)] for step in range(1, 8)),
-    SHARED + [41, 42],
-    SHARED + [51],
+    [*SHARED, 41, 42],
+    [*SHARED, 51],
 ]
+
+
+SHARING = [[*SHARED, *range(100, 130), 300 + index, *range(5, 9 + 3 * index)] for index in range(12)]
 
 
 @cache
@@ -100,6 +103,9 @@ def saved(name: str) -> tuple[str, Any]:
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.get_output_embeddings().weight.mul_(
+            0.2
+        )  # logits near 1: bfloat16 tells them apart by a hundredth
         model.bfloat16().float()  # the reference has the very weights the card gets
     folder = mkdtemp()
     model.save_pretrained(folder)
@@ -107,11 +113,11 @@ def saved(name: str) -> tuple[str, Any]:
 
 
 @cache
-def reference(name: str) -> list[tuple[list[int], list[float]]]:
+def reference(name: str, shared: bool = False) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of each prompt, and how far apart the two best logits were."""
     model, found = saved(name)[1], []
     with torch.inference_mode():
-        for prompt in PROMPTS:
+        for prompt in SHARING if shared else PROMPTS:
             read, past = torch.tensor([prompt]), None
             tokens: list[int] = []
             gaps: list[float] = []
@@ -138,13 +144,14 @@ def generate(name: str, prompts: Sequence[list[int]] = PROMPTS, **options: Any) 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def assert_close(name: str, found: list[list[int]]) -> None:
-    for prompt, tokens, (expected, gaps) in zip(PROMPTS, found, reference(name), strict=True):
+def assert_close(name: str, found: list[list[int]], *, shared: bool = False) -> None:
+    right = reference(name, shared)
+    for prompt, tokens, (expected, gaps) in zip(SHARING if shared else PROMPTS, found, right, strict=True):
         assert len(tokens) == NUM_NEW
-        for index, (token, right) in enumerate(zip(tokens, expected, strict=True)):
-            if token != right:
+        for index, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
+            if token != wanted:
                 place = f"{name}, prompt of {len(prompt)}, token {index}"
-                assert gaps[index] < CLOSE, f"{place}: {token} is not {right}, {gaps[index]} ahead"
+                assert gaps[index] < CLOSE, f"{place}: {token} is not {wanted}, {gaps[index]} ahead"
                 break
 
 
@@ -173,6 +180,25 @@ def test_chunks_and_preemption_stay_close(name: str, budget: int) -> None:
 def test_swapped_blocks_come_back(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_blocks": 11, "num_host_blocks": 32, "preemption": "swap"}
     assert_close("qwen3", generate("qwen3", **options))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_shared_beginning_is_computed_once(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline.runner.gpu.rows as rows
+
+    monkeypatch.setattr(rows, "SHORTEST_SHARED", 128)
+    monkeypatch.setattr(rows, "LEAST_SPARED", 0)
+    found: list[tuple[int, int]] = []
+    find = rows.HostRows._find_sharing
+
+    def noted(self: Any, decoding: Any) -> Any:
+        group, length = find(self, decoding)
+        found.append((len(group), length))
+        return group, length
+
+    monkeypatch.setattr(rows.HostRows, "_find_sharing", noted)
+    assert_close("qwen3", generate("qwen3", SHARING, enforce_eager=eager), shared=True)
+    assert max(found) == (12, 128)
 
 
 def test_what_lies_in_unused_blocks_changes_nothing() -> None:

@@ -61,12 +61,18 @@ def allocate_plan(
 
 
 def plan_decode(
-    plan: DecodePlan, slot_rows: Tensor, lengths: Tensor, *, window: int = 0, first: int = 0
+    plan: DecodePlan,
+    slot_rows: Tensor,
+    lengths: Tensor,
+    *,
+    window: int = 0,
+    first: int = 0,
+    shared: Tensor | None = None,
 ) -> None:
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
     `window` is how many last tokens a row sees (0: all). `first` is where every row starts: a shared prefix of that
-    many tokens, whole blocks, is computed elsewhere.
+    many tokens, whole blocks, is computed elsewhere. `shared` int32 [rows] says the same of each row by itself.
     """
     assert first % BLOCK_SIZE == 0, "a shared prefix is whole blocks"
     _plan_kernel[(1,)](
@@ -79,6 +85,8 @@ def plan_decode(
         plan.min_chunk,
         window,
         first,
+        lengths if shared is None else shared,
+        HAS_SHARED=shared is not None,
         MAX_SLOTS=256 if plan.num_slots <= 256 else max(1024, triton.next_power_of_2(plan.num_slots)),
         BLOCK=BLOCK_SIZE,
         ITEM=ITEM_WIDTH,
@@ -97,6 +105,8 @@ def _plan_kernel(
     min_chunk,
     window,
     first,
+    shared,
+    HAS_SHARED: tl.constexpr,
     MAX_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEM: tl.constexpr,
@@ -106,7 +116,10 @@ def _plan_kernel(
     row = tl.load(slot_rows + slot, mask=present, other=0)
     length = tl.load(lengths + row, mask=present, other=0)
     visible_from = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    visible_from = tl.minimum(tl.maximum(visible_from, first), length)
+    visible_from = tl.maximum(visible_from, first)
+    if HAS_SHARED:
+        visible_from = tl.maximum(visible_from, tl.load(shared + row, mask=present, other=0))
+    visible_from = tl.minimum(visible_from, length)
     start = visible_from // BLOCK * BLOCK
     span = length - start
 

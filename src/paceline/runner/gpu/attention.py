@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
+from paceline.kernels.attention_merge import merge_attention
 from paceline.kernels.decode_attention import (
     DecodeTuning,
     Partials,
@@ -20,6 +21,7 @@ from paceline.kernels.decode_attention import (
     decode_tuning,
 )
 from paceline.kernels.decode_plan import DecodePlan, allocate_plan, plan_decode
+from paceline.kernels.paged_kv import PagedKV
 from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
 from paceline.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_plan, plan_prefill
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
@@ -37,6 +39,15 @@ class StepShape:
     num_spans: int = 0
     num_tiles: int = 0  # of the spans together
     overlapped: bool = False  # kernels may start before the one before them has ended
+    shared: bool = False  # the beginning that decoding rows share is computed once for all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefix:
+    """A beginning that the first slots of a batch share."""
+
+    tokens: Tensor  # int32 [rows]: how long it is for each row, 0 for those that do not share it
+    span: Spans  # one: the slots that share it, and its length as their position
 
 
 class DeviceAttention:
@@ -70,28 +81,45 @@ class DeviceAttention:
             kv_heads=self._kv_heads,
             head_dim=self._dim,
         )
+        self._shared_out = torch.zeros(max_slots, self._heads, self._dim, dtype=dtype, device=device)
+        self._shared_log_sum = torch.zeros(max_slots, self._heads, device=device)
         self._prefill_tuning = PrefillTuning()
         tile = self._prefill_tuning.tile_tokens(self._heads // self._kv_heads)
         self._tiles: PrefillPlan = allocate_prefill_plan(max_tokens, max_spans, tile, device=device)
+        self._shared_tiles = allocate_prefill_plan(max_slots, 1, tile, causal=False, device=device)
 
     @property
     def tile_tokens(self) -> int:
         return self._tiles.tile_tokens
 
-    def begin(self, shape: StepShape, slot_rows: Tensor, visible: Tensor, spans: Spans | None) -> Step:
+    def begin(
+        self,
+        shape: StepShape,
+        slot_rows: Tensor,
+        visible: Tensor,
+        spans: Spans | None,
+        prefix: SharedPrefix | None = None,
+    ) -> Step:
         """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
         plans = []
         if shape.num_slots:
             for window, largest in zip(self._windows, self._plans, strict=True):
                 plan = self._cut(largest, shape.num_slots, tuning)
-                plan_decode(plan, slot_rows[: shape.num_slots], visible, window=window)
+                shared = prefix.tokens if prefix is not None and not window else None
+                plan_decode(plan, slot_rows[: shape.num_slots], visible, window=window, shared=shared)
                 plans.append(plan)
         tiles = None
         if spans is not None:
             tiles = replace(self._tiles, tiles=self._tiles.tiles[: shape.num_tiles])
             plan_prefill(tiles, spans)
-        return Step(shape, tuning, plans, tiles)
+        shared_tiles = None
+        if prefix is not None:
+            most = -(-shape.num_slots // self.tile_tokens) + 1
+            shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
+            plan_prefill(shared_tiles, prefix.span)
+            self._shared_log_sum[: shape.num_slots].fill_(float("-inf"))  # of rows that share nothing
+        return Step(shape, tuning, plans, tiles, shared_tiles)
 
     def attend(
         self, step: Step, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
@@ -117,6 +145,8 @@ class DeviceAttention:
                 scale=scale,
                 tuning=step.tuning,
             )
+            if step.shared_tiles is not None and not self._windows[group]:
+                self._add_shared(step.shared_tiles, query[:slots], kv, out[:slots], log_sum[:slots])
         if step.tiles is not None:
             prefill_attention(
                 out,
@@ -129,6 +159,15 @@ class DeviceAttention:
                 tuning=self._prefill_tuning,
             )
         return out.view(tokens, -1)
+
+    def _add_shared(
+        self, tiles: PrefillPlan, query: Tensor, kv: PagedKV, out: Tensor, log_sum: Tensor
+    ) -> None:
+        """Attention over the shared beginning, with the queries of all who share it together."""
+        other, other_log_sum = self._shared_out[: len(out)], self._shared_log_sum[: len(out)]
+        scale, tuning = self._spec.softmax_scale, self._prefill_tuning
+        prefill_attention(other, other_log_sum, query, kv, tiles, scale=scale, tuning=tuning)
+        merge_attention(out, log_sum, other, other_log_sum)
 
     def _largest_plan(self, max_slots: int) -> DecodePlan:
         chunks = max(self._target(decode_tuning(slots)) for slots in (1, max_slots))
@@ -150,3 +189,4 @@ class Step:
     tuning: DecodeTuning
     plans: list[DecodePlan]
     tiles: PrefillPlan | None
+    shared_tiles: PrefillPlan | None

@@ -7,9 +7,11 @@ with a notice, when memory runs out: larger batches are then launched kernel by 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -32,44 +34,55 @@ def rung_of(num_rows: int, max_slots: int) -> int:
     return rungs[bisect_left(rungs, num_rows)]
 
 
+class DecodeKind(NamedTuple):
+    """What a decode step does beyond the plain one."""
+
+    rich: bool = False  # some rows want more than a temperature
+    shared: bool = False  # the beginning many rows share is computed apart
+
+
+KINDS = (DecodeKind(), DecodeKind(rich=True), DecodeKind(shared=True))
+Step = Callable[[int, DecodeKind], None]
+
+
 class DecodeGraphs:
-    """Graphs by number of slots, for plain and for rich rows."""
+    """Graphs by number of slots and kind."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, DecodeKind], torch.cuda.CUDAGraph] = {}
         self._rungs: list[int] = []
 
-    def capture(self, rungs: list[int], step: Callable[[int, bool], None], stream: torch.cuda.Stream) -> None:
-        """Capture `step(slots, rich)` for each of `rungs`, in `stream`, after one run of each outside of a graph."""
+    def capture(self, rungs: list[int], step: Step, stream: torch.cuda.Stream) -> None:
+        """Capture `step` for each of `rungs`, in `stream`, after one run of each outside of a graph."""
         for slots in rungs:
-            step(slots, False)  # compiles and loads what it launches: neither may happen inside a capture
+            step(slots, KINDS[0])  # loads what it launches: that must not happen inside a capture
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
         gc.disable()  # a kernel that is collected during a capture would end it
         try:
             pool = None
-            kinds = [(slots, rich) for slots in reversed(rungs) for rich in (False, True)]
-            for slots, rich in kinds:  # the largest first: the others fit into its memory
+            # The largest first: the others fit into its memory.
+            for slots, kind in itertools.product(reversed(rungs), KINDS):
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        step(slots, rich)
+                        step(slots, kind)
                 except torch.OutOfMemoryError:
                     _logger.warning(
                         "no memory for a graph of %d rows: such steps are launched one by one", slots
                     )
                     continue
                 pool = pool or graph.pool()
-                self._graphs[slots, rich] = graph
+                self._graphs[slots, kind] = graph
         finally:
             gc.enable()
         self._rungs = sorted({slots for slots, _ in self._graphs})
 
-    def replay(self, num_rows: int, rich: bool) -> bool:
+    def replay(self, num_rows: int, kind: DecodeKind) -> bool:
         """Run the smallest graph that has room; False if none has."""
         at = bisect_left(self._rungs, num_rows)
-        graph = self._graphs.get((self._rungs[at], rich)) if at < len(self._rungs) else None
+        graph = self._graphs.get((self._rungs[at], kind)) if at < len(self._rungs) else None
         if graph is None:
             return False
         graph.replay()

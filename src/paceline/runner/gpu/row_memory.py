@@ -41,6 +41,7 @@ class RowMemory:
         self.num_rows = capacity.num_rows
         self.nobody = capacity.num_rows
         self.max_slots = config.scheduler.max_num_seqs
+        self.num_groups = len(config.kv.groups)
         rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
         tables = {
             f"table{group}": (rows, capacity.max_blocks_per_row) for group in range(len(config.kv.groups))
@@ -58,6 +59,8 @@ class RowMemory:
             "place": (rows, 1),
             "num_prompt": (rows, 1),
             "slot_rows": (self.max_slots, 1),
+            "shared": (rows, 1),
+            "shared_span": (4, 1),
             "span_row": (rows, 1),
             "span_first": (rows, 1),
             "span_count": (rows, 1),

@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 
 from paceline.config import EngineConfig
 from paceline.core.plan import RowJoins, StepPlan
+from paceline.kernels import BLOCK_SIZE
 from paceline.runner.gpu.row_memory import RowMemory
+
+# Computing a shared beginning apart costs two more kernels a layer: it must spare enough reading.
+FEWEST_SHARING, SHORTEST_SHARED, LEAST_SPARED = 8, 256, 16_384  # rows, tokens, tokens not read again
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -58,6 +62,7 @@ class HostRows:
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
+        self.sharing: I64 = np.zeros(0, np.int64)  # decoding rows that share a beginning; the first slots
 
     def clear(self) -> None:
         """Nobody is here; the device forgets who decodes."""
@@ -153,10 +158,48 @@ class HostRows:
 
     def _renew_slots(self) -> None:
         """The slots of the batch follow the rows that decode, in order; slots without a row belong to nobody."""
-        self.decode = np.flatnonzero(self.decoding)
+        rows = np.flatnonzero(self.decoding)
+        self.sharing, length = self._find_sharing(rows)
+        self._tell_sharing(length)
+        if len(self.sharing):
+            rows = np.concatenate([self.sharing, np.setdiff1d(rows, self.sharing)])
+        self.decode = rows
         section = self.memory["slot_rows"].host[:, 0]
         slots = np.full(len(section), self.memory.nobody, np.int32)
         slots[: len(self.decode)] = self.decode
         changed = np.flatnonzero(slots != section)
         if len(changed):
             self.memory.put("slot_rows", changed, slots[changed])
+
+    # -- shared beginnings -------------------------------------------------------------------------------------
+
+    def _find_sharing(self, rows: I64) -> tuple[I64, int]:
+        """The largest group of `rows` whose first blocks are the same, and how many tokens those hold."""
+        nobody = rows[:0]
+        if len(rows) < FEWEST_SHARING or self.memory.num_groups > 1:
+            return nobody, 0
+        table = self.memory["table0"].host
+        first = table[rows, 0]
+        blocks, counts = np.unique(first, return_counts=True)
+        largest = int(counts.argmax())
+        if counts[largest] < FEWEST_SHARING or blocks[largest] == 0:
+            return nobody, 0
+        group = rows[first == blocks[largest]]
+        # Whole blocks that everybody has computed: what follows is a row's own.
+        most = int(self.num_tokens[group].min() - 1) // BLOCK_SIZE
+        same = (table[group, :most] == table[group[0], :most]).all(axis=0)
+        length = BLOCK_SIZE * (most if same.all() else int(same.argmin()))
+        if length < SHORTEST_SHARED or (len(group) - 1) * length < LEAST_SPARED:
+            return nobody, 0
+        return group, length
+
+    def _tell_sharing(self, length: int) -> None:
+        memory, group = self.memory, self.sharing
+        column = memory["shared"].host[:, 0]
+        wanted = np.zeros_like(column)
+        wanted[group] = length
+        changed = np.flatnonzero(column != wanted)
+        if len(changed):
+            memory.put("shared", changed, wanted[changed])
+        row = int(group[0]) if len(group) else memory.nobody
+        memory.put("shared_span", slice(0, 4), [row, 0, len(group), length])

@@ -32,11 +32,11 @@ from paceline.kernels.prefill_plan import Spans
 from paceline.kernels.row_update import NOT_FINITE
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
-from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, StepShape
+from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefix, StepShape
 from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
-from paceline.runner.gpu.graphs import DecodeGraphs, ladder, rung_of
+from paceline.runner.gpu.graphs import KINDS, DecodeGraphs, DecodeKind, ladder, rung_of
 from paceline.runner.gpu.kv_pools import KVPools, tickets_of
 from paceline.runner.gpu.queue import DeviceQueue, Mark
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
@@ -105,8 +105,8 @@ class GPURunner:
         nobody, memory = self._rows.memory.nobody, self._rows.memory
         memory.put("active", np.array([nobody]), [0])
         for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
-            for rich in (False, True):
-                self._decode_step(slots, rich)
+            for kind in KINDS:
+                self._decode_step(slots, kind)
         longest, budget = (
             self._config.scheduler.max_model_len,
             self._config.scheduler.max_num_batched_tokens,
@@ -219,8 +219,9 @@ class GPURunner:
         rich = bool(draw.is_rich[sampled].any())
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
-            if not self._graphs.replay(len(batch.decode), rich):
-                self._decode_step(rung_of(len(batch.decode), rows.memory.max_slots), rich)
+            kind = DecodeKind(rich=rich, shared=bool(len(rows.sharing)) and not rich)
+            if not self._graphs.replay(len(batch.decode), kind):
+                self._decode_step(rung_of(len(batch.decode), rows.memory.max_slots), kind)
             return ()
         rows.put_batch(batch)
         rows.memory.send()
@@ -235,17 +236,24 @@ class GPURunner:
             draw.update(who, rich=rich)
         return found
 
-    def _decode_step(self, slots: int, rich: bool) -> None:
+    def _decode_step(self, slots: int, kind: DecodeKind) -> None:
         """A step in which all rows decode; this is what graphs hold."""
         memory = self._rows.memory
         slot_rows = memory.column("slot_rows")[:slots]
         overlapped = self._options.overlapped and self._queue.is_gpu and slots <= FEW_ROWS
         shape = StepShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
-        step = self._attention.begin(shape, slot_rows, self._visible, None)
+        prefix = None
+        if kind.shared:
+            span = memory.column("shared_span")
+            row, first, count, length = (span[index : index + 1] for index in range(4))
+            prefix = SharedPrefix(
+                tokens=memory.column("shared"), span=Spans(row=row, first=first, count=count, position=length)
+            )
+        step = self._attention.begin(shape, slot_rows, self._visible, None, prefix)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
-        self._draw.draw(self._decoder.logits(hidden, None), slot_rows, rich=rich)
-        self._draw.update(slot_rows, rich=rich)
+        self._draw.draw(self._decoder.logits(hidden, None), slot_rows, rich=kind.rich)
+        self._draw.update(slot_rows, rich=kind.rich)
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         """Hidden states of a step with spans."""
