@@ -106,11 +106,16 @@ class LoadedModel:
 
 
 def load_model(
-    model: ModelConfig, given: Mapping[str, Any], recorder: StepRecorder | None = None
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    recorder: StepRecorder | None = None,
+    *,
+    interactive: bool = True,
 ) -> LoadedModel:
     """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
-    `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name.
+    `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: somebody waits for
+    each token, so that a step must not take long; else for the last one.
     """
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
@@ -124,7 +129,10 @@ def load_model(
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu = choose_device(model) == "cuda"
-    config, runner, notices = (_on_gpu if on_gpu else _on_cpu)(model, given, checkpoint, ends)
+    if on_gpu:
+        config, runner, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
+    else:
+        config, runner, notices = _on_cpu(model, given, checkpoint, ends)
     return LoadedModel(
         engine=build_engine(config, runner, recorder=recorder),
         config=config,
@@ -152,17 +160,26 @@ def _on_cpu(
 
 
 def _on_gpu(
-    model: ModelConfig, given: Mapping[str, Any], checkpoint: Checkpoint, ends: tuple[int, ...]
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    ends: tuple[int, ...],
+    *,
+    interactive: bool,
 ) -> Built:
     import torch
 
-    from paceline.runner.gpu.build import choose_dtype, choose_gpu_sizes, load_parts, make_runner
+    from paceline.runner.gpu import build
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
-    dtype = choose_dtype(model, checkpoint)
-    parts = load_parts(checkpoint, device, dtype)
-    config = _engine_config(checkpoint, choose_gpu_sizes(model, spec, given, device, dtype))
-    return config, make_runner(model, config, spec, parts, ends, device), ()
+    dtype = build.choose_dtype(model, checkpoint)
+    parts = build.load_parts(checkpoint, device, dtype)
+    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
+    runner = build.make_runner(model, config, spec, parts, ends, device)
+    if interactive and "max_num_batched_tokens" not in given:
+        budget = build.latency_budget(runner, config.scheduler.max_num_batched_tokens)
+        config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
+    return config, runner, ()
 
 
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:

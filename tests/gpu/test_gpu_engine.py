@@ -103,6 +103,8 @@ def saved(name: str) -> tuple[str, Any]:
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if key.endswith("mlp.gate.weight"):
+                parameter.mul_(20.0)  # tokens know their experts well: no choice hangs on a rounding
         model.get_output_embeddings().weight.mul_(
             0.2
         )  # logits near 1: bfloat16 tells them apart by a hundredth

@@ -97,7 +97,7 @@ def _run_lines(
     from paceline.cli.batch_run import BatchRun
     from paceline.llm.frontend import Frontend
 
-    front = Frontend(None, engine)
+    front = Frontend(None, engine, interactive=False)
     progress = BatchProgress(total)
     try:
         BatchRun(front, names, results, progress).run(read_lines(source))

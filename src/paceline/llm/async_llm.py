@@ -50,7 +50,7 @@ class AsyncLLM(ModelHolder):
     """A model behind an async interface."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        super().__init__(Frontend(model, options))
+        super().__init__(Frontend(model, options, interactive=True))
         self._engine = self._front.engine
         self._collector = self._front.collector
         self._readers: dict[str, Reader] = {}  # by the names callers gave

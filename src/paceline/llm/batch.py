@@ -6,6 +6,7 @@ Holds only what is under way, so that the requests may come from a file that doe
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from paceline.llm.frontend import Frontend
 from paceline.llm.interrupts import Interrupts
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
+
+STEPS_FED = 4  # worth of prompt tokens that wait at least: more can be added while steps are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,12 @@ def _feed(
 ) -> tuple[list[RequestOutput], Iterator[Submission]]:
     """Add requests while there is room; returns those the engine refused, and what still waits."""
     refused: list[RequestOutput] = []
-    while front.collector.num_open < max_open:
+    queue = front.engine.scheduler.state.queue
+    config = front.loaded.config.scheduler
+    enough = math.inf  # other orders and modes want to see everybody who waits
+    if (config.mode, config.scheduling_policy) == ("continuous", "fcfs"):
+        enough = STEPS_FED * config.max_num_batched_tokens
+    while front.collector.num_open < max_open and queue.num_tokens < enough:
         submission = next(waiting, None)
         if submission is None:
             break

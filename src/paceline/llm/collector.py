@@ -164,7 +164,6 @@ class Collector:
         if result.finished:
             result.metrics.finished_s = ending.time_s
 
-
     def _bring_back(self, branch: Branch) -> None:
         """A branch that was only to be read whole has ended."""
         tokens, first_s, last_s = self._unread.close(branch.id)

@@ -21,15 +21,15 @@ _logger = logging.getLogger("paceline")
 class Frontend:
     """Everything around one engine that knows text."""
 
-    def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: str | None, options: Mapping[str, Any], *, interactive: bool) -> None:
         model_config, given = split_arguments(model, options)
-        self.loaded = loaded = load_model(model_config, given)
+        self.loaded = loaded = load_model(model_config, given, interactive=interactive)
         for notice in loaded.notices:
             _logger.warning(notice)
         self.engine = loaded.engine
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
-        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler, loaded.config.scheduler.max_model_len)
+        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler, self.max_model_len)
         self._chat = ChatPrompts(loaded.tokenizer)
         self._reader = PromptReader(
             loaded.tokenizer,

@@ -23,7 +23,7 @@ class LLM(ModelHolder):
     """A model and its engine. Not thread-safe; `AsyncLLM` is for callers that come and go."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        super().__init__(Frontend(model, options))
+        super().__init__(Frontend(model, options, interactive=False))
         self._numbers = itertools.count()
 
     def reset_prefix_cache(self) -> None:

@@ -48,7 +48,8 @@ class PromptReader:
         """A prompt that is tokens already."""
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        for token in ids:
+        is_plain = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size
+        for token in () if is_plain else ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 message = f"token id {token!r} is not in [0, {self._vocab_size})"
                 raise InvalidRequest(message, param="prompt")

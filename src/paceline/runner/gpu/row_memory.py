@@ -20,6 +20,7 @@ from paceline.kernels.step_inputs import write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+_ROOM = 1 << 17  # changes there is room for at once; more are made room for, which takes a while
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
 
 
@@ -81,8 +82,8 @@ class RowMemory:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sections = {name: self._section(starts[name], *shape) for name, shape in shapes.items()}
         self._changed: list[I64] = []
-        self._staging: list[Tensor] = [_pinned(4096) for _ in range(2 * config.depth + 6)]
-        self._arrived = torch.empty(2, 4096, dtype=torch.int32, device=device)
+        self._staging: list[Tensor] = [_pinned(_ROOM) for _ in range(2 * config.depth + 6)]
+        self._arrived = torch.empty(2, _ROOM, dtype=torch.int32, device=device)
         self._turn = 0
         self._sections["slot_rows"].host[:] = self.nobody
         self._sections["slot_rows"].device.fill_(self.nobody)

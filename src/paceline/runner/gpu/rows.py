@@ -109,6 +109,19 @@ class HostRows:
             num_pad=plan.pad_tokens,
         )
 
+    def nobodys_batch(self, number: int, count: int) -> DeviceBatch:
+        """A batch that changes nothing: `number` spans of `count` tokens, and half as many decoding rows."""
+        nobody = self.memory.nobody
+        return DeviceBatch(
+            decode=np.full(number // 2, nobody),
+            spans=np.full(number, nobody),
+            start=np.zeros(number, np.int64),
+            count=np.full(number, count),
+            finishing=np.arange(number - number // 2),
+            generation=np.zeros(number, np.int32),
+            num_pad=0,
+        )
+
     def put_batch(self, batch: DeviceBatch) -> None:
         """Tell the device about the spans of a step, and which tokens are drawn for whom."""
         memory, slots, number = self.memory, len(batch.decode), len(batch.spans)

@@ -7,8 +7,8 @@ more than the device draws by itself are drawn on the host by the reference samp
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +18,8 @@ from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
 from paceline.config import EngineConfig
-from paceline.core.plan import (
-    AT_LENGTH,
-    EMPTY,
-    RUNNING_ON,
-    STOPPED,
-    RowLogprobs,
-    StepPlan,
-    StepResult,
-    StepTimes,
-)
+from paceline.core.plan import EMPTY, RowLogprobs, StepPlan
 from paceline.kernels.prefill_plan import Spans
-from paceline.kernels.row_update import NOT_FINITE
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
 from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefix, StepShape
@@ -38,12 +28,10 @@ from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import KINDS, DecodeGraphs, DecodeKind, ladder, rung_of
 from paceline.runner.gpu.kv_pools import KVPools, tickets_of
-from paceline.runner.gpu.queue import DeviceQueue, Mark
+from paceline.runner.gpu.queue import DeviceQueue
+from paceline.runner.gpu.results import Computing
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
 from paceline.runner.sampling import prompt_logprobs
-
-_logger = logging.getLogger("paceline")
-_CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +56,7 @@ class GPURunner:
         options: GPUOptions = GPUOptions(),  # noqa: B008 - frozen
     ) -> None:
         self._config, self._options, self._device = config, options, device
+        self.max_slots = config.scheduler.max_num_seqs
         self._queue = DeviceQueue(device)
         self._rows = HostRows(config, device)
         memory = self._rows.memory
@@ -102,31 +91,37 @@ class GPURunner:
 
     def _warm_up(self) -> None:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
-        nobody, memory = self._rows.memory.nobody, self._rows.memory
-        memory.put("active", np.array([nobody]), [0])
+        memory, scheduler = self._rows.memory, self._config.scheduler
         for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
             for kind in KINDS:
                 self._decode_step(slots, kind)
-        longest, budget = (
-            self._config.scheduler.max_model_len,
-            self._config.scheduler.max_num_batched_tokens,
-        )
-        kinds = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1), (1, min(256, longest))]
-        kinds += [(max(1, size // longest), min(size, longest)) for size in (1024, 2048, 4096, budget)]
-        for number, count in kinds if self._queue.is_gpu else kinds[:4]:
-            if number * count > budget or number > memory.max_slots:
-                continue
-            rows = np.full(number, nobody)
-            batch = DeviceBatch(
-                decode=np.full(number // 2, nobody),
-                spans=rows,
-                start=np.zeros(number, np.int64),
-                count=np.full(number, count),
-                finishing=np.arange(number - number // 2),
-                generation=np.zeros(number, np.int32),
-                num_pad=0,
-            )
-            self._compute(batch)
+        few = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1)]
+        sizes = (256, 1024, 2048, 4096, scheduler.max_num_batched_tokens)
+        many = [spans_of(size, scheduler.max_model_len) for size in sizes]
+        for number, count in few + many if self._queue.is_gpu else few:
+            if number * count <= scheduler.max_num_batched_tokens and number <= memory.max_slots:
+                self._compute(self._rows.nobodys_batch(number, count))
+
+    # -- how long steps take -----------------------------------------------------------------------------------
+
+    def decode_seconds(self, slots: int) -> float:
+        """How long a step of so many decoding rows takes, with short contexts."""
+        return self._seconds(lambda: self._decode_step(slots, KINDS[0]))
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """How long a step of so many prompt tokens takes."""
+        batch = self._rows.nobodys_batch(*spans_of(num_tokens, self._config.scheduler.max_model_len))
+        return self._seconds(lambda: self._compute(batch))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        with self._queue.entered():
+            work()
+            self._queue.drain()
+            started_s = time.perf_counter()
+            for _ in range(3):
+                work()
+            self._queue.drain()
+        return (time.perf_counter() - started_s) / 3
 
     def _allocate(self, max_tokens: int) -> tuple[StepTokens, Tensor]:
         memory = self._rows.memory
@@ -312,55 +307,7 @@ class GPURunner:
         return tuple(found)
 
 
-class Computing:
-    """A submitted step."""
-
-    def __init__(
-        self,
-        seq: int,
-        batch: DeviceBatch,
-        ring: NDArray[np.int32],
-        done: Mark,
-        tickets: NDArray[np.int32],
-        logprobs: tuple[RowLogprobs, ...],
-        started_s: float,
-    ) -> None:
-        self._seq, self._batch, self._ring, self._done = seq, batch, ring, done
-        self._tickets, self._logprobs, self._started_s = tickets, logprobs, started_s
-
-    def wait(self) -> StepResult:
-        self._done.wait()
-        batch = self._batch
-        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
-        token, code = self._ring[0, :drawn].copy(), self._ring[1, :drawn]
-        took_part = code >= 0
-        known = np.where(took_part, code, 0)
-        finite, finished = known != NOT_FINITE, _CODES[known]
-        count = took_part.astype(np.int32)
-        token[~took_part] = 0
-        rows = batch.decode.astype(np.int32)
-        if len(batch.spans):
-            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
-            at = np.concatenate([np.arange(slots), slots + batch.finishing])
-            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
-            finished = _spread(finished, at, len(rows))
-            finite = _spread(finite, at, len(rows), True)
-        return StepResult(
-            seq=self._seq,
-            rows=rows,
-            generation=batch.generation,
-            tokens=token[:, None],
-            count=count,
-            finished=finished,
-            finite=finite,
-            copies_done=self._tickets,
-            logprobs=self._logprobs,
-            times=StepTimes(start_s=self._started_s, end_s=time.perf_counter()),
-        )
-
-
-def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
-    """Values at their places among rows of which some have none."""
-    whole = np.full(size, rest, values.dtype)
-    whole[at] = values
-    return whole
+def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:
+    """So many tokens as spans of equal length: how many, and how long."""
+    number = max(1, num_tokens // longest)
+    return number, min(num_tokens, longest)
