@@ -38,6 +38,7 @@ class StepShape:
     num_slots: int = 0  # the first tokens are those of so many decoding rows
     num_spans: int = 0
     num_tiles: int = 0  # of the spans together
+    longest_span: int = 0
     overlapped: bool = False  # kernels may start before the one before them has ended
     shared: bool = False  # the beginning that decoding rows share is computed once for all of them
 

@@ -133,6 +133,11 @@ class DeviceDecoder:
         self._add(residual, update, self._norm, overlapped)
         return normed
 
+    @property
+    def hidden(self) -> Tensor:
+        """Where `forward` leaves hidden states."""
+        return self._normed
+
     def logits(self, hidden: Tensor, which: Tensor | None) -> Tensor:
         """Of all tokens, or of those numbered in `which`."""
         if which is not None:

@@ -1,37 +1,30 @@
-"""Whole decode steps, captured once for a ladder of batch sizes and replayed with one launch each.
+"""Steps captured once for a ladder of sizes and replayed with one launch each.
 
-A batch of another size takes the next larger rung; the slots it does not use belong to nobody. Capturing ends early,
-with a notice, when memory runs out: larger batches are then launched kernel by kernel.
+A batch of another size takes the next larger rung: slots it does not use belong to nobody, tokens it does not have are
+stored nowhere. Steps that are not replayed are launched on the same rungs, so that their products have the same sizes
+and their results the same bits. Capturing goes on, with a notice, where memory runs out for one size.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-RUNGS = (
+SLOT_RUNGS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
 )  # fmt: skip
+# Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.
+TOKEN_RUNGS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
+MIXED_SLOTS = (32, 256)
+MAX_SPANS = 64  # of a step with prompts that is replayed
 
 _logger = logging.getLogger("paceline")
-
-
-def ladder(max_slots: int) -> list[int]:
-    """The batch sizes to capture: the largest is the most rows there can be."""
-    return [rung for rung in RUNGS if rung < max_slots] + [max_slots]
-
-
-def rung_of(num_rows: int, max_slots: int) -> int:
-    """The rung a batch is computed on, from a graph or not: its products then have the same size, and bits."""
-    rungs = ladder(max_slots)
-    return rungs[bisect_left(rungs, num_rows)]
 
 
 class DecodeKind(NamedTuple):
@@ -42,47 +35,88 @@ class DecodeKind(NamedTuple):
 
 
 KINDS = (DecodeKind(), DecodeKind(rich=True), DecodeKind(shared=True))
-Step = Callable[[int, DecodeKind], None]
 
 
-class DecodeGraphs:
-    """Graphs by number of slots and kind."""
+class DecodeKey(NamedTuple):
+    """A step in which every row decodes."""
+
+    slots: int
+    kind: DecodeKind
+
+
+class MixedKey(NamedTuple):
+    """Hidden states of a step with prompts; what is drawn from them is launched by itself."""
+
+    tokens: int
+    slots: int
+
+
+Key = DecodeKey | MixedKey
+
+
+def slot_ladder(max_slots: int) -> list[int]:
+    """The batch sizes of decode steps: the largest is the most rows there can be."""
+    return [rung for rung in SLOT_RUNGS if rung < max_slots] + [max_slots]
+
+
+def rung_of(num_rows: int, max_slots: int) -> int:
+    """The rung a decode step is computed on, from a graph or not."""
+    rungs = slot_ladder(max_slots)
+    return rungs[bisect_left(rungs, num_rows)]
+
+
+def decode_keys(max_slots: int) -> list[DecodeKey]:
+    return [DecodeKey(slots, kind) for slots in slot_ladder(max_slots) for kind in KINDS]
+
+
+def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
+    rungs = [rung for rung in TOKEN_RUNGS if rung <= max_tokens]
+    pairs = {
+        MixedKey(rung, min(rung, most, max_slots)) for rung in rungs for most in (*MIXED_SLOTS, max_slots)
+    }
+    return sorted(pairs)
+
+
+def mixed_key(keys: list[MixedKey], num_tokens: int, num_slots: int) -> MixedKey | None:
+    """The smallest of `keys` with room for a step; None if there is none."""
+    at = bisect_left(keys, MixedKey(num_tokens, 0))
+    return next((key for key in keys[at:] if key.slots >= num_slots), None)
+
+
+class StepGraphs:
+    """Graphs by key."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[int, DecodeKind], torch.cuda.CUDAGraph] = {}
-        self._rungs: list[int] = []
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, rungs: list[int], step: Step, stream: torch.cuda.Stream) -> None:
-        """Capture `step` for each of `rungs`, in `stream`, after one run of each outside of a graph."""
-        for slots in rungs:
-            step(slots, KINDS[0])  # loads what it launches: that must not happen inside a capture
+    def capture(self, steps: Mapping[Key, Callable[[], object]], stream: torch.cuda.Stream) -> None:
+        """Capture each of `steps` in `stream`, after one run outside of a graph."""
+        for step in steps.values():
+            step()  # loads what it launches: that must not happen inside a capture
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
         gc.disable()  # a kernel that is collected during a capture would end it
+        pool = None
         try:
-            pool = None
-            # The largest first: the others fit into its memory.
-            for slots, kind in itertools.product(reversed(rungs), KINDS):
+            for key in sorted(
+                steps, key=lambda key: -key[0]
+            ):  # the largest first: others fit into its memory
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        step(slots, kind)
+                        steps[key]()
                 except torch.OutOfMemoryError:
-                    _logger.warning(
-                        "no memory for a graph of %d rows: such steps are launched one by one", slots
-                    )
+                    _logger.warning("no memory for the graph of %s: such steps are launched one by one", key)
                     continue
                 pool = pool or graph.pool()
-                self._graphs[slots, kind] = graph
+                self._graphs[key] = graph
         finally:
             gc.enable()
-        self._rungs = sorted({slots for slots, _ in self._graphs})
 
-    def replay(self, num_rows: int, kind: DecodeKind) -> bool:
-        """Run the smallest graph that has room; False if none has."""
-        at = bisect_left(self._rungs, num_rows)
-        graph = self._graphs.get((self._rungs[at], kind)) if at < len(self._rungs) else None
+    def replay(self, key: Key) -> bool:
+        """Run a captured step; False if there is none."""
+        graph = self._graphs.get(key)
         if graph is None:
             return False
         graph.replay()

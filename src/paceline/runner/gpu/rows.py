@@ -122,14 +122,20 @@ class HostRows:
             num_pad=0,
         )
 
-    def put_batch(self, batch: DeviceBatch) -> None:
-        """Tell the device about the spans of a step, and which tokens are drawn for whom."""
+    def put_batch(self, batch: DeviceBatch, most_spans: int) -> None:
+        """Tell the device about the spans of a step, and which tokens are drawn for whom.
+
+        Places up to `most_spans` that the step does not use are told to be empty.
+        """
         memory, slots, number = self.memory, len(batch.decode), len(batch.spans)
         at = slice(0, number)
         first = slots + np.cumsum(batch.count) - batch.count
         columns = {"row": batch.spans, "first": first, "count": batch.count, "position": batch.start}
         for name, values in columns.items():
             memory.put(f"span_{name}", at, values)
+        unused = memory["span_count"].host[number:most_spans, 0]
+        if unused.any():
+            memory.put("span_count", slice(number, number + len(unused)), np.zeros(len(unused), np.int32))
         sampled = batch.sampled
         last = (first + batch.count - 1)[batch.finishing]
         memory.put("sample_rows", slice(0, len(sampled)), sampled)

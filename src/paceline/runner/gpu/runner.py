@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,19 @@ from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefi
 from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
-from paceline.runner.gpu.graphs import KINDS, DecodeGraphs, DecodeKind, ladder, rung_of
+from paceline.runner.gpu.graphs import (
+    KINDS,
+    MAX_SPANS,
+    DecodeKey,
+    DecodeKind,
+    Key,
+    MixedKey,
+    StepGraphs,
+    decode_keys,
+    mixed_key,
+    mixed_keys,
+    rung_of,
+)
 from paceline.runner.gpu.kv_pools import KVPools, tickets_of
 from paceline.runner.gpu.queue import DeviceQueue
 from paceline.runner.gpu.results import Computing
@@ -79,26 +92,38 @@ class GPURunner:
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
         )
-        self._graphs = DecodeGraphs()
+        self._graphs = StepGraphs()
+        self._mixed = (
+            mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
+        )
         with self._queue.entered():
             if self._queue.is_gpu:
                 with compiling_only():
                     self._warm_up()
             self._warm_up()
             if options.graphs and self._queue.stream is not None:
-                self._graphs.capture(ladder(max_slots), self._decode_step, self._queue.stream)
+                self._graphs.capture(self._steps(), self._queue.stream)
         self._queue.drain()
+
+    def _steps(self) -> dict[Key, Callable[[], object]]:
+        """Every step that is captured."""
+        steps: dict[Key, Callable[[], object]] = {}
+        for decode in decode_keys(self.max_slots):
+            steps[decode] = partial(self._decode_step, decode)
+        for mixed in self._mixed:
+            steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
+        return steps
 
     def _warm_up(self) -> None:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
         for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
             for kind in KINDS:
-                self._decode_step(slots, kind)
-        few = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1)]
+                self._decode_step(DecodeKey(slots, kind))
+        few = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1), (min(memory.max_slots, 256), 16)]
         sizes = (256, 1024, 2048, 4096, scheduler.max_num_batched_tokens)
         many = [spans_of(size, scheduler.max_model_len) for size in sizes]
-        for number, count in few + many if self._queue.is_gpu else few:
+        for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= scheduler.max_num_batched_tokens and number <= memory.max_slots:
                 self._compute(self._rows.nobodys_batch(number, count))
 
@@ -106,7 +131,13 @@ class GPURunner:
 
     def decode_seconds(self, slots: int) -> float:
         """How long a step of so many decoding rows takes, with short contexts."""
-        return self._seconds(lambda: self._decode_step(slots, KINDS[0]))
+        key = DecodeKey(rung_of(slots, self.max_slots), KINDS[0])
+
+        def step() -> None:
+            if not self._graphs.replay(key):
+                self._decode_step(key)
+
+        return self._seconds(step)
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """How long a step of so many prompt tokens takes."""
@@ -215,12 +246,13 @@ class GPURunner:
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
             kind = DecodeKind(rich=rich, shared=bool(len(rows.sharing)) and not rich)
-            if not self._graphs.replay(len(batch.decode), kind):
-                self._decode_step(rung_of(len(batch.decode), rows.memory.max_slots), kind)
+            decode = DecodeKey(rung_of(len(batch.decode), self.max_slots), kind)
+            if not self._graphs.replay(decode):
+                self._decode_step(decode)
             return ()
-        rows.put_batch(batch)
+        rows.put_batch(batch, MAX_SPANS)
         rows.memory.send()
-        hidden = self._forward(batch)
+        hidden = self._mixed_step(batch)
         found = self._prompt_logprobs(batch, hidden) if on_host else ()
         if len(sampled):
             who = rows.memory.column("sample_rows")[: len(sampled)]
@@ -231,9 +263,9 @@ class GPURunner:
             draw.update(who, rich=rich)
         return found
 
-    def _decode_step(self, slots: int, kind: DecodeKind) -> None:
-        """A step in which all rows decode; this is what graphs hold."""
-        memory = self._rows.memory
+    def _decode_step(self, key: DecodeKey) -> None:
+        """A step in which all rows decode."""
+        memory, slots, kind = self._rows.memory, key.slots, key.kind
         slot_rows = memory.column("slot_rows")[:slots]
         overlapped = self._options.overlapped and self._queue.is_gpu and slots <= FEW_ROWS
         shape = StepShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
@@ -250,38 +282,55 @@ class GPURunner:
         self._draw.draw(self._decoder.logits(hidden, None), slot_rows, rich=kind.rich)
         self._draw.update(slot_rows, rich=kind.rich)
 
-    def _forward(self, batch: DeviceBatch) -> Tensor:
-        """Hidden states of a step with spans."""
-        memory, slots, number = self._rows.memory, len(batch.decode), len(batch.spans)
-        slot_rows = memory.column("slot_rows")
-        if slots:
-            decode_inputs(self._tokens, self._visible, memory.columns, slot_rows[:slots], memory.tables)
-        spans = None
-        tile = self._attention.tile_tokens
-        if number:
-            spans = Spans(
-                **{
-                    name: memory.column(f"span_{name}")[:number]
-                    for name in ("row", "first", "count", "position")
-                }
+    def _mixed_step(self, batch: DeviceBatch) -> Tensor:
+        """Hidden states of a step with prompts, on a rung if there is one that holds it."""
+        num_tokens, number = batch.num_tokens, len(batch.spans)
+        key = mixed_key(self._mixed, num_tokens, len(batch.decode)) if number <= MAX_SPANS else None
+        if key is None:
+            tiles = int((-(-batch.count // self._attention.tile_tokens)).sum())
+            longest = int(batch.count.max()) if number else 0
+            return self._forward(
+                StepShape(
+                    num_tokens=num_tokens,
+                    num_slots=len(batch.decode),
+                    num_spans=number,
+                    num_tiles=tiles,
+                    longest_span=longest,
+                )
             )
-            longest = int(batch.count.max())
-            span_inputs(self._tokens, spans, longest, memory.columns.tokens, memory.tables)
-        if batch.num_pad:  # computed for real, read by nobody
-            for column, value in (
-                (self._tokens.ids, 0),
-                (self._tokens.positions, 0),
-                *((s, -1) for s in self._tokens.slots),
-            ):
-                column[batch.num_tokens - batch.num_pad : batch.num_tokens] = value
-        shape = StepShape(
-            num_tokens=batch.num_tokens,
-            num_slots=slots,
-            num_spans=number,
-            num_tiles=int((-(-batch.count // tile)).sum()),
+        if self._graphs.replay(key):
+            return self._decoder.hidden[:num_tokens]
+        return self._forward(self._mixed_shape(key))[:num_tokens]
+
+    def _mixed_shape(self, key: MixedKey) -> StepShape:
+        tiles = key.tokens // self._attention.tile_tokens + MAX_SPANS
+        return StepShape(
+            num_tokens=key.tokens,
+            num_slots=key.slots,
+            num_spans=MAX_SPANS,
+            num_tiles=tiles,
+            longest_span=key.tokens,
         )
+
+    def _forward(self, shape: StepShape) -> Tensor:
+        """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
+        memory, tokens = self._rows.memory, self._tokens
+        slot_rows = memory.column("slot_rows")[: shape.num_slots]
+        for column, nothing in (
+            (tokens.ids, 0),
+            (tokens.positions, 0),
+            *((slots, -1) for slots in tokens.slots),
+        ):
+            column[: shape.num_tokens].fill_(nothing)
+        if shape.num_slots:
+            decode_inputs(tokens, self._visible, memory.columns, slot_rows, memory.tables)
+        spans = None
+        if shape.num_spans:
+            names = ("row", "first", "count", "position")
+            spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
+            span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
-        return self._decoder.forward(self._tokens, self._attention, step)
+        return self._decoder.forward(tokens, self._attention, step)
 
     def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
