@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 from paceline import LLM, SamplingParams
 
 CLOSE = 2e-2  # two logits that bfloat16 may swap
+CLOSE_EXPERTS = 5e-2  # and where the shares of a token's experts are rounded before they are added
 NUM_NEW = 24
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -153,7 +154,9 @@ def assert_close(name: str, found: list[list[int]], *, shared: bool = False) -> 
         for index, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
             if token != wanted:
                 place = f"{name}, prompt of {len(prompt)}, token {index}"
-                assert gaps[index] < CLOSE, f"{place}: {token} is not {wanted}, {gaps[index]} ahead"
+                assert gaps[index] < (CLOSE_EXPERTS if "mix" in name or "moe" in name else CLOSE), (
+                    f"{place}: {token} is not {wanted}, {gaps[index]} ahead"
+                )
                 break
 
 

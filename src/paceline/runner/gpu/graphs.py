@@ -22,7 +22,7 @@ SLOT_RUNGS = (
 # Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.
 TOKEN_RUNGS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
 MIXED_SLOTS = (32, 256)
-MAX_SPANS = 64  # of a step with prompts that is replayed
+MAX_SPANS = 256  # of a step with prompts that is replayed
 
 _logger = logging.getLogger("paceline")
 

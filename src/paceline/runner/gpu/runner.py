@@ -303,12 +303,12 @@ class GPURunner:
         return self._forward(self._mixed_shape(key))[:num_tokens]
 
     def _mixed_shape(self, key: MixedKey) -> StepShape:
-        tiles = key.tokens // self._attention.tile_tokens + MAX_SPANS
+        most = min(MAX_SPANS, key.tokens)
         return StepShape(
             num_tokens=key.tokens,
             num_slots=key.slots,
-            num_spans=MAX_SPANS,
-            num_tiles=tiles,
+            num_spans=most,
+            num_tiles=key.tokens // self._attention.tile_tokens + most,
             longest_span=key.tokens,
         )
 
