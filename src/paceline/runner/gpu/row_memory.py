@@ -20,7 +20,7 @@ from paceline.kernels.step_inputs import write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-_ROOM = 1 << 17  # changes there is room for at once; more are made room for, which takes a while
+_ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
 
 
