@@ -94,6 +94,15 @@ def build_engine(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a model runs on."""
+
+    device: str  # cpu, or a GPU's name
+    dtype: str
+    kv_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedModel:
     """A model that is ready to serve."""
@@ -102,6 +111,7 @@ class LoadedModel:
     config: EngineConfig
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
+    hardware: Hardware
     notices: tuple[str, ...]  # what an operator should know, a sentence each
 
 
@@ -130,19 +140,20 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu = choose_device(model) == "cuda"
     if on_gpu:
-        config, runner, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
+        config, runner, hardware, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
     else:
-        config, runner, notices = _on_cpu(model, given, checkpoint, ends)
+        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends)
     return LoadedModel(
         engine=build_engine(config, runner, recorder=recorder),
         config=config,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
+        hardware=hardware,
         notices=notices,
     )
 
 
-Built = tuple[EngineConfig, Runner, tuple[str, ...]]
+Built = tuple[EngineConfig, Runner, Hardware, tuple[str, ...]]
 
 
 def _on_cpu(
@@ -150,13 +161,16 @@ def _on_cpu(
 ) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
+    from paceline.runner.kv_tensors import block_bytes
     from paceline.runner.sizing import choose_sizes
     from paceline.runner.storage import choose_storage
 
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
-    return config, CPURunner(config, decoder, ends), notices
+    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
+    hardware = Hardware(device="cpu", dtype="float32", kv_bytes=kv_bytes)
+    return config, CPURunner(config, decoder, ends), hardware, notices
 
 
 def _on_gpu(
@@ -170,6 +184,7 @@ def _on_gpu(
     import torch
 
     from paceline.runner.gpu import build
+    from paceline.runner.gpu.kv_pools import device_block_bytes
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
@@ -179,7 +194,12 @@ def _on_gpu(
     if interactive and "max_num_batched_tokens" not in given:
         budget = build.latency_budget(runner, config.scheduler.max_num_batched_tokens)
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
-    return config, runner, ()
+    hardware = Hardware(
+        device=torch.cuda.get_device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, dtype),
+    )
+    return config, runner, hardware, ()
 
 
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:

@@ -29,9 +29,7 @@ from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunn
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
-ROWS_AT_ONCE = (
-    1280  # of all half-steps that are looked at together: few enough to stay in the processor's cache
-)
+ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache
 
 
 class World:

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import LLM, SamplingParams
+
 pytest.importorskip("triton", reason="Triton is not installed")
 transformers = pytest.importorskip("transformers")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-
-from paceline import LLM, SamplingParams
 
 CLOSE = 2e-2  # two logits that bfloat16 may swap
 CLOSE_EXPERTS = 5e-2  # and where the shares of a token's experts are rounded before they are added

@@ -10,7 +10,7 @@ from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptio
 from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
-from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 
 HELP = "Measure the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
@@ -41,16 +41,6 @@ _ENGINE = (
         flags=(Flag(name="shape"),),
     ),
     MODEL,
-    Panel(
-        title="Model",
-        config=ModelConfig,
-        optional=True,
-        flags=(
-            Flag(name="device"),
-            Flag(name="enforce_eager"),
-            Flag(name="gpu_memory_utilization", default="0.9 with --shape, else 0.92"),
-        ),
-    ),
     seed_panel("0"),
     Panel(
         title="Engine",

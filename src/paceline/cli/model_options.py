@@ -68,9 +68,14 @@ MODEL = Panel(
         Flag(name="revision", metavar="NAME"),
         Flag(name="download_dir", metavar="FOLDER"),
         Flag(name="load_format"),
+        Flag(name="device"),
         Flag(name="dtype"),
         Flag(name="quantization"),
-        Flag(name="kv_cache_memory_bytes", default="2 GiB, or a quarter of the free memory"),
+        Flag(
+            name="kv_cache_memory_bytes", default="2 GiB, or a quarter of the free memory; on a GPU the rest"
+        ),
+        Flag(name="gpu_memory_utilization"),
+        Flag(name="enforce_eager"),
     ),
 )
 ENGINE = (

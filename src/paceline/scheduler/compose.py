@@ -205,7 +205,8 @@ class Composer:
 
     def _prompt_goes_first(self) -> bool:
         oldest = first_in_order(self._state)
-        return oldest is not None and self._still_prompting(oldest)
+        request = None if oldest is None else self._state.rows.requests[oldest]
+        return request is not None and request.id in self._state.prefilling
 
     def _end_of_length(self, ended: Mask) -> None:
         """Rows that have been given their last token: they leave plain decode, or stay as padding."""
@@ -224,10 +225,6 @@ class Composer:
             return rows
         ordered: list[int] = self._state.in_order(np.array(rows, np.int64)).tolist()
         return ordered
-
-    def _still_prompting(self, row: int) -> bool:
-        request = self._state.rows.requests[row]
-        return request is not None and request.id in self._state.prefilling
 
     def _cap(self, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""

@@ -152,8 +152,6 @@ def _send(channel: Channel, message: frames.FromEngine) -> None:
 
 
 def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
-    from paceline.runner.kv_tensors import block_bytes
-
     config, spec = loaded.config, loaded.checkpoint.spec
     return EngineInfo(
         vocab_size=spec.vocab_size,
@@ -162,10 +160,10 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         num_blocks=config.kv.num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        device="cpu",
-        dtype="float32",
+        device=loaded.hardware.device,
+        dtype=loaded.hardware.dtype,
         weight_bytes=sum(stored.num_bytes for stored in loaded.checkpoint.stored.values()),
-        kv_bytes=config.kv.num_blocks * block_bytes(spec, config.kv.block_size),
+        kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,
         notices=loaded.notices,
     )
