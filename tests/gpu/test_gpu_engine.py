@@ -240,6 +240,6 @@ def test_stop_ids_end_a_row_on_the_device() -> None:
     llm = LLM(saved("llama")[0], skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16, dtype="bfloat16",
               kv_cache_memory_bytes=1 << 28)  # fmt: skip
     stop = first[6]
-    params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, stop_token_ids=[stop], ignore_eos=True)
+    params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, stop_token_ids=(stop,), ignore_eos=True)
     output = llm.generate(PROMPTS, params, use_tqdm=False)[3].outputs[0]
     assert output.token_ids == first[: first.index(stop) + 1] and output.finish_reason == "stop"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed")
-import triton
+from tests.torch.interpreted import reason_to_skip
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
 
 from paceline.kernels import BLOCK_SIZE
 from paceline.kernels.prefill_plan import Spans
@@ -55,7 +54,7 @@ def test_the_last_token_of_each_row() -> None:
     decode_inputs(into, visible, rows, slot_rows, tables)
     expected = reference_decode_inputs(rows, slot_rows, tables)
     for slot, (token, position, places, length) in enumerate(expected):
-        assert (into.ids[slot], into.positions[slot]) == (token, position)
+        assert (int(into.ids[slot]), int(into.positions[slot])) == (token, position)
         assert tuple(int(places_of[slot]) for places_of in into.slots) == places
         assert visible[slot_rows[slot]] == length
 

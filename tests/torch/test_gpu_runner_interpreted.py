@@ -1,0 +1,98 @@
+"""The runner of the GPU through Triton's interpreter: token by token what the runner of the CPU gives.
+
+A tiny model in float32; rows come in chunks, share a step with others, draw with every kind of parameters, and the
+host plans ahead. tests/gpu has whole engines on the card.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.torch.interpreted import reason_to_skip
+
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
+
+from paceline.checkpoint.open import open_checkpoint
+from paceline.checkpoint.stored import StoredTensor
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.plan import Runner
+from paceline.core.sampling import SamplingParams
+from paceline.factory import build_engine
+from paceline.models.load import build_decoder
+from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.gpu.weights import DeviceStorage
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PARAMS = (
+    SamplingParams(max_tokens=7, temperature=0.7, seed=4, top_p=0.9, frequency_penalty=0.5, min_tokens=3),
+    SamplingParams(max_tokens=6, temperature=0.8, seed=3, min_p=0.05, bad_words=((7,),), logit_bias={5: 3.0}),
+    SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=1.3),
+    SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
+    SamplingParams(max_tokens=5, temperature=0.9, seed=1, n=2),
+)
+
+
+class SameWeights(DeviceStorage):
+    """Made-up weights are those of the CPU."""
+
+    def _moved(self, stored: StoredTensor) -> torch.Tensor:
+        return torch.from_numpy(stored.to_float32())
+
+
+def generate(folder: Path, *, on_gpu: bool, depth: int) -> dict[int, list[int]]:
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256),
+        depth=depth,
+    )
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    runner: Runner
+    if on_gpu:
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
+    else:
+        runner = CPURunner(config, build_decoder(checkpoint, 512), ends)
+    engine = build_engine(config, runner)
+    random = np.random.default_rng(0)
+    found: dict[int, list[int]] = {}
+    for length, params in zip((5, 70, 33, 1, 90), PARAMS, strict=True):
+        found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), params)}
+    while engine.has_requests or not engine.is_idle:
+        for batch in engine.step_overlapped().tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        assert engine.last_error is None, repr(engine.last_error)
+    return found
+
+
+def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected = generate(tmp_path, on_gpu=False, depth=0)
+    assert all(expected.values())
+    assert generate(tmp_path, on_gpu=True, depth=1) == expected
