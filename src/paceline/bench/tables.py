@@ -62,6 +62,8 @@ _THROUGHPUT = (
     _Column(heading="total tok/s", cell=_number("total_tokens_per_s")),
     _Column(heading="requests/s", cell=_number("requests_per_s")),
     _Column(heading="ms per step", cell=_number("ms_per_step")),
+    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
+    _Column(heading="padded", cell=_number("padded_share", lambda value: f"{value:.1%}")),
     _Column(heading="steps", cell=_number("steps", _count)),
     _Column(heading="preemptions", cell=_number("preemptions", _count)),
 )

@@ -15,11 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paceline.bench.workloads import LARGEST_TOKEN, BenchWorkload
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.llm.llm import LLM
 from paceline.llm.outputs import RequestOutput
+from paceline.report.summary import Distribution, distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ class ThroughputResult:
     seconds: float
     steps: int
     preemptions: int
+    e2e_s: Distribution  # of its requests, from when they were added
+    padded_share: float  # of all tokens computed: what static and dynamic batching fill up
     output_tokens_per_request: int | None  # where all have the same, and a step is one token of each
 
     @property
@@ -113,6 +118,8 @@ def run_workload(
     gc.collect()
     engine = llm.loaded.engine
     steps_before = engine.num_submitted
+    counters = engine.scheduler.state.counters
+    computed, padding = counters.computed_tokens, counters.padding_tokens
     started_s = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=show_progress)
     seconds = time.perf_counter() - started_s
@@ -127,9 +134,17 @@ def run_workload(
         seconds=seconds,
         steps=engine.num_submitted - steps_before,
         preemptions=sum(output.metrics.preemptions for output in outputs if output.metrics is not None),
+        e2e_s=distribution(np.array([_seconds_of(output) for output in outputs])),
+        padded_share=(counters.padding_tokens - padding) / max(1, counters.computed_tokens - computed),
         output_tokens_per_request=workload.requests[0].num_output if workload.is_decode else None,
     )
     return result, outputs
+
+
+def _seconds_of(output: RequestOutput) -> float:
+    metrics = output.metrics
+    assert metrics is not None and metrics.finished_s is not None
+    return metrics.finished_s - metrics.arrival_s
 
 
 def check_complete(workload: BenchWorkload, outputs: Sequence[RequestOutput]) -> None:

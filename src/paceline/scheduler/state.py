@@ -64,6 +64,8 @@ class Counters:
     failed_steps: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time
     cached_tokens: int = 0  # of these, found in blocks that were there already
+    computed_tokens: int = 0  # in all steps submitted, padding included
+    padding_tokens: int = 0  # of these
 
 
 @dataclass(slots=True)

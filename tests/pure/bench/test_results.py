@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from paceline.bench.latency import Seen, summarize
@@ -21,6 +22,7 @@ from paceline.bench.workloads import LARGEST_TOKEN, OFFLINE, BenchRequest, Bench
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.report.summary import distribution
 
 TWO = BenchWorkload(
     name="two", requests=(BenchRequest(prompt=[1], num_output=4), BenchRequest(prompt=[2], num_output=4))
@@ -73,10 +75,23 @@ def test_rates_follow_from_the_counts() -> None:
         seconds=2.0,
         steps=257,
         preemptions=0,
+        e2e_s=distribution(np.array([1.0, 2.0, 2.0])),
+        padded_share=0.125,
         output_tokens_per_request=256,
     )
     (row,) = throughput_table([result]).rows
-    assert row == ("decode-b8", "2.000", "1,024", "1,088", "4.00", "7.81", "257", "0")
+    assert row == (
+        "decode-b8",
+        "2.000",
+        "1,024",
+        "1,088",
+        "4.00",
+        "7.81",
+        "2.00 / 2.00 / 2.00",
+        "12.5%",
+        "257",
+        "0",
+    )
     assert throughput_json(result)["ms_per_step"] == 7.8125
 
 

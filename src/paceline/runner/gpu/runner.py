@@ -96,6 +96,7 @@ class GPURunner:
         self._mixed = (
             mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
         )
+        self._queue.drain()  # weights and buffers were filled in another stream
         with self._queue.entered():
             if self._queue.is_gpu:
                 with compiling_only():
