@@ -65,7 +65,7 @@ class World:
             make_pool=self.shortage.make_pool,
             make_checker=self._make_checker,
         )
-        if self.trouble.cursed:
+        if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
         self.runner.scheduler = self.engine.scheduler
         self.runner.found = self.checker.found
