@@ -22,9 +22,9 @@ from paceline.runner.kv_tensors import block_bytes
 
 GIB = 1 << 30
 MAX_STEP_S = 0.25
-MARGIN = 0.5  # attention is not in the measurement, and the other process of a server uses the same cores
+MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
 DEFAULT_ROWS = 128
-SMALLEST_BUDGET, LARGEST_BUDGET = 32, 2048
+SMALLEST_BUDGET, LARGEST_BUDGET = 16, 2048
 
 
 def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any])
 def step_budget(fixed_s: float, per_token_s: float) -> int:
     """Tokens of a step that takes `fixed_s` and `per_token_s` for each, and should stay under MAX_STEP_S."""
     tokens = int((MAX_STEP_S * MARGIN - fixed_s) / max(per_token_s, 1e-9))
-    return min(max(tokens // 16 * 16, SMALLEST_BUDGET), LARGEST_BUDGET)
+    return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
 def measure_step(decoder: Decoder) -> tuple[float, float]:
