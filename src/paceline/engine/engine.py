@@ -215,7 +215,8 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """No result will come for the steps under way: start over from a clean plan."""
         self.last_error = error
-        self._failures += 1
+        if not (_is_out_of_memory(error) and self.scheduler.shrink()):
+            self._failures += 1
         lost, self._underway = list(self._underway), deque()
         snapshot = self.scheduler.recover()
         for step in lost:
@@ -260,6 +261,11 @@ class Engine:
         self._next_id += 1
         request.branch = index
         return request
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of the host or of a device; torch's own error is known by its name, for torch is not known here."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 class _Failed:

@@ -38,7 +38,7 @@ class Admission:
 
     def rows_left(self) -> int:
         rows = self._state.rows
-        return min(self._state.config.max_num_seqs - rows.num_live, rows.num_free)
+        return min(self._state.most_rows - rows.num_live, rows.num_free)
 
     def refusal(self, request: Request) -> str | None:
         """Why a waiting request cannot be admitted now, or None. Changes nothing."""

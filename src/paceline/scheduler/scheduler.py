@@ -287,6 +287,12 @@ class Scheduler:
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
 
+    def shrink(self) -> bool:
+        """Memory ran out in a step: for a while half as many rows. False if there was one left only."""
+        self._tick()
+        self._note("shrink")
+        return self.state.halve_rows()
+
     def fail_all(self) -> None:
         """The engine is lost: every live request ends with an error."""
         self._tick()

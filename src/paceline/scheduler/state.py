@@ -29,6 +29,7 @@ SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
 Journal = list[tuple[object, ...]]
+FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +115,8 @@ class SchedulerState:
         self.decisions: list[Decision] = []
         self.journal: Journal = []
         self.now_s = -math.inf
+        self.forgives_failure = False  # the next failed step is held against nobody
+        self._fewer_rows, self._fewer_until_s = config.max_num_seqs, -math.inf
         self._tenants: dict[str, int] = {}
         self._next_tenant = 0
         self._next_order = 0
@@ -205,6 +208,18 @@ class SchedulerState:
             self.joins = [join for join in before if join.row != row]
         if len(self.joins) == len(before):
             self.leaves.append(row)
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows there may be now."""
+        return self._fewer_rows if self.now_s < self._fewer_until_s else self.config.max_num_seqs
+
+    def halve_rows(self) -> bool:
+        """Fewer rows for a minute; the step that failed for their number is held against nobody."""
+        before = self.most_rows
+        self._fewer_rows, self._fewer_until_s = max(1, before // 2), self.now_s + FEWER_ROWS_S
+        self.forgives_failure = before > 1
+        return before > 1
 
     def forget_computing(self, request: Request) -> None:
         """Nobody may wait any longer for the prefix this request was computing."""

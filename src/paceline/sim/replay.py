@@ -309,6 +309,7 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "unblock": Scheduler.unblock,
     "reset_cache": Scheduler.reset_prefix_cache,
     "expired": lambda scheduler, request: scheduler.expire(),
+    "shrink": Scheduler.shrink,
     "fail_all": Scheduler.fail_all,
 }
 
