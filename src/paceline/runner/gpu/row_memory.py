@@ -82,7 +82,8 @@ class RowMemory:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sections = {name: self._section(starts[name], *shape) for name, shape in shapes.items()}
         self._changed: list[I64] = []
-        self._staging: list[Tensor] = [_pinned(_ROOM) for _ in range(2 * config.depth + 6)]
+        # A plan is sent in up to three parts, and those of the steps under way may not have been read yet.
+        self._staging: list[Tensor] = [_pinned(_ROOM) for _ in range(3 * (config.depth + 1) + 1)]
         self._arrived = torch.empty(2, _ROOM, dtype=torch.int32, device=device)
         self._turn = 0
         self._sections["slot_rows"].host[:] = self.nobody

@@ -1,8 +1,9 @@
 """The runner on a GPU: plans go down as changes of rows, tokens come back through pinned memory one step late.
 
 All work is queued in one stream in the order of the plans; nothing waits for the device but `wait`. A step in which
-only rows decode that ask for nothing special is one graph; others are launched kernel by kernel. Rows that ask for
-more than the device draws by itself are drawn on the host by the reference sampler, which makes their steps wait.
+rows only decode is one graph, and so are the hidden states of a step with prompts, up to some thousand tokens. Rows
+that ask for more than the device draws by itself are drawn on the host by the reference sampler, which makes their
+steps wait.
 """
 
 from __future__ import annotations
