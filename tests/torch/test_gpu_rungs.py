@@ -1,0 +1,38 @@
+"""Which captured size a step takes: the smallest that holds it, and none where none does."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.runner.gpu.graphs import MixedKey, decode_keys, mixed_key, mixed_keys, rung_of, slot_ladder
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 1000, 1024, 5000])
+def test_every_batch_has_a_rung_and_no_smaller_one_holds_it(most: int) -> None:
+    rungs = slot_ladder(most)
+    assert rungs == sorted(set(rungs)) and rungs[-1] == most
+    for rows in range(1, most + 1):
+        rung = rung_of(rows, most)
+        assert rung >= rows and not [other for other in rungs if rows <= other < rung]
+
+
+def test_decode_steps_of_every_kind_are_captured_for_every_rung() -> None:
+    keys = decode_keys(100)
+    assert {key.slots for key in keys} == set(slot_ladder(100)) and len(keys) == 3 * len(slot_ladder(100))
+
+
+@pytest.mark.parametrize("most_slots, most_tokens", [(1024, 8192), (16, 512), (2, 64), (300, 2048)])
+def test_a_step_with_prompts_takes_the_smallest_that_holds_it(most_slots: int, most_tokens: int) -> None:
+    keys = mixed_keys(most_slots, most_tokens)
+    assert keys == sorted(keys) and all(key.slots <= min(key.tokens, most_slots) for key in keys)
+    for tokens in range(1, most_tokens + 1, 37):
+        for slots in {0, 1, min(tokens, most_slots) // 2, min(tokens - 1, most_slots)}:
+            key = mixed_key(keys, tokens, slots)
+            holding = [one for one in keys if one.tokens >= tokens and one.slots >= slots]
+            assert key == (min(holding) if holding else None)
+
+
+def test_larger_steps_are_launched_by_themselves() -> None:
+    keys = mixed_keys(1024, 8192)
+    assert mixed_key(keys, 4097, 0) is None
+    assert mixed_key(keys, 4096, 1024) == MixedKey(4096, 1024)
