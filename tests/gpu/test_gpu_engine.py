@@ -235,6 +235,26 @@ def test_draws_depend_on_the_seed_alone() -> None:
     assert mixed[4].outputs[0].logprobs is not None and len(mixed[4].outputs[0].logprobs) == 8
 
 
+def test_nothing_is_compiled_while_serving() -> None:
+    from paceline.runner.gpu.compile import late_compilations
+
+    llm = LLM(saved("qwen3")[0], skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16, dtype="bfloat16",
+              kv_cache_memory_bytes=1 << 28)  # fmt: skip
+    before = len(late_compilations)
+    kinds = [
+        SamplingParams(max_tokens=6, temperature=0.7, seed=1, ignore_eos=True),
+        SamplingParams(
+            max_tokens=6, temperature=0.7, seed=1, top_p=0.9, presence_penalty=0.2, ignore_eos=True
+        ),
+        SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.9, seed=2, n=3, ignore_eos=True),
+    ]
+    for params in kinds:
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert late_compilations[before:] == []
+
+
 def test_stop_ids_end_a_row_on_the_device() -> None:
     first = generate("llama")[3]
     llm = LLM(saved("llama")[0], skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16, dtype="bfloat16",

@@ -25,7 +25,7 @@ from paceline.kernels.prefill_plan import Spans
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
 from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefix, StepShape
-from paceline.runner.gpu.compile import compiling_only
+from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
@@ -106,6 +106,7 @@ class GPURunner:
             if options.graphs and self._queue.stream is not None:
                 self._graphs.capture(self._steps(), self._queue.stream)
         self._queue.drain()
+        watch_compilations()
 
     def _steps(self) -> dict[Key, Callable[[], object]]:
         """Every step that is captured."""
