@@ -157,7 +157,9 @@ def test_e4_a_step_that_fails_once_fails_nobody(
 def test_e4_a_plan_that_fails_is_told_to_everybody(
     server: LiveServer, expected: list[Any], hook: str
 ) -> None:
-    errors = strike(server, expected, hook, 1, 1)  # how often blocks are given to many depends on who came when
+    errors = strike(
+        server, expected, hook, 1, 1
+    )  # how often blocks are given to many depends on who came when
     # Who comes a moment later finds the next engine loading.
     assert {error["code"] for error in errors} <= {"engine_unavailable", "internal_error", "starting"}
 
