@@ -70,11 +70,10 @@ class GPURunner:
         options: GPUOptions = GPUOptions(),  # noqa: B008 - frozen
     ) -> None:
         self._config, self._options, self._device = config, options, device
-        self.max_slots = config.scheduler.max_num_seqs
+        self.max_slots = max_slots = config.scheduler.max_num_seqs
         self._queue = DeviceQueue(device)
         self._rows = HostRows(config, device)
         memory = self._rows.memory
-        max_slots = config.scheduler.max_num_seqs
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
         self._pools = KVPools(spec, config.kv, memory.tables, self._decoder.dtype)
