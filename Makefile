@@ -30,7 +30,7 @@ test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation see
 	@$(BIN)/python -m tests.dst $(DST_ARGS)
 
 check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
-	@$(PYTEST) tests/pure -n auto
+	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -n auto
 
 chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 	@$(BIN)/paceline chat $(ARGS)

@@ -28,7 +28,7 @@ from tests.pure.checkpoint.made import (
 )
 
 PEAK_BYTES = 64 * 2**20
-RELAXED = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+RELAXED = settings(max_examples=settings().max_examples * 3 // 2, suppress_health_check=list(HealthCheck))
 
 
 @contextmanager
