@@ -122,10 +122,11 @@ class HostRows:
             num_pad=0,
         )
 
-    def put_batch(self, batch: DeviceBatch, most_spans: int) -> None:
+    def put_batch(self, batch: DeviceBatch, most_spans: int, num_draws: int) -> None:
         """Tell the device about the spans of a step, and which tokens are drawn for whom.
 
-        Places up to `most_spans` that the step does not use are told to be empty.
+        Places up to `most_spans` that the step does not use are told to be empty, and the draws up to `num_draws`
+        that are nobody's are made from the first token.
         """
         memory, slots, number = self.memory, len(batch.decode), len(batch.spans)
         at = slice(0, number)
@@ -136,10 +137,11 @@ class HostRows:
         unused = memory["span_count"].host[number:most_spans, 0]
         if unused.any():
             memory.put("span_count", slice(number, number + len(unused)), np.zeros(len(unused), np.int32))
-        sampled = batch.sampled
         last = (first + batch.count - 1)[batch.finishing]
-        memory.put("sample_rows", slice(0, len(sampled)), sampled)
-        memory.put("sample_tokens", slice(0, len(sampled)), np.concatenate([np.arange(slots), last]))
+        draws = ((batch.sampled, memory.nobody), (np.concatenate([np.arange(slots), last]), 0))
+        for name, (values, nothing) in zip(("sample_rows", "sample_tokens"), draws, strict=True):
+            spare = np.full(num_draws - len(values), nothing)
+            memory.put(name, slice(0, num_draws), np.concatenate([values, spare]))
 
     # -- changes -------------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ from paceline.runner.gpu.results import Computing
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
 from paceline.runner.sampling import prompt_logprobs
 
+_LARGE_STEP = 1024  # steps too large to be replayed have a multiple of so many tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUOptions:
@@ -123,7 +125,8 @@ class GPURunner:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
         few = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1), (min(memory.max_slots, 256), 16)]
-        sizes = (256, 1024, 2048, 4096, scheduler.max_num_batched_tokens)
+        sizes = (256, *range(_LARGE_STEP, scheduler.max_num_batched_tokens, _LARGE_STEP))
+        sizes = (*sizes, scheduler.max_num_batched_tokens)
         many = [spans_of(size, scheduler.max_model_len) for size in sizes]
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= scheduler.max_num_batched_tokens and number <= memory.max_slots:
@@ -252,13 +255,15 @@ class GPURunner:
             if not self._graphs.replay(decode):
                 self._decode_step(decode)
             return ()
-        rows.put_batch(batch, MAX_SPANS)
+        # On a rung too: a product of a size that has not been seen loads its kernel then, and waits for the device.
+        num_draws = rung_of(len(sampled), self.max_slots) if len(sampled) else 0
+        rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch)
         found = self._prompt_logprobs(batch, hidden) if on_host else ()
         if len(sampled):
-            who = rows.memory.column("sample_rows")[: len(sampled)]
-            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[: len(sampled)])
+            who = rows.memory.column("sample_rows")[:num_draws]
+            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:num_draws])
             draw.draw(logits, who, rich=rich)
             if on_host:
                 found += draw.draw_on_host(logits, sampled, rows.num_tokens[sampled] - 1)
@@ -291,18 +296,24 @@ class GPURunner:
         if key is None:
             tiles = int((-(-batch.count // self._attention.tile_tokens)).sum())
             longest = int(batch.count.max()) if number else 0
-            return self._forward(
-                StepShape(
-                    num_tokens=num_tokens,
-                    num_slots=len(batch.decode),
-                    num_spans=number,
-                    num_tiles=tiles,
-                    longest_span=longest,
-                )
+            shape = StepShape(
+                num_tokens=self._rounded(num_tokens),
+                num_slots=len(batch.decode),
+                num_spans=number,
+                num_tiles=tiles,
+                longest_span=longest,
             )
+            return self._forward(shape)[:num_tokens]
         if self._graphs.replay(key):
             return self._decoder.hidden[:num_tokens]
         return self._forward(self._mixed_shape(key))[:num_tokens]
+
+    def _rounded(self, num_tokens: int) -> int:
+        """The size a step that is not replayed is computed at: one whose products have been seen at the start."""
+        if not self._queue.is_gpu:
+            return num_tokens
+        up = -(-num_tokens // _LARGE_STEP) * _LARGE_STEP
+        return max(num_tokens, min(up, self._config.scheduler.max_num_batched_tokens))
 
     def _mixed_shape(self, key: MixedKey) -> StepShape:
         most = min(MAX_SPANS, key.tokens)
