@@ -27,7 +27,7 @@ from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.kernels.row_product import row_product
 from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
-from paceline.kernels.skinny_product import skinny_product, tuning_for
+from paceline.kernels.skinny_product import narrow_tuning, skinny_product
 
 BF16 = torch.bfloat16
 Call = Callable[[], object]
@@ -210,7 +210,7 @@ def product_cases(rows: int, columns: int, inner: int) -> list[Case]:
     moved = columns * inner * 2
     theirs = [lambda w=w: torch.mm(x, w.T, out=out) for w in weights]
     found = [Case(kernel="cuBLAS", shape=shape, calls=theirs, num_bytes=moved)]
-    tuning = tuning_for(columns, inner)
+    tuning = narrow_tuning(columns, inner)
     if rows == 1:
         ours = [lambda w=w: row_product(out[0], x[0], w) for w in weights]
         found.append(Case(kernel="row product", shape=shape, calls=ours, num_bytes=moved))

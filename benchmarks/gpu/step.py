@@ -22,7 +22,14 @@ from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.kernels.row_product import RowNorm, row_product
 from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
-from paceline.kernels.skinny_product import skinny_product, tuning_for
+from paceline.kernels.skinny_product import (
+    MAX_PARTS,
+    MAX_ROWS,
+    gated_tuning,
+    narrow_tuning,
+    skinny_product,
+    wide_tuning,
+)
 
 EPSILON = 1e-6
 
@@ -109,7 +116,7 @@ class DecodeStep:
         self.query, self.attended = (normal(rows, heads, dim) for _ in range(2))
         self.log_sum = torch.empty(rows, heads, device="cuda")
         self.wide, self.narrow = normal(rows, 2 * model.inner), normal(rows, model.inner)
-        self.parts = torch.zeros(8, rows, model.width, device="cuda")
+        self.parts = torch.zeros(MAX_PARTS, rows, model.width, device="cuda")
         self.logits = normal(rows, model.vocabulary)
         self.candidates = allocate_candidates(rows, model.vocabulary)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device="cuda")
@@ -150,19 +157,37 @@ class DecodeStep:
     def _layer(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
         overlapped = self.overlapped
         residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON, overlapped=overlapped)
-        torch.mm(self.other, weights.qkv.T, out=self.product)
+        self._queries(weights.qkv)
         update = self._narrow_product(self._attend(kv), weights.output)
         residual_norm(self.other, self.residual, update, self.norm, epsilon=EPSILON, overlapped=overlapped)
-        torch.mm(self.other, weights.gate_up.T, out=self.wide)
-        gated_activation(self.narrow, self.wide, overlapped=overlapped)
+        self._gate(weights.gate_up)
         return self._narrow_product(self.narrow, weights.down)
 
+    def _queries(self, weight: Tensor) -> None:
+        tuning = wide_tuning(self.rows, *weight.shape) if self.rows <= MAX_ROWS else None
+        if tuning is None:
+            torch.mm(self.other, weight.T, out=self.product)
+        else:
+            skinny_product(self.product, self.other, weight, tuning=tuning, overlapped=self.overlapped)
+
+    def _gate(self, weight: Tensor) -> None:
+        columns, inner = self.model.inner, self.model.width
+        tuning = gated_tuning(self.rows, columns, inner) if self.rows <= MAX_ROWS else None
+        if tuning is None:
+            torch.mm(self.other, weight.T, out=self.wide)
+            gated_activation(self.narrow, self.wide, overlapped=self.overlapped)
+        else:
+            skinny_product(
+                self.narrow, self.other, weight, tuning=tuning, gated=True, overlapped=self.overlapped
+            )
+
     def _narrow_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        tuning = tuning_for(*weight.shape) if self.rows <= 16 else None
+        tuning = narrow_tuning(*weight.shape) if self.rows <= MAX_ROWS else None
         if tuning is None:
             return torch.mm(x, weight.T, out=self.hidden)
-        skinny_product(self.parts, x, weight, tuning=tuning, overlapped=self.overlapped)
-        return self.parts
+        parts = self.parts[: tuning.parts]
+        skinny_product(parts, x, weight, tuning=tuning, overlapped=self.overlapped)
+        return parts
 
     def _layer_of_one_row(self, weights: LayerWeights, kv: PagedKV, update: Tensor) -> Tensor:
         overlapped, hidden = self.overlapped, self.hidden[0]

@@ -13,9 +13,11 @@ from paceline.kernels.gated_activation import Activation, gated_activation, refe
 from paceline.kernels.residual_norm import reference_residual_norm, residual_norm
 from paceline.kernels.skinny_product import (
     ProductTuning,
+    gated_tuning,
+    narrow_tuning,
     reference_skinny_product,
     skinny_product,
-    tuning_for,
+    wide_tuning,
 )
 from tests.gpu import kernel_cases as cases
 
@@ -67,14 +69,16 @@ def test_gated_activation(tokens: int, width: int, activation: Activation) -> No
     cases.assert_close(out, reference_gated_activation(product, activation=activation), 1e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64])
 @pytest.mark.parametrize(
-    "columns, inner", [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
+    "columns, inner",
+    [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (4096, 14336), (6144, 4096)],
 )
 def test_skinny_product(rows: int, columns: int, inner: int) -> None:
     x = torch.randn(rows, inner, device="cuda").to(BF16)
     weight = torch.randn(columns, inner, device="cuda").to(BF16)
-    tunings = [tuning_for(columns, inner), ProductTuning(columns=64, inner=128, parts=1, num_warps=4)]
+    plain = ProductTuning(columns=64, inner=128)
+    tunings = [narrow_tuning(columns, inner), wide_tuning(rows, columns, inner), plain]
     for tuning in tunings:
         if tuning is None:
             continue
@@ -84,6 +88,18 @@ def test_skinny_product(rows: int, columns: int, inner: int) -> None:
         skinny_product(out, x, weight, tuning=tuning)
         found = out if whole else out.sum(0)
         cases.assert_close(found, reference_skinny_product(x, weight), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize("columns, inner", [(14336, 4096), (3072, 1024)])
+def test_gated_skinny_product(rows: int, columns: int, inner: int) -> None:
+    x = torch.randn(rows, inner, device="cuda").to(BF16)
+    weight = (torch.randn(2 * columns, inner, device="cuda") / 64).to(BF16)
+    tuning = gated_tuning(rows, columns, inner)
+    assert tuning is not None
+    out = torch.full((rows, columns), float("nan"), device="cuda", dtype=BF16)
+    skinny_product(out, x, weight, tuning=tuning, gated=True)
+    cases.assert_close(out, reference_skinny_product(x, weight, gated=True), 1e-2)
 
 
 @pytest.mark.parametrize("columns, inner", [(4096, 1024), (1024, 3072), (1000, 576), (6144, 4096)])

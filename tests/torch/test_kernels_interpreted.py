@@ -157,13 +157,15 @@ def test_rows_take_their_tokens_and_end() -> None:
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_skinny_product(parts: int) -> None:
-    x, weight = torch.randn(5, 256), torch.randn(32, 256)
-    out = torch.full((5, 32) if parts == 1 else (parts, 5, 32), float("nan"))
-    skinny_product(out, x, weight, tuning=ProductTuning(columns=16, inner=64, parts=parts, num_warps=1))
+@pytest.mark.parametrize("parts, gated", [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("rows", [5, 19])
+def test_skinny_product(rows: int, parts: int, gated: bool) -> None:
+    x, weight = torch.randn(rows, 256), torch.randn(64 if gated else 32, 256)
+    out = torch.full((rows, 32) if parts == 1 else (parts, rows, 32), float("nan"))
+    tuning = ProductTuning(columns=16, inner=64, parts=parts, num_warps=1)
+    skinny_product(out, x, weight, tuning=tuning, gated=gated)
     found = out if parts == 1 else out.sum(0)
-    cases.assert_close(found, reference_skinny_product(x, weight), 1e-5)
+    cases.assert_close(found, reference_skinny_product(x, weight, gated=gated), 1e-5)
 
 
 @pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True)])

@@ -16,7 +16,9 @@ from paceline.llm.interrupts import Interrupts
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 
-STEPS_FED = 4  # worth of prompt tokens that wait at least: more can be added while steps are computed
+# Steps' worth of prompt tokens that wait at least. One is enough to begin with: others are added while the device
+# computes it. Where prompts begin alike few of their tokens are computed, and a step that has room left wants more.
+FIRST_FED, STEPS_FED = 1, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +39,19 @@ def run_requests(
     """
     engine, collector = front.engine, front.collector
     step = engine.step_overlapped if engine.depth else engine.step
-    waiting = iter(submissions)
+    waiting, fed = iter(submissions), FIRST_FED
     with Interrupts() as interrupts:
         try:
             while True:
-                refused, waiting = _feed(front, waiting, max_open)
+                refused, waiting = _feed(front, waiting, max_open, fed)
                 yield from refused
                 if not collector.num_open and not refused:
                     collector.take(engine.drain())
                     return
                 interrupts.check()
                 changed = collector.take(step())
+                has_room = engine.scheduler.composer.tokens_left > 0
+                fed = min(2 * fed, max_open) if fed >= STEPS_FED and has_room else max(fed, STEPS_FED)
                 yield from [output for output in changed if output.finished]
         except BaseException:
             _abort_all(front)
@@ -55,7 +59,7 @@ def run_requests(
 
 
 def _feed(
-    front: Frontend, waiting: Iterator[Submission], max_open: int
+    front: Frontend, waiting: Iterator[Submission], max_open: int, steps_fed: int
 ) -> tuple[list[RequestOutput], Iterator[Submission]]:
     """Add requests while there is room; returns those the engine refused, and what still waits."""
     refused: list[RequestOutput] = []
@@ -63,7 +67,7 @@ def _feed(
     config = front.loaded.config.scheduler
     enough = math.inf  # other orders and modes want to see everybody who waits
     if (config.mode, config.scheduling_policy) == ("continuous", "fcfs"):
-        enough = STEPS_FED * config.max_num_batched_tokens
+        enough = steps_fed * config.max_num_batched_tokens
     while front.collector.num_open < max_open and queue.num_tokens < enough:
         submission = next(waiting, None)
         if submission is None:

@@ -34,7 +34,7 @@ class Composer:
         self._last_context = 0  # tokens of KV they read
         self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
         self._spans: dict[int, int] = {}
-        self.tokens_left = 0  # of the budget of the last plan, for checks
+        self.tokens_left = 0  # of the budget of the last plan
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
         self._left = 0
         self._pad_tokens = 0

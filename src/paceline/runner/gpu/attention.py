@@ -27,7 +27,7 @@ from paceline.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_p
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kv_pools import KVPools
 
-FEW_ROWS = 16  # up to here a kernel is shorter than its launch, and the next one may start early
+FEW_ROWS = 64  # up to here a kernel is shorter than its launch, and the next one may start early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

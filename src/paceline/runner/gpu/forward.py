@@ -6,6 +6,7 @@ decides which products are used; what is computed does not change.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,19 +20,25 @@ from paceline.kernels.expert_product import (
     allocate_expert_buffers,
     expert_product,
 )
-from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.gated_activation import Activation, gated_activation
 from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.kernels.row_product import RowNorm, row_product
-from paceline.kernels.skinny_product import skinny_product, tuning_for
+from paceline.kernels.skinny_product import (
+    MAX_PARTS,
+    MAX_ROWS,
+    ProductTuning,
+    gated_tuning,
+    narrow_tuning,
+    skinny_product,
+    wide_tuning,
+)
 from paceline.kernels.step_inputs import StepTokens
 from paceline.models.decoder import Layer, Parts
 from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
 from paceline.models.rope import inverse_frequencies
-from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, Step
+from paceline.runner.gpu.attention import DeviceAttention, Step
 from paceline.runner.gpu.weights import Embedding
-
-_PARTS = 8  # into which products of few rows are split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class DeviceDecoder:
         self._residual, self._normed, self._update = (room(max_tokens, width) for _ in range(3))
         self._product = room(max_tokens, heads)
         self._wide, self._narrow = room(max_tokens, 2 * inner), room(max_tokens, inner)
-        self._parts = torch.zeros(_PARTS, FEW_ROWS, width, device=device)
+        self._parts = torch.zeros(MAX_PARTS * MAX_ROWS * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
 
@@ -124,7 +131,7 @@ class DeviceDecoder:
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
             self._add(residual, update, layer.norm_before_attention, overlapped)
-            product = self._times(normed, layer.qkv, self._product)
+            product = self._queries(normed, layer.qkv, overlapped)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
             update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped)
@@ -162,13 +169,26 @@ class DeviceDecoder:
             return torch.addmm(linear.bias, x, linear.weight.T, out=out)
         return torch.mm(x, linear.weight.T, out=out)
 
+    def _has_few_rows(self, x: Tensor) -> bool:
+        return len(x) <= MAX_ROWS and self.dtype != torch.float32
+
+    def _queries(self, x: Tensor, linear: DenseLinear, overlapped: bool) -> Tensor:
+        tuning: ProductTuning | None = None
+        if self._has_few_rows(x) and linear.bias is None:
+            tuning = wide_tuning(len(x), *linear.weight.shape)
+        if tuning is None:
+            return self._times(x, linear, self._product)
+        out = self._product[: len(x)]
+        skinny_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped)
+        return out
+
     def _narrowed(self, x: Tensor, linear: DenseLinear, norm: Tensor | None, overlapped: bool) -> Tensor:
         """A product back to the model's width; few rows leave it in parts for the next norm to sum."""
-        rows = len(x)
-        if rows <= FEW_ROWS and linear.bias is None and norm is None and self.dtype != torch.float32:
-            tuning = tuning_for(*linear.weight.shape)
-            if tuning is not None and tuning.parts == _PARTS:
-                parts = self._parts.view(-1)[: _PARTS * rows * linear.weight.shape[0]].view(_PARTS, rows, -1)
+        if self._has_few_rows(x) and linear.bias is None and norm is None:
+            tuning = narrow_tuning(*linear.weight.shape)
+            if tuning is not None:
+                shape = (tuning.parts, len(x), linear.weight.shape[0])
+                parts = self._parts[: math.prod(shape)].view(shape)
                 skinny_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
                 return parts
         update = self._times(x, linear, self._update)
@@ -181,10 +201,18 @@ class DeviceDecoder:
         if layer.experts is not None:
             return self._chosen_experts(normed, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
-        wide = self._times(normed, layer.gate_up, self._wide)
         narrow = self._narrow[: len(normed)]
-        activation = "silu" if self.spec.activation == "silu" else "gelu_tanh"
-        gated_activation(narrow, wide, activation=activation, overlapped=overlapped)  # type: ignore[arg-type]
+        tuning: ProductTuning | None = None
+        if self._has_few_rows(normed) and layer.gate_up.bias is None and self.spec.activation == "silu":
+            tuning = gated_tuning(len(normed), narrow.shape[1], normed.shape[1])
+        if tuning is not None:
+            skinny_product(
+                narrow, normed, layer.gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped
+            )
+            return self._narrowed(narrow, layer.down, norm, overlapped)
+        wide = self._times(normed, layer.gate_up, self._wide)
+        activation: Activation = "silu" if self.spec.activation == "silu" else "gelu_tanh"
+        gated_activation(narrow, wide, activation=activation, overlapped=overlapped)
         return self._narrowed(narrow, layer.down, norm, overlapped)
 
     def _chosen_experts(self, normed: Tensor, experts: DeviceExperts) -> Tensor:

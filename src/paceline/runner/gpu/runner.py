@@ -121,10 +121,19 @@ class GPURunner:
     def _warm_up(self) -> None:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
-        for slots in {1, 2, min(16, memory.max_slots), min(64, memory.max_slots), memory.max_slots}:
+        for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64)), memory.max_slots}:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
-        few = [(1, 1), (1, 2), (2, 17), (min(memory.max_slots, 64), 1), (min(memory.max_slots, 256), 16)]
+        most = memory.max_slots
+        few = [
+            (1, 1),
+            (1, 2),
+            (2, 17),
+            (min(most, 64), 1),
+            (min(most, 256), 16),
+            (min(most, 512), 8),
+            (most, 4),
+        ]
         sizes = (256, *range(_LARGE_STEP, scheduler.max_num_batched_tokens, _LARGE_STEP))
         sizes = (*sizes, scheduler.max_num_batched_tokens)
         many = [spans_of(size, scheduler.max_model_len) for size in sizes]
