@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
@@ -98,7 +97,7 @@ class LLM(ModelHolder):
             raise ValueError(
                 f"{count} prompts and {len(given)} sampling parameters: give one, or one for each"
             )
-        return [replace(own) for own in given]
+        return list(given)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
