@@ -90,9 +90,10 @@ class StepGraphs:
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
     def capture(self, steps: Mapping[Key, Callable[[], object]], stream: torch.cuda.Stream) -> None:
-        """Capture each of `steps` in `stream`, after one run outside of a graph."""
-        for step in steps.values():
-            step()  # loads what it launches: that must not happen inside a capture
+        """Capture each of `steps` in `stream`; one of each size is run before, outside of a graph."""
+        by_size = {(type(key), key[0]): step for key, step in steps.items()}
+        for step in by_size.values():
+            step()  # loads the products of its size: that must not happen inside a capture
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
