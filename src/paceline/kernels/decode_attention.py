@@ -22,8 +22,9 @@ from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
 from paceline.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from paceline.kernels.narrow_kv import as_factor
 from paceline.kernels.overlap import wait_and_announce
-from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.paged_kv import PagedKV, read_blocks
 
 _LOG2E = 1.4426950408889634
 _QUERY_ROWS = 16  # least number of rows of a matrix instruction
@@ -169,7 +170,7 @@ def _attend_kernel(
     in_head = tl.arange(0, HEAD_DIM)
     is_head = in_group < GROUP
     query_at = query + slot * query_stride + (head * GROUP + in_group[:, None]) * HEAD_DIM + in_head[None, :]
-    q = tl.load(query_at, mask=is_head[:, None], other=0.0)
+    q = as_factor(tl.load(query_at, mask=is_head[:, None], other=0.0), keys.dtype.element_ty)
     tile_at = in_tile[:, None] * HEAD_DIM + in_head[None, :]
 
     peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
@@ -180,7 +181,7 @@ def _attend_kernel(
         position = begin + in_tile
         visible = (position >= visible_from) & (position < end)
         base = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM) + begin % BLOCK * HEAD_DIM
-        k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0)
+        k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
         scores = tl.where(visible[None, :], scores, float("-inf"))
         # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
@@ -188,7 +189,7 @@ def _attend_kernel(
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         mass = mass * shrink + tl.sum(weights, 1)
-        v = tl.load(values + base + tile_at, mask=visible[:, None], other=0.0)
+        v = tl.load(values + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         peak = new_peak
         block = following
@@ -286,7 +287,7 @@ def reference_decode_attention(
         blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
         q = query[slot].double().view(kv_heads, heads // kv_heads, head_dim)
         k, v = (
-            part[blocks].double().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, begin:length]
+            read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, begin:length]
             for part in (kv.keys, kv.values)
         )
         scores = q @ k.transpose(1, 2) * scale
