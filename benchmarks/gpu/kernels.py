@@ -29,7 +29,15 @@ from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
 from paceline.kernels.decode_attention import DecodeTuning
 
 # Tile, warps, stages, programs on a multiprocessor.
-FP8_TILES = ((32, 2, 6, 4), (32, 2, 4, 6), (32, 1, 4, 8), (64, 2, 3, 4), (64, 4, 3, 4), (64, 4, 4, 3))
+FP8_TILES = (
+    (32, 2, 6, 4),
+    (32, 2, 4, 6),
+    (32, 1, 4, 8),
+    (64, 2, 3, 4),
+    (64, 2, 4, 3),
+    (64, 4, 3, 4),
+    (64, 4, 4, 3),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,9 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
     nearest = exact.float().clamp(-LARGEST, LARGEST).to(FP8).double()
     wrong = found.double() != nearest
     # float32 is less exact than the reference: a number in the middle of two may fall to either side.
-    assert float(wrong.double().mean()) < 2e-3, f"{int(wrong.sum())} of {wrong.numel()} are not the nearest"
+    assert int(wrong.sum()) <= 2e-3 * wrong.numel(), (
+        f"{int(wrong.sum())} of {wrong.numel()} are not the nearest"
+    )
     assert_close(found, nearest, 1e-2)
 
 
