@@ -42,6 +42,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=64,
     device="none",
     dtype="none",
+    kv_dtype="none",
     weight_bytes=0,
     kv_bytes=0,
     load_s=0.0,

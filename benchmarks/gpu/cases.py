@@ -67,6 +67,7 @@ def decode_case(
     layers: int = 8,
     min_chunk: int = 256,
     tuning: DecodeTuning | None = None,
+    kv_dtype: torch.dtype = BF16,
 ) -> Case:
     """One decode step's attention over `layers` caches; the plan is made once, as in a step."""
     kv_heads, head_dim = 8, 128
@@ -83,15 +84,20 @@ def decode_case(
     rows = torch.arange(slots, dtype=torch.int32, device="cuda")
     plan_decode(plan, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
     sizes = (sum(needed), kv_heads, BLOCK_SIZE, head_dim)
-    caches = [PagedKV(keys=normal(*sizes), values=normal(*sizes), block_table=table) for _ in range(layers)]
+    caches = [
+        PagedKV(keys=normal(*sizes).to(kv_dtype), values=normal(*sizes).to(kv_dtype), block_table=table)
+        for _ in range(layers)
+    ]
     query = normal(slots, heads, head_dim)
     out, log_sum = torch.empty_like(query), torch.empty(slots, heads, device="cuda")
     calls = [
         lambda kv=kv: decode_attention(out, log_sum, query, kv, plan, partials, scale=0.088, tuning=tuning)
         for kv in caches
     ]
-    moved = sum(lengths) * kv_heads * head_dim * 4 + query.numel() * 4
-    shape = f"{name}: {slots} rows, {sum(lengths) / 1e3:.0f}k tokens, {heads}/{kv_heads} heads"
+    moved = sum(lengths) * kv_heads * head_dim * 2 * kv_dtype.itemsize + query.numel() * 4
+    shape = (
+        f"{name}: {slots} rows, {sum(lengths) / 1e3:.0f}k tokens, {heads}/{kv_heads} heads{_narrow(kv_dtype)}"
+    )
     return Case(kernel="decode attention", shape=shape, calls=calls, num_bytes=moved)
 
 
@@ -111,14 +117,15 @@ def prefill_case(
     context: int = 0,
     spans: int = 1,
     tuning: PrefillTuning = PrefillTuning(),  # noqa: B008 - frozen
+    kv_dtype: torch.dtype = BF16,
 ) -> Case:
     kv_heads, head_dim = 8, 128
     heads, length = kv_heads * group, context + tokens
     needed = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
     blocks = torch.randperm(needed * spans, device="cuda").to(torch.int32)
     kv = PagedKV(
-        keys=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim),
-        values=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim),
+        keys=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim).to(kv_dtype),
+        values=normal(needed * spans, kv_heads, BLOCK_SIZE, head_dim).to(kv_dtype),
         block_table=blocks.view(spans, needed),
     )
     index = torch.arange(spans, dtype=torch.int32, device="cuda")
@@ -129,8 +136,12 @@ def prefill_case(
     out, log_sum = torch.empty_like(query), torch.empty(tokens * spans, heads, device="cuda")
     calls = [lambda: prefill_attention(out, log_sum, query, kv, plan, scale=0.088, tuning=tuning)] * 4
     pairs = spans * (tokens * context + tokens * (tokens + 1) / 2)
-    shape = f"{spans} x {tokens} tokens after {context}, {heads}/{kv_heads} heads"
+    shape = f"{spans} x {tokens} tokens after {context}, {heads}/{kv_heads} heads{_narrow(kv_dtype)}"
     return Case(kernel="prefill attention", shape=shape, calls=calls, flops=4 * heads * head_dim * pairs)
+
+
+def _narrow(kv_dtype: torch.dtype) -> str:
+    return ", fp8 KV" if kv_dtype == torch.float8_e4m3fn else ""
 
 
 def sdpa_case(tokens: int, *, group: int, backend: torch.nn.attention.SDPBackend) -> Case:

@@ -26,6 +26,18 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.card import measure_card
 from benchmarks.gpu.measure import graph_microseconds, matrix_ceiling, read_ceiling
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
+from paceline.kernels.decode_attention import DecodeTuning
+
+# Tile, warps, stages, programs on a multiprocessor.
+FP8_TILES = (
+    (32, 2, 6, 4),
+    (32, 2, 4, 6),
+    (32, 1, 4, 8),
+    (64, 2, 3, 4),
+    (64, 2, 4, 3),
+    (64, 4, 3, 4),
+    (64, 4, 4, 3),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,28 @@ def prefill_cases() -> Iterator[cases.Case]:
     yield cases.prefill_case(512, group=2, spans=16)
 
 
+def fp8_cases() -> Iterator[cases.Case]:
+    """Keys and values of eight bits: at what 16 bits are timed at, and with other tiles than theirs."""
+    fp8 = torch.float8_e4m3fn
+    generator = torch.Generator().manual_seed(3)
+    uniform = [int(length) for length in torch.randint(100, 1536, (256,), generator=generator)]
+    for group in (2, 4):
+        yield cases.decode_case("uniform", uniform, group=group, layers=6, kv_dtype=fp8)
+        yield cases.decode_case("skewed", cases.skewed_lengths(97, 100_000), group=group, kv_dtype=fp8)
+    for rows, layers in ((1024, 6), (256, 12), (64, 28), (8, 28), (1, 28)):
+        yield cases.decode_case("equal", [144] * rows, layers=layers, kv_dtype=fp8)
+    for tile, warps, stages, programs in FP8_TILES:
+        tuning = DecodeTuning(
+            tile=tile, num_warps=warps, num_stages=stages, programs_per_multiprocessor=programs
+        )
+        for name, lengths in (("uniform", uniform), ("equal", [144] * 1024)):
+            label = f"{name}, tile {tile}, {warps} warps, {stages} stages, {programs} programs"
+            yield cases.decode_case(label, lengths, layers=6, tuning=tuning, kv_dtype=fp8)
+    for tokens, group in ((1024, 2), (4096, 2), (1024, 4), (4096, 4)):
+        yield cases.prefill_case(tokens, group=group, kv_dtype=fp8)
+    yield cases.prefill_case(1024, group=4, context=3072, kv_dtype=fp8)
+
+
 def small_cases() -> Iterator[cases.Case]:
     for tokens in (1, 256, 2048):
         yield from cases.small_cases(tokens, width=1024, heads=16, inner=3072)
@@ -83,6 +117,7 @@ def product_cases() -> Iterator[cases.Case]:
 FAMILIES = {
     "decode": decode_cases,
     "prefill": prefill_cases,
+    "fp8": fp8_cases,
     "small": small_cases,
     "sampling": sampling_cases,
     "products": product_cases,

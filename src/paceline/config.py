@@ -20,6 +20,7 @@ STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none")
 
 
@@ -127,6 +128,11 @@ class ModelConfig:
         "auto",
         "auto keeps quantised weights quantised where the machine has a fast product, none unpacks them",
         choices=QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type keys and values are kept in; auto takes that of the arithmetic, fp8 (e4m3) half of it, on a GPU",
+        choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(None, "memory for KV blocks", low=1, kind=int)
     gpu_memory_utilization: float = option(0.92, "share of a GPU's memory to use", low=0.01, high=1.0)

@@ -100,6 +100,7 @@ class Hardware:
 
     device: str  # cpu, or a GPU's name
     dtype: str
+    kv_dtype: str
     kv_bytes: int
 
 
@@ -169,7 +170,7 @@ def _on_cpu(
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
-    hardware = Hardware(device="cpu", dtype="float32", kv_bytes=kv_bytes)
+    hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
     return config, CPURunner(config, decoder, ends), hardware, notices
 
 
@@ -188,16 +189,18 @@ def _on_gpu(
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
+    kv_dtype = build.choose_kv_dtype(model, dtype)
     parts = build.load_parts(checkpoint, device, dtype)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
-    runner = build.make_runner(model, config, spec, parts, ends, device)
+    runner = build.make_runner(model, config, spec, parts, ends, device, kv_dtype)
     if interactive and "max_num_batched_tokens" not in given:
         budget = build.latency_budget(runner, config.scheduler.max_num_batched_tokens)
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, dtype),
+        kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
+        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype),
     )
     return config, runner, hardware, ()
 

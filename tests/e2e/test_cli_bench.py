@@ -51,6 +51,7 @@ def test_throughput_gives_a_table_and_a_file(tmp_path: Path) -> None:
     assert value["versions"]["paceline"] == paceline.__version__ and value["versions"]["torch"]
     assert value["hardware"]["cpu"]["name"] and value["hardware"]["memory"]["total_bytes"] > 0
     assert value["engine"]["max_model_len"] == 4096 and value["engine"]["max_num_seqs"] == 1024
+    assert value["engine"]["kv_cache_dtype"] == value["engine"]["dtype"]
     assert value["startup_s"] > 0 and "error" not in value
     first, second = value["results"]
     assert (first["num_requests"], first["output_tokens"], first["temperature"]) == (8, 2048, 0.0)
@@ -156,6 +157,14 @@ def test_both_command_lines_know_the_same_options_of_their_own() -> None:
         ("throughput --shape tiny --temperature 9", "--temperature must be at most 2"),
         ("throughput --shape tiny --json /no/such/folder/x", "the folder /no/such/folder does not exist"),
         ("throughput --shape tiny --depth 99", "--depth must be at most 8"),
+        (
+            "throughput --shape tiny --kv-cache-dtype int4",
+            "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3",
+        ),
+        (
+            "latency --shape tiny --rate 3 --device cpu --kv-cache-dtype fp8",
+            "--kv-cache-dtype fp8 needs a GPU",
+        ),
         ("throughput --shape tiny --workload all --trace /no/trace.csv", "/no/trace.csv: no such file"),
         ("latency --shape tiny", "give --rate R"),
         ("latency --shape tiny --rate 0", "--rate must be at least"),

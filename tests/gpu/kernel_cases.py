@@ -27,6 +27,9 @@ from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_pre
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, reference_rope_kv_write, rope_kv_write
 from paceline.kernels.row_product import RowNorm, reference_row_product, row_product
 
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -38,10 +41,15 @@ class Shape:
     group: int = 2
     head_dim: int = 64
     num_blocks: int = 0  # of the pool; 0: as few as needed
+    kv_dtype: torch.dtype | None = None  # what keys and values are kept in; None: as queries
 
     @property
     def heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     @property
     def tolerance(self) -> float:
@@ -59,6 +67,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     error = relative_error(found, expected)
     assert error < tolerance, f"relative error {error:.2e} against {tolerance:.0e}"
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
+    """Numbers of eight bits are the nearest ones: rounded to 16 bits first, one in some 20 would be its neighbour."""
+    nearest = exact.float().clamp(-LARGEST, LARGEST).to(FP8).double()
+    wrong = found.double() != nearest
+    # float32 is less exact than the reference: a number in the middle of two may fall to either side.
+    assert int(wrong.sum()) <= 2e-3 * wrong.numel(), (
+        f"{int(wrong.sum())} of {wrong.numel()} are not the nearest"
+    )
+    assert_close(found, nearest, 1e-2)
 
 
 def paged_kv(shape: Shape, lengths: Sequence[int], *, live_from: Sequence[int] | None = None) -> PagedKV:
@@ -83,6 +102,8 @@ def paged_kv(shape: Shape, lengths: Sequence[int], *, live_from: Sequence[int] |
             table[row, index] = block
             for part in (keys, values):
                 part[block, :, :used] = shape.random(shape.kv_heads, used, shape.head_dim)
+    # Rounded to what is stored, with what is no number as before: a reference reads the very same.
+    keys, values = keys.to(shape.stored), values.to(shape.stored)
     return PagedKV(keys=keys, values=values, block_table=table.to(shape.device))
 
 
@@ -218,7 +239,7 @@ def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm:
     slots = num_blocks * BLOCK_SIZE - 1 - torch.randperm(tokens + 5)[:tokens]
     slots[0] = -1
     sizes = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    keys, values = (torch.zeros(sizes, dtype=shape.dtype, device=shape.device) for _ in range(2))
+    keys, values = (torch.zeros(sizes, dtype=shape.stored, device=shape.device) for _ in range(2))
     product = shape.random(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
     angles = torch.rand(500, rotary_dim // 2, device=shape.device) * 6
     rotation = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -234,12 +255,38 @@ def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm:
     assert_close(query, q, shape.tolerance)
     block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     stored = slots >= 0
-    for part, expected in ((keys, k), (values, v)):
+    for pool, wide in ((keys, k), (values, v)):
+        part, expected = pool.to(shape.dtype), wide[stored.to(shape.device)]
         found = part[block[stored], :, place[stored]]
-        assert_close(found, expected[stored.to(shape.device)], shape.tolerance)
+        if shape.stored == FP8:
+            assert_rounded_once(found, expected)
+        else:
+            assert_close(found, expected, shape.tolerance)
         total = int(torch.count_nonzero(part[num_blocks - tokens // BLOCK_SIZE - 3 :].abs().sum((1, 3))))
         assert total == int(stored.sum()), "a slot was written that nobody asked for"
         assert not part[0].any(), "the null block was written"
+
+
+def check_saturation(shape: Shape) -> None:
+    """Keys and values beyond eight bits become the largest they have, and what is no number stays so."""
+    row = torch.tensor(
+        [0.0, 447.0, 449.0, 463.0, 465.0, 1e4, 3e4, float("inf"), float("nan"), 2.0**-10, 2.0**-9]
+    )
+    head = torch.cat([row, -row, torch.zeros(shape.head_dim - 2 * len(row))]).to(shape.dtype)
+    product = head.repeat(1, shape.heads + 2 * shape.kv_heads).to(shape.device)
+    sizes = (2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    keys, values = (torch.zeros(sizes, dtype=FP8, device=shape.device) for _ in range(2))
+    query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    one = torch.ones(1, dtype=torch.int32, device=shape.device)
+    still = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=shape.device)  # one pair, turned by nothing
+    rope_kv_write(query, keys, values, product, TokenPlaces(positions=one, slots=one * BLOCK_SIZE + 7), still)
+    assert torch.equal(query.nan_to_num(), head.expand_as(query).to(shape.device).nan_to_num())
+    expected = head.float().clamp(-LARGEST, LARGEST).to(FP8).float()  # clamp keeps what is no number
+    assert expected.isnan().sum() == 2 and expected.nan_to_num().abs().max() == LARGEST
+    for pool in (keys, values):
+        found = pool.float()[1, :, 7].cpu()
+        assert torch.equal(found.isnan(), expected.isnan().expand_as(found))
+        assert torch.equal(found.nan_to_num(), expected.expand_as(found).nan_to_num())
 
 
 def check_row_product(shape: Shape, columns: int, inner: int, *, has_norm: bool, gated: bool) -> None:

@@ -147,14 +147,17 @@ def generate(name: str, prompts: Sequence[list[int]] = PROMPTS, **options: Any) 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def assert_close(name: str, found: list[list[int]], *, shared: bool = False) -> None:
+def assert_close(
+    name: str, found: list[list[int]], *, shared: bool = False, close: float | None = None
+) -> None:
     right = reference(name, shared)
     for prompt, tokens, (expected, gaps) in zip(SHARING if shared else PROMPTS, found, right, strict=True):
         assert len(tokens) == NUM_NEW
         for index, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
             if token != wanted:
                 place = f"{name}, prompt of {len(prompt)}, token {index}"
-                assert gaps[index] < (CLOSE_EXPERTS if "mix" in name or "moe" in name else CLOSE), (
+                own = CLOSE_EXPERTS if "mix" in name or "moe" in name else CLOSE
+                assert gaps[index] < (own if close is None else close), (
                     f"{place}: {token} is not {wanted}, {gaps[index]} ahead"
                 )
                 break

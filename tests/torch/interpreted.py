@@ -6,8 +6,10 @@ import importlib.util
 import os
 import sys
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -23,3 +25,25 @@ def reason_to_skip() -> str:
         return "the interpreter of this Triton needs numpy before 2.4"
     os.environ["TRITON_INTERPRET"] = "1"
     return ""
+
+
+def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts from and to e4m3 as a card does them. The interpreter's own lose the carry of a rounding (1.97 becomes 1)
+    and know no NaN. What is beyond the range becomes NaN here, so that a kernel that does not saturate is found."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    own = interpreter._convert_float
+    kinds = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+    kinds[tl.float8e4nv] = torch.float8_e4m3fn
+
+    def convert(data: Any, source: Any, goal: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, goal):
+            return own(data, source, goal, rounding)
+        number = torch.frombuffer(bytearray(data.tobytes()), dtype=kinds[source]).float()
+        if goal == tl.float8e4nv:
+            number = torch.where(number.abs() > 464.0, torch.nan, number)
+        found = number.to(kinds[goal]).view(torch.uint8).numpy()
+        return found.view(f"u{goal.primitive_bitwidth // 8}").reshape(data.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.torch.interpreted import reason_to_skip
+from tests.torch.interpreted import exact_fp8, reason_to_skip
 
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
@@ -28,6 +28,7 @@ from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.weights import DeviceStorage
+from paceline.runner.kv_tensors import KVTensors
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -64,7 +65,9 @@ class SameWeights(DeviceStorage):
         return torch.from_numpy(stored.to_float32())
 
 
-def generate(folder: Path, *, on_gpu: bool, depth: int) -> dict[int, list[int]]:
+def generate(
+    folder: Path, *, on_gpu: bool, depth: int, kv_dtype: torch.dtype | None = None
+) -> dict[int, list[int]]:
     checkpoint = open_checkpoint(folder, load_format="dummy")
     config = EngineConfig(
         kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
@@ -75,7 +78,7 @@ def generate(folder: Path, *, on_gpu: bool, depth: int) -> dict[int, list[int]]:
     runner: Runner
     if on_gpu:
         parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
-        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
     else:
         runner = CPURunner(config, build_decoder(checkpoint, 512), ends)
     engine = build_engine(config, runner)
@@ -96,3 +99,22 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     expected = generate(tmp_path, on_gpu=False, depth=0)
     assert all(expected.values())
     assert generate(tmp_path, on_gpu=True, depth=1) == expected
+
+
+def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, copied blocks and neighbours included: what is read is what was rounded once, at the store."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plain = generate(tmp_path, on_gpu=False, depth=0)
+    write, fp8 = KVTensors.write, torch.float8_e4m3fn
+
+    def rounded(self: KVTensors, layer: int, slots: torch.Tensor, *new: torch.Tensor) -> None:
+        keys, values = (part.clamp(-448, 448).to(fp8).float() for part in new)
+        write(self, layer, slots, keys, values)
+
+    monkeypatch.setattr(KVTensors, "write", rounded)
+    expected = generate(tmp_path, on_gpu=False, depth=0)
+    assert expected != plain, "eight bits make a difference, or this test says nothing"
+    exact_fp8(monkeypatch)
+    assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8) == expected

@@ -62,6 +62,8 @@ def engine_sizes(loaded: LoadedModel) -> dict[str, Any]:
         "num_blocks": kv.num_blocks,
         "enable_prefix_caching": kv.enable_prefix_caching,
         "depth": loaded.config.depth,
+        "dtype": loaded.hardware.dtype,
+        "kv_cache_dtype": loaded.hardware.kv_dtype,
     }
 
 

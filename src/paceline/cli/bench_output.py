@@ -48,7 +48,10 @@ class Report:
     @property
     def title(self) -> str:
         where = self.gpu["name"] if self.gpu is not None else self.facts["cpu"]["name"]
-        return f"{self.model} on {where}, ready after {self.startup_s:.2f} s"
+        # Such figures stand beside others only with a word that says so.
+        is_own = self.engine["kv_cache_dtype"] == self.engine["dtype"]
+        kv = "" if is_own else f", KV cache in {self.engine['kv_cache_dtype']}"
+        return f"{self.model} on {where}{kv}, ready after {self.startup_s:.2f} s"
 
     def plain(self) -> dict[str, Any]:
         facts = self.facts

@@ -71,6 +71,7 @@ MODEL = Panel(
         Flag(name="device"),
         Flag(name="dtype"),
         Flag(name="quantization"),
+        Flag(name="kv_cache_dtype"),
         Flag(
             name="kv_cache_memory_bytes", default="2 GiB, or a quarter of the free memory; on a GPU the rest"
         ),

@@ -25,6 +25,7 @@ def card_lines(
 ) -> list[Line]:
     """Label and value of each line."""
     tokens = info.num_blocks * info.block_size
+    kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
     also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
     lines = [
         ("paceline", version),
@@ -35,7 +36,7 @@ def card_lines(
         ),
         (
             "KV cache",
-            f"{_size(info.kv_bytes)}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
+            f"{_size(info.kv_bytes)}{kind}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
         ),
         ("concurrency", _concurrency(info, tokens)),
         ("API", f"{base_url}/v1"),

@@ -5,7 +5,7 @@ One program takes one item of the work list (`decode_plan`) and one kv head; the
 sit in the rows of one 16-row product. Rows that were cut leave partial results in float32; whichever program of a
 row and head arrives last merges them, in the order of the chunks, so that the result does not depend on who that
 is. What lies in a block beyond a row's end is never used, whatever it is: scores are masked and values are
-zeroed, since 0 times NaN is NaN.
+zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
 
 It must not know how keys came into their blocks, nor which rows share a prefix: for that it gives out the
 log-sum-exp of each head, and `attention_merge` joins two results.
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
 from paceline.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from paceline.kernels.narrow_kv import as_factor, split_pairs
 from paceline.kernels.overlap import wait_and_announce
-from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.paged_kv import PagedKV, read_blocks
 
 _LOG2E = 1.4426950408889634
 _QUERY_ROWS = 16  # least number of rows of a matrix instruction
@@ -96,7 +97,7 @@ def decode_attention(
         partials.arrived,
         query,
         kv.keys,
-        kv.values,
+        kv.values.view(torch.int16) if kv.values.dtype == torch.float8_e4m3fn else kv.values,
         kv.block_table,
         plan.items,
         plan.counts,
@@ -169,18 +170,23 @@ def _attend_kernel(
     in_head = tl.arange(0, HEAD_DIM)
     is_head = in_group < GROUP
     query_at = query + slot * query_stride + (head * GROUP + in_group[:, None]) * HEAD_DIM + in_head[None, :]
-    q = tl.load(query_at, mask=is_head[:, None], other=0.0)
+    q = as_factor(tl.load(query_at, mask=is_head[:, None], other=0.0), keys.dtype.element_ty)
     tile_at = in_tile[:, None] * HEAD_DIM + in_head[None, :]
 
     peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
+    NARROW: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    LANES: tl.constexpr = HEAD_DIM // 2 if NARROW else HEAD_DIM
+    acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
+    if NARROW:  # values are words of two entries, each with a sum of its own
+        second_acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
+        word_at = in_tile[:, None] * LANES + tl.arange(0, LANES)[None, :]
     for begin in range(start, end, TILE):
         following = tl.load(table + tl.minimum(begin + TILE, end - 1) // BLOCK)
         position = begin + in_tile
         visible = (position >= visible_from) & (position < end)
         base = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM) + begin % BLOCK * HEAD_DIM
-        k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0)
+        k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
         scores = tl.where(visible[None, :], scores, float("-inf"))
         # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
@@ -188,11 +194,19 @@ def _attend_kernel(
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         mass = mass * shrink + tl.sum(weights, 1)
-        v = tl.load(values + base + tile_at, mask=visible[:, None], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        if NARROW:
+            words = tl.load(values + base // 2 + word_at, mask=visible[:, None], other=0)
+            first, second = split_pairs(words)
+            acc = tl.dot(weights.to(q.dtype), first.to(q.dtype), acc * shrink[:, None])
+            second_acc = tl.dot(weights.to(q.dtype), second.to(q.dtype), second_acc * shrink[:, None])
+        else:
+            v = tl.load(values + base + tile_at, mask=visible[:, None], other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         peak = new_peak
         block = following
 
+    if NARROW:
+        acc = tl.reshape(tl.join(acc, second_acc), [QUERY_ROWS, HEAD_DIM])
     is_empty = mass == 0.0
     result = acc / tl.where(is_empty, 1.0, mass)[:, None]
     log_mass = tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
@@ -286,7 +300,7 @@ def reference_decode_attention(
         blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
         q = query[slot].double().view(kv_heads, heads // kv_heads, head_dim)
         k, v = (
-            part[blocks].double().transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, begin:length]
+            read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, begin:length]
             for part in (kv.keys, kv.values)
         )
         scores = q @ k.transpose(1, 2) * scale

@@ -21,7 +21,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.narrow_kv import as_factor
+from paceline.kernels.paged_kv import PagedKV, read_blocks
 from paceline.kernels.prefill_plan import TILE_WIDTH, PrefillPlan
 
 _LOG2E = 1.4426950408889634
@@ -130,6 +131,7 @@ def _attend_kernel(
     query_head = head * GROUP + line % GROUP
     query_at = (first + token) * query_stride + query_head * HEAD_DIM
     q = tl.load(query + query_at[:, None] + in_head[None, :], mask=is_query[:, None], other=0.0)
+    q = as_factor(q, keys.dtype.element_ty)
     sees = position + token + 1 if CAUSAL else position + tl.zeros([ROWS], tl.int32)  # tokens a query sees
     end = position + num_tokens if CAUSAL else position
     begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK if HAS_WINDOW else 0
@@ -145,34 +147,34 @@ def _attend_kernel(
         # One turn ahead, as in decode attention; the last entry read is that of a block the row has.
         following = tl.load(table + tl.minimum(start + BLOCK, length - 1) // BLOCK)
         box = (block * KV_HEADS + head) * BLOCK
-        scores = tl.dot(q, key_boxes.load([box, 0]).T) * scale_log2
+        scores = tl.dot(q, key_boxes.load([box, 0]).to(q.dtype).T) * scale_log2
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         mass = mass * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]), acc)
+        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]).to(q.dtype), acc)
         peak = new_peak
         block = following
     for start in range(whole, full, BLOCK):
         following = tl.load(table + tl.minimum(start + BLOCK, length - 1) // BLOCK)
         box = (block * KV_HEADS + head) * BLOCK
-        scores = tl.dot(q, key_boxes.load([box, 0]).T) * scale_log2
+        scores = tl.dot(q, key_boxes.load([box, 0]).to(q.dtype).T) * scale_log2
         scores = _mask(scores, start + in_tile, sees, window, HAS_WINDOW)
         # A query may have seen nothing yet: minus infinity less itself would be no number.
         new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         mass = mass * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]), acc * shrink[:, None])
+        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]).to(q.dtype), acc * shrink[:, None])
         peak = new_peak
         block = following
     if full < end:
         at = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM)
         at += in_tile[:, None] * HEAD_DIM + in_head[None, :]
         exists = (full + in_tile < end)[:, None]
-        k = tl.load(keys + at, mask=exists, other=0.0)
-        v = tl.load(values + at, mask=exists, other=0.0)
+        k = tl.load(keys + at, mask=exists, other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=exists, other=0.0).to(q.dtype)
         scores = _mask(tl.dot(q, tl.trans(k)) * scale_log2, full + in_tile, sees, window, HAS_WINDOW)
         new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
         shrink = tl.exp2(peak - new_peak)
@@ -210,7 +212,7 @@ def reference_prefill_attention(
     begin = max(0, position + 1 - window) if window else 0  # what was before may be given back
     blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
     k, v = (
-        part[blocks].double().transpose(0, 1).reshape(kv_heads, 1, -1, head_dim)[:, :, begin:length]
+        read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, 1, -1, head_dim)[:, :, begin:length]
         for part in (kv.keys, kv.values)
     )
     q = query.double().transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)

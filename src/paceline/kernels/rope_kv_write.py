@@ -3,7 +3,8 @@
 
 One pass over the product: optional RMS norm of each head of q and k, rotation of the first `rotary_dim` entries
 (pairs are an entry and the one half a rotation further), and the store of keys and values at 64-bit offsets. All of
-it is float32 between one load and one rounding at the end.
+it is float32 between one load and one rounding at the end. Keys and values may be kept in fewer bits than queries
+(narrow_kv.py).
 
 It must not know which row a token belongs to: positions and slots say everything. A slot of -1 stores nothing.
 """
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels import BLOCK_SIZE
+from paceline.kernels.narrow_kv import as_stored
 from paceline.kernels.overlap import wait_and_announce
 
 
@@ -58,7 +60,7 @@ def rope_kv_write(
     kv_heads = keys.shape[1]
     rotary_dim = rotation.shape[1]
     assert keys.is_contiguous() and values.is_contiguous() and query.stride(1) == head_dim
-    assert keys.dtype == values.dtype == query.dtype
+    assert keys.dtype == values.dtype and keys.dtype in (query.dtype, torch.float8_e4m3fn)
     assert product.stride(1) == 1 and rotation.is_contiguous() and rotary_dim % 2 == 0
     per_program = _heads_per_program(heads, kv_heads)
     _write_kernel[(tokens, (heads + 2 * kv_heads) // per_program)](
@@ -158,20 +160,39 @@ def _write_kernel(
                 c = c * inverse * tl.load(weight + rest, mask=in_rest, other=0.0).to(tl.float32)
         a, b = a * cosine - b * sine, b * cosine + a * sine
 
-    if is_query:
-        into = query + (token * query_stride + head * HEAD_DIM)[:, None]
-        stored = token >= 0
+    if keys.dtype.element_ty == query.dtype.element_ty:
+        if is_query:
+            into = query + (token * query_stride + head * HEAD_DIM)[:, None]
+            stored = token >= 0
+        else:
+            stored = slot >= 0
+            place = _place(slot, head - HEADS - (KV_HEADS if is_value else 0), KV_HEADS, HEAD_DIM, BLOCK)
+            into = (values if is_value else keys) + place[:, None]
+        _store_head(into, a, b, c, half, rest, in_half & stored, in_rest & stored, HALF, HAS_REST)
+    elif is_query:  # pointers to two types cannot meet in one store
+        query_at = query + (token * query_stride + head * HEAD_DIM)[:, None]
+        _store_head(query_at, a, b, c, half, rest, in_half, in_rest, HALF, HAS_REST)
     else:
-        stored = slot >= 0
-        slot = tl.maximum(slot, 0)
-        kv_head = head - HEADS - (KV_HEADS if is_value else 0)
-        place = ((slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * HEAD_DIM
-        into = (values if is_value else keys) + place[:, None]
-    kind = query.dtype.element_ty
-    tl.store(into + half, a.to(kind), mask=in_half & stored)
-    tl.store(into + HALF + half, b.to(kind), mask=in_half & stored)
+        is_kept = slot >= 0
+        place = _place(slot, head - HEADS - (KV_HEADS if is_value else 0), KV_HEADS, HEAD_DIM, BLOCK)
+        kv_at = (values if is_value else keys) + place[:, None]
+        _store_head(kv_at, a, b, c, half, rest, in_half & is_kept, in_rest & is_kept, HALF, HAS_REST)
+
+
+@triton.jit
+def _place(slot, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the heads of a slot begin; of one that is nowhere, some place that exists."""
+    slot = tl.maximum(slot, 0)
+    return ((slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * HEAD_DIM
+
+
+@triton.jit
+def _store_head(into, a, b, c, half, rest, in_half, in_rest, HALF: tl.constexpr, HAS_REST: tl.constexpr):
+    kind = into.dtype.element_ty
+    tl.store(into + half, as_stored(a, kind), mask=in_half)
+    tl.store(into + HALF + half, as_stored(b, kind), mask=in_half)
     if HAS_REST:
-        tl.store(into + rest, c.to(kind), mask=in_rest & stored)
+        tl.store(into + rest, as_stored(c, kind), mask=in_rest)
 
 
 def reference_rope_kv_write(

@@ -10,6 +10,7 @@ from paceline.config import ModelConfig
 from paceline.errors import ConfigError
 
 OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
+OLDEST_FP8 = (8, 9)  # conversion from and to eight bits
 
 
 def choose_device(model: ModelConfig) -> str:
@@ -17,7 +18,18 @@ def choose_device(model: ModelConfig) -> str:
     reason = _why_no_gpu()
     if model.device == "cuda" and reason:
         raise ConfigError(f"--device cuda: {reason}")
-    return "cuda" if not reason and model.device != "cpu" else "cpu"
+    if reason or model.device == "cpu":
+        if model.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take auto"
+            )
+        return "cpu"
+    if model.kv_cache_dtype != "auto" and torch.cuda.get_device_capability() < OLDEST_FP8:
+        raise ConfigError(
+            f"--kv-cache-dtype {model.kv_cache_dtype}: {torch.cuda.get_device_name()} is too old for it, a compute "
+            "capability of 8.9 is needed: take auto"
+        )
+    return "cuda"
 
 
 def _why_no_gpu() -> str:

@@ -171,4 +171,5 @@ def cache_labels(client: EngineClient) -> dict[str, str] | None:
         "num_gpu_blocks": str(info.num_blocks),
         "max_model_len": str(info.max_model_len),
         "dtype": info.dtype,
+        "cache_dtype": info.kv_dtype,
     }

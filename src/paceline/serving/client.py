@@ -46,6 +46,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    kv_dtype: str
     weight_bytes: int
     kv_bytes: int
     load_s: float

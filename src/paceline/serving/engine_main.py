@@ -162,6 +162,7 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         device=loaded.hardware.device,
         dtype=loaded.hardware.dtype,
+        kv_dtype=loaded.hardware.kv_dtype,
         weight_bytes=sum(stored.num_bytes for stored in loaded.checkpoint.stored.values()),
         kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,

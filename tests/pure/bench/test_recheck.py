@@ -105,3 +105,13 @@ def test_a_table_without_a_library() -> None:
         "nano        12.345",
         "decode-b1    1.000",
     ]
+
+
+def test_figures_of_a_narrow_kv_cache_say_so() -> None:
+    def title(kv_dtype: str) -> str:
+        sizes = {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype}
+        card = {"name": "a card"}
+        return Report(kind="latency", model="tiny", startup_s=1.0, engine=sizes, facts=FACTS, gpu=card).title
+
+    assert title("bfloat16") == "tiny on a card, ready after 1.00 s"
+    assert title("fp8_e4m3") == "tiny on a card, KV cache in fp8_e4m3, ready after 1.00 s"

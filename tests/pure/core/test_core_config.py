@@ -15,6 +15,7 @@ from paceline.config import (
     flag_of,
 )
 from paceline.errors import ConfigError, InputError, PacelineError
+from paceline.llm.arguments import split_arguments
 
 CONFIGS = (KVConfig, SchedulerConfig, EngineConfig)
 Option = tuple[type[Any], Field[Any]]
@@ -157,3 +158,15 @@ def test_capacity_has_rows_for_every_step_under_way(mode: str, depth: int) -> No
         100 if mode == "continuous" else 200
     )  # padded to another's prompt, then as long as another's output
     assert capacity.max_blocks_per_row * 16 >= longest + 1
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e4m3"])
+def test_types_of_the_kv_cache(name: str) -> None:
+    model, given = split_arguments("somewhere", {"kv_cache_dtype": name})
+    assert model.kv_cache_dtype == name and not given
+
+
+@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "FP8", 8])
+def test_another_type_of_the_kv_cache_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match="^--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, not "):
+        split_arguments("somewhere", {"kv_cache_dtype": name})

@@ -36,6 +36,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=64,
     device="cpu",
     dtype="float32",
+    kv_dtype="float32",
     weight_bytes=1,
     kv_bytes=1,
     load_s=0.1,

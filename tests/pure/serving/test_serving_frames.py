@@ -42,6 +42,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=32,
     device="cpu",
     dtype="float32",
+    kv_dtype="float32",
     weight_bytes=1,
     kv_bytes=2,
     load_s=0.5,

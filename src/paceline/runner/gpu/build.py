@@ -38,6 +38,11 @@ def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16
 
 
+def choose_kv_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type keys and values are kept in: that of the arithmetic, or eight bits."""
+    return dtype if model.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+
+
 def load_parts(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Parts:
     """The decoder's parts with every matrix on the device."""
     try:
@@ -60,7 +65,7 @@ def choose_gpu_sizes(
     sizes.setdefault("max_num_seqs", 1024 if total >= LARGE_MEMORY else 256)
     sizes.setdefault("max_num_batched_tokens", DEFAULT_TOKENS)
     sizes.setdefault("depth", 1)
-    per_block = device_block_bytes(spec, dtype)
+    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype))
     longest = sizes.get("max_model_len", _longest(spec))
     if longest > _longest(spec):
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
@@ -101,9 +106,10 @@ def make_runner(
     parts: Parts,
     eos_token_ids: tuple[int, ...],
     device: torch.device,
+    kv_dtype: torch.dtype,
 ) -> GPURunner:
     options = GPUOptions(graphs=not model.enforce_eager)
-    return GPURunner(config, spec, parts, eos_token_ids, device=device, options=options)
+    return GPURunner(config, spec, parts, eos_token_ids, device=device, options=options, kv_dtype=kv_dtype)
 
 
 def _longest(spec: ModelSpec) -> int:

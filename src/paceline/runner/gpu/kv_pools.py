@@ -1,7 +1,8 @@
 """Keys and values on the device: per layer one pool each, [blocks, kv heads, block size, head_dim].
 
-Copies between blocks and to places in host memory are plain torch operations in the stream of the steps. What lies in
-a block beyond its row's tokens is never read, so nothing is wiped.
+Copies between blocks and to places in host memory are plain torch operations in the stream of the steps; they move
+bytes and need not know what type is stored. What lies in a block beyond its row's tokens is never read, so nothing is
+wiped.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from paceline.checkpoint.spec import ModelSpec
 from paceline.config import KVConfig
 from paceline.core.plan import BlockCopies, Swaps
 from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.paged_kv import PagedKV
+from paceline.kernels.paged_kv import PagedKV, as_movable
 
 Pair = tuple[Tensor, Tensor]
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers of all groups."""
+    """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`."""
     return spec.num_layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
@@ -77,7 +78,7 @@ class KVPools:
         for layer, mine in enumerate(self._groups):
             if mine != group:
                 continue
-            for old, new in zip(origin[layer], goal[layer], strict=True):
+            for old, new in zip(map(as_movable, origin[layer]), map(as_movable, goal[layer]), strict=True):
                 read = torch.tensor(source, device=old.device)
                 write = torch.tensor(target, device=new.device)
                 new[write] = old[read].to(new.device)

@@ -70,6 +70,7 @@ class GPURunner:
         *,
         device: torch.device,
         options: GPUOptions = GPUOptions(),  # noqa: B008 - frozen
+        kv_dtype: torch.dtype | None = None,  # None: that of the weights
     ) -> None:
         self._config, self._options, self._device = config, options, device
         self.max_slots = max_slots = config.scheduler.max_num_seqs
@@ -78,7 +79,7 @@ class GPURunner:
         memory = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
-        self._pools = KVPools(spec, config.kv, memory.tables, self._decoder.dtype)
+        self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
         self._attention = DeviceAttention(
             spec,
             self._pools,
