@@ -10,7 +10,8 @@ from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptio
 from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, depth_panel
+from paceline.config import SchedulerConfig
 
 HELP = "Measure the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
@@ -52,26 +53,13 @@ _ENGINE = (
                 default=f"{MAX_MODEL_LEN} with --shape, else what the model and the KV cache allow",
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
-            Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
+            BUDGET,
             Flag(name="mode"),
-            Flag(name="batch_size"),
-            Flag(name="batch_timeout_s", also=("--batch-timeout",)),
-            Flag(name="static_flush_s"),
-            Flag(name="static_order"),
-            Flag(name="long_prefill_share"),
+            *FORMING,
         ),
     ),
-    Panel(
-        title="Engine",
-        config=KVConfig,
-        optional=True,
-        flags=(
-            Flag(name="block_size"),
-            Flag(name="num_blocks", default="what fits into --kv-cache-memory-bytes"),
-            Flag(name="enable_prefix_caching"),
-        ),
-    ),
-    Panel(title="Engine", config=EngineConfig, optional=True, flags=(Flag(name="depth"),)),
+    KV_BLOCKS,
+    depth_panel("Engine"),
 )
 _RESULTS = Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),))
 _TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
