@@ -20,6 +20,7 @@ Run workloads offline, all requests at once, and print what they took.
 \b
   paceline bench throughput --shape tiny --workload decode-b1,decode-b8
   paceline bench throughput --shape qwen3-0.6b --workload all --trace azure.csv --recheck 8 --json result.json
+  paceline bench throughput --shape tiny --workload nano --mode continuous,dynamic,static --batch-size 64
 
 --shape measures a well-known shape with made-up weights, --model any model. End tokens are ignored: every request
 gets exactly its tokens, and the clock stops when all of them are here.
@@ -54,12 +55,19 @@ _ENGINE = (
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
             BUDGET,
-            Flag(name="mode"),
-            *FORMING,
         ),
     ),
+)
+_FORMING = (
+    Panel(title="Engine", config=SchedulerConfig, optional=True, flags=FORMING),
     KV_BLOCKS,
     depth_panel("Engine"),
+)
+_ONE_MODE = Panel(title="Engine", config=SchedulerConfig, optional=True, flags=(Flag(name="mode"),))
+_MODES = Panel(
+    title="Engine",
+    config=ThroughputOptions,
+    flags=(Flag(name="modes", metavar="MODE[,MODE...]"),),
 )
 _RESULTS = Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),))
 _TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
@@ -77,6 +85,8 @@ THROUGHPUT_PANELS = (
     ),
     _RESULTS,
     *_ENGINE,
+    _MODES,
+    *_FORMING,
 )
 LATENCY_PANELS = (
     Panel(
@@ -94,4 +104,6 @@ LATENCY_PANELS = (
     ),
     _RESULTS,
     *_ENGINE,
+    _ONE_MODE,
+    *_FORMING,
 )

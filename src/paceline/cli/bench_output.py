@@ -38,6 +38,9 @@ class Report:
     commit: str | None = field(default_factory=source_commit)
     results: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    further: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # engines behind the first: start-up and sizes
     recheck: dict[str, Any] | None = None
     error: str | None = None  # what ended the command early
 
@@ -48,7 +51,8 @@ class Report:
     @property
     def title(self) -> str:
         where = self.gpu["name"] if self.gpu is not None else self.facts["cpu"]["name"]
-        return f"{self.model} on {where}, ready after {self.startup_s:.2f} s"
+        starts = [self.startup_s, *(engine["startup_s"] for engine in self.further)]
+        return f"{self.model} on {where}, ready after {' / '.join(f'{seconds:.2f}' for seconds in starts)} s"
 
     def plain(self) -> dict[str, Any]:
         facts = self.facts
@@ -72,6 +76,8 @@ class Report:
             "results": self.results,
             "skipped": self.skipped,
         }
+        if self.further:
+            value["further_engines"] = self.further
         for name in ("recheck", "error"):
             if getattr(self, name) is not None:
                 value[name] = getattr(self, name)
