@@ -65,7 +65,7 @@ MIXED = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_as_good_as_those_of_transformers(name: str) -> None:
-    """A token whose experts are nearly equally liked may take another one: of mixtures only the mean error counts."""
+    """Held against float32. Of mixtures the middle token counts: a few may take another expert that is liked as much."""
     prompts = [PROMPTS[1], PROMPTS[2], PROMPTS[5], PROMPTS[8]]
     asked = SamplingParams(max_tokens=12, temperature=0.0, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
     with engine(name, enable_prefix_caching=False) as llm:
@@ -76,18 +76,16 @@ def test_logits_are_as_good_as_those_of_transformers(name: str) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = [*prompt, *output.outputs[0].token_ids]
         right = predicted(exact(name), tokens, "cpu")
-        errors.append((log_probabilities(output, CARD.vocab) - right).flatten())
-        their_errors.append((predicted(theirs, tokens, "cuda") - right).flatten())
-    ours, expected = torch.cat(errors), torch.cat(their_errors)
-    mean, their_mean = (float(error.square().mean().sqrt()) for error in (ours, expected))
-    most, their_most = (float(error.abs().max()) for error in (ours, expected))
+        errors.append((log_probabilities(output, CARD.vocab) - right).abs())
+        their_errors.append((predicted(theirs, tokens, "cuda") - right).abs())
+    ours, expected = torch.cat(errors).amax(1), torch.cat(their_errors).amax(1)  # the worst of each token
+    middle, their_middle = float(ours.median()), float(expected.median())
+    most, their_most = float(ours.max()), float(expected.max())
     print(
-        f"{name}: root mean square {mean:.2g} (theirs {their_mean:.2g}), most {most:.2g} ({their_most:.2g})"
+        f"{name}: middle token {middle:.2g} (theirs {their_middle:.2g}), worst {most:.2g} ({their_most:.2g})"
     )
-    if name in MIXTURES:
-        assert mean <= 2 * their_mean + STEP / 4
-    else:
-        assert mean <= 1.5 * their_mean + STEP / 4
+    assert middle <= 1.5 * their_middle + STEP / 4
+    if name not in MIXTURES:
         assert most <= 2 * their_most + STEP
 
 
