@@ -75,9 +75,10 @@ def saved(name: str) -> str:
 
 def opened(name: str, dtype: torch.dtype) -> Any:
     """The model as transformers reads it: what is not a weight, such as frequencies, stays in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        saved(name), dtype=dtype, attn_implementation="eager"
-    )
+    plain = {"attn_implementation": "eager"}
+    if name in MIXTURES:
+        plain["experts_implementation"] = "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved(name), dtype=dtype, **plain)
     return model.eval()
 
 

@@ -65,7 +65,7 @@ MIXED = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_as_good_as_those_of_transformers(name: str) -> None:
-    """Held against float32. Of mixtures the middle token counts: a few may take another expert that is liked as much."""
+    """Held against float32. Of mixtures the middle token counts: some may take another expert they like as much."""
     prompts = [PROMPTS[1], PROMPTS[2], PROMPTS[5], PROMPTS[8]]
     asked = SamplingParams(max_tokens=12, temperature=0.0, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
     with engine(name, enable_prefix_caching=False) as llm:
