@@ -34,6 +34,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def run_plain(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where only what the engine needs is installed."""
+    return subprocess.run(
+        [sys.executable, "-c", FORBIDDING, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(cache),
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
 def test_throughput_gives_a_table_and_a_file(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     flags = ("--workload", "decode-b8,decode-b1", "--recheck", "2", "--json", str(target))
@@ -59,15 +71,38 @@ def test_throughput_gives_a_table_and_a_file(tmp_path: Path) -> None:
     assert (value["recheck"]["num_requests"], value["recheck"]["differences"]) == (2, [])
 
 
+def test_modes_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    flags = ("--shape", "tiny", "--max-num-batched-tokens", "512", "--kv-cache-memory-bytes", str(2**26))
+    modes = ("--mode", "continuous,dynamic,static", "--batch-size", "4", "--json", str(target))
+    done = run_plain(tmp_path, "throughput", "--workload", "decode-b1,decode-b8", *flags, *modes)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        (name, mode) for mode in ("continuous", "dynamic", "static") for name in ("decode-b1", "decode-b8")
+    ]
+    lines = done.stdout.splitlines()
+    assert lines[0].count(" / ") == 2  # each was started
+    assert lines[1].split()[:2] == ["workload", "mode"]
+    assert [tuple(line.split()[:2]) for line in lines[3:9]] == expected
+    value = json.loads(target.read_text())
+    assert [(result["workload"], result["mode"]) for result in value["results"]] == expected
+    steps = [result["steps"] for result in value["results"]]
+    assert steps[1] == 256 < steps[5]  # two batches of four, one after the other
+    sizes = [value["engine"], *value["further_engines"]]
+    assert [engine["mode"] for engine in sizes] == ["continuous", "dynamic", "static"]
+    assert {engine["max_num_batched_tokens"] for engine in sizes} == {512}
+
+
 def test_a_second_run_of_a_workload_finds_an_empty_cache(tmp_path: Path) -> None:
     """The same prompts twice in one engine: a shared prefix is found within a run, never from the one before."""
     code = f"""
 from pathlib import Path
 from paceline.bench.shapes import write_shape
-from paceline.bench.throughput import load_llm, run_workload, sampling_of
+from paceline.bench.throughput import load, run_workload, sampling_of
 from paceline.bench.workloads import BenchWorkload, shared_prefix
+from paceline import LLM
 options = write_shape("tiny", Path({str(tmp_path)!r}))
-llm, _ = load_llm(options | {{"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**26}})
+llm, _ = load(LLM, options | {{"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**26}})
 work = BenchWorkload(name="shared", requests=tuple(shared_prefix(4, 64, 16, 3)))
 runs = [run_workload(llm, work, sampling_of(work, None, 0)) for _ in range(2)]
 print(*(result.cached_tokens for result, _ in runs))
@@ -124,14 +159,7 @@ def test_a_trace_is_run(tmp_path: Path) -> None:
 def test_it_runs_where_only_the_engine_can(command: str, tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     flags = ("--shape", "tiny", "--max-num-batched-tokens", "512", "--json", str(target))
-    done = subprocess.run(
-        [sys.executable, "-c", FORBIDDING, *command.split(), *flags],
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path),
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_plain(tmp_path, *command.split(), *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2].startswith("-----") and target.exists()
 
@@ -156,6 +184,9 @@ def test_both_command_lines_know_the_same_options_of_their_own() -> None:
         ("throughput --shape tiny --recheck -1", "--recheck must be at least 0"),
         ("throughput --shape tiny --temperature 9", "--temperature must be at most 2"),
         ("throughput --shape tiny --json /no/such/folder/x", "the folder /no/such/folder does not exist"),
+        ("throughput --shape tiny --mode static,fast", "--mode must be one of continuous, dynamic, static"),
+        ("throughput --shape tiny --mode static,", "--mode 'static,' has an empty entry"),
+        ("throughput --shape tiny --mode static,dynamic --recheck 2", "give one --mode with it"),
         ("throughput --shape tiny --depth 99", "--depth must be at most 8"),
         (
             "throughput --shape tiny --kv-cache-dtype int4",

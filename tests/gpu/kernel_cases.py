@@ -204,8 +204,11 @@ def check_prefill(
             assert_close(log_sum[part], expected_log, shape.tolerance)
 
 
-def check_cascade(shape: Shape, prefix: int, suffixes: Sequence[int]) -> None:
-    """A prefix that rows share, computed once for all of them, joined with each row's rest."""
+def check_cascade(shape: Shape, prefix: int, suffixes: Sequence[int], *, by_row: bool = False) -> None:
+    """A prefix that rows share, computed once for all of them, joined with each row's rest.
+
+    `by_row`: each row says how long what it shares is, as in an engine.
+    """
     lengths = [prefix + suffix for suffix in suffixes]
     kv = paged_kv(shape, lengths)
     kv.block_table[1:, : prefix // BLOCK_SIZE] = kv.block_table[0, : prefix // BLOCK_SIZE]
@@ -218,7 +221,10 @@ def check_cascade(shape: Shape, prefix: int, suffixes: Sequence[int]) -> None:
     log_sum = torch.empty(slots, shape.heads, device=device)
     shared_log = torch.empty_like(log_sum)
     plan = allocate_plan(slots, 8, min_chunk=BLOCK_SIZE, device=device)
-    plan_decode(plan, rows, columns, first=prefix)
+    if by_row:
+        plan_decode(plan, rows, columns, shared=torch.full_like(columns, prefix))
+    else:
+        plan_decode(plan, rows, columns, first=prefix)
     partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     decode_attention(out, log_sum, query, kv, plan, partials, scale=scale)
     tuning = PrefillTuning()

@@ -19,27 +19,14 @@ pytest.importorskip("transformers")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU of compute capability 8.9", allow_module_level=True)
 
-from tests.gpu.test_gpu_engine import NUM_NEW, PROMPTS, SHARED, SHARING, assert_close, generate, saved
+from tests.gpu.engine_cases import ENGINE, GREEDY, PROMPTS, SHARED, SHARING, generate, saved, tokens_of
+from tests.gpu.test_gpu_engine import assert_close
 
 CLOSE = 5e-2  # two logits that eight bits may swap: 0.016 was the largest of 40 in float32 arithmetic
-SIZES: dict[str, Any] = {
-    "max_model_len": 256,
-    "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 1 << 28,
-    "dtype": "bfloat16",
-    "kv_cache_dtype": "fp8",
-}
-GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 
 
 def engine(**options: Any) -> LLM:
-    return LLM(saved("qwen3")[0], skip_tokenizer_init=True, **SIZES | options)
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert llm.loaded.engine.last_error is None, repr(llm.loaded.engine.last_error)
-    return [output.outputs[0].token_ids for output in outputs]
+    return LLM(saved("qwen3"), **ENGINE | {"kv_cache_dtype": "fp8"} | options)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])

@@ -105,4 +105,5 @@ def test_prefill_with_other_launch_parameters(query_rows: int, num_warps: int) -
 
 @pytest.mark.parametrize("group", [2, 4])
 def test_a_shared_prefix_is_computed_once_and_joined(group: int) -> None:
-    cases.check_cascade(shape(group=group), 2048, [1, 70, 64, 300, 5] * 8)
+    for by_row in (False, True):
+        cases.check_cascade(shape(group=group), 2048, [1, 70, 64, 300, 5] * 8, by_row=by_row)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from importlib.metadata import version
-
 import numpy as np
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
-if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton was imported to compile; run this file with TRITON_INTERPRET=1", allow_module_level=True
-    )
-if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4) and version("triton") < "3.7":
-    pytest.skip("the interpreter of this Triton needs numpy before 2.4", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the modules below do
+from tests.torch.interpreted import reason_to_skip
+
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
 
 from paceline.kernels.decode_attention import DecodeTuning
-from paceline.kernels.gated_activation import Activation, gated_activation, reference_gated_activation
-from paceline.kernels.residual_norm import reference_residual_norm, residual_norm
+from paceline.kernels.gated_activation import Activation
 from paceline.kernels.row_update import (
     DrawnTokens,
     RowColumns,
@@ -39,13 +26,10 @@ from paceline.kernels.sampling import (
     reference_sample,
     sample,
 )
-from paceline.kernels.skinny_product import (
-    ProductTuning,
-    reference_skinny_product,
-    skinny_product,
-)
+from paceline.kernels.skinny_product import ProductTuning
 from paceline.runner import noise
 from tests.gpu import kernel_cases as cases
+from tests.gpu import kernel_small_cases as small
 
 SMALL = cases.Shape(device="cpu", dtype=torch.float32)
 
@@ -72,6 +56,7 @@ def test_prefill_attention_with_and_without_what_was_before(window: int) -> None
 
 def test_a_shared_prefix_is_computed_once_and_joined() -> None:
     cases.check_cascade(SMALL, 128, [1, 70, 64] * 12)
+    cases.check_cascade(SMALL, 64, [1, 70, 64], by_row=True)
 
 
 @pytest.mark.parametrize("rotary_dim, has_norm", [(64, False), (64, True), (32, True)])
@@ -81,22 +66,12 @@ def test_rope_and_kv_write(rotary_dim: int, has_norm: bool) -> None:
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_residual_and_norm(parts: int) -> None:
-    residual, weight = torch.randn(3, 100), torch.randn(100)
-    update = None if parts == 0 else torch.randn(3, 100) if parts == 1 else torch.randn(parts, 3, 100)
-    norm, total = reference_residual_norm(residual, update, weight, epsilon=1e-6)
-    out = torch.full_like(residual, float("nan"))
-    residual_norm(out, residual, update, weight, epsilon=1e-6)
-    cases.assert_close(out, norm, 1e-5)
-    cases.assert_close(residual, total, 1e-6)
+    small.check_residual_norm(SMALL, 3, 100, parts=parts)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated_activation(activation: Activation) -> None:
-    product = torch.randn(3, 2 * 1100) * 4
-    product[0, 0] = -200.0
-    out = torch.full((3, 1100), float("nan"))
-    gated_activation(out, product, activation=activation)
-    cases.assert_close(out, reference_gated_activation(product, activation=activation), 1e-5)
+    small.check_gated_activation(SMALL, 3, 1100, activation)
 
 
 def test_the_noise_of_the_reference_is_the_runner_s() -> None:
@@ -160,12 +135,8 @@ def test_rows_take_their_tokens_and_end() -> None:
 @pytest.mark.parametrize("parts, gated", [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("rows", [5, 19])
 def test_skinny_product(rows: int, parts: int, gated: bool) -> None:
-    x, weight = torch.randn(rows, 256), torch.randn(64 if gated else 32, 256)
-    out = torch.full((rows, 32) if parts == 1 else (parts, rows, 32), float("nan"))
     tuning = ProductTuning(columns=16, inner=64, parts=parts, num_warps=1)
-    skinny_product(out, x, weight, tuning=tuning, gated=gated)
-    found = out if parts == 1 else out.sum(0)
-    cases.assert_close(found, reference_skinny_product(x, weight, gated=gated), 1e-5)
+    small.check_skinny_product(SMALL, rows, 32, 256, tuning, gated=gated)
 
 
 @pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True)])

@@ -1,8 +1,12 @@
-"""Tiny random models of every architecture, made by transformers and saved to disk: the reference of the runner."""
+"""Tiny random models of every architecture, made by transformers and saved to disk: the reference of the runners.
+
+One table for the CPU and the card, whose kernels want wider heads. Needs nothing but torch and transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,84 +15,142 @@ import transformers
 
 VOCAB = 160
 HIDDEN = 32
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,  # wide enough that logits differ clearly and greedy text does not repeat itself
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinySizes:
+    """How large the models of the table are made."""
+
+    vocab: int
+    hidden: int
+    inner: int
+    positions: int
+    spread: float  # of the weights
+    head: int  # where an architecture names it
+    qwen3_head: int
+    mistral_window: int
+    gemma3_window: int
+    qwen3_experts: int
+    expert_inner: int
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": self.positions,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "initializer_range": self.spread,
+        }
+
+
+SMALL = TinySizes(
+    vocab=VOCAB,
+    hidden=HIDDEN,
+    inner=48,
+    positions=256,
+    spread=0.2,  # wide enough that logits differ clearly and greedy text does not repeat itself
+    head=16,
+    qwen3_head=16,
+    mistral_window=20,
+    gemma3_window=24,
+    qwen3_experts=4,
+    expert_inner=24,
+)
+CARD = TinySizes(
+    vocab=512,
+    hidden=256,
+    inner=512,
+    positions=512,
+    spread=0.05,
+    head=64,
+    qwen3_head=128,
+    mistral_window=90,
+    gemma3_window=100,
+    qwen3_experts=8,
+    expert_inner=128,
+)
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-def _gemma3() -> Any:
+def _llama(sizes: TinySizes, **more: Any) -> Any:
+    return transformers.LlamaConfig(**sizes.common | more)
+
+
+def _llama3(sizes: TinySizes) -> Any:
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return _llama(sizes, **_rope("llama3", **factors, original_max_position_embeddings=64))
+
+
+def _gemma3(sizes: TinySizes) -> Any:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    return transformers.Gemma3TextConfig(
-        **SIZES | {"head_dim": 16, "sliding_window": 24, "layer_types": kinds, "query_pre_attn_scalar": 16}
-    )
+    more = {"sliding_window": sizes.gemma3_window, "layer_types": kinds, "query_pre_attn_scalar": sizes.head}
+    return transformers.Gemma3TextConfig(**sizes.common, head_dim=sizes.head, **more)
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "llama-tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama-mha": lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
-    "llama-linear": lambda: transformers.LlamaConfig(**SIZES, **_rope("linear", factor=2.0)),
-    "llama-dynamic": lambda: transformers.LlamaConfig(
-        **SIZES | {"max_position_embeddings": 48}, **_rope("dynamic", factor=2.0)
-    ),
-    "llama-llama3": lambda: transformers.LlamaConfig(
-        **SIZES,
-        **_rope(
-            "llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-    ),
-    "llama-yarn": lambda: transformers.LlamaConfig(
-        **SIZES, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)
-    ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=20),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
-    "gemma3": _gemma3,
-    "phi3": lambda: transformers.Phi3Config(**SIZES, partial_rotary_factor=0.5),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES,
-        head_dim=16,
-        num_experts=4,
+def _qwen3_moe(sizes: TinySizes) -> Any:
+    return transformers.Qwen3MoeConfig(
+        **sizes.common,
+        head_dim=sizes.head,
+        num_experts=sizes.qwen3_experts,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        moe_intermediate_size=sizes.expert_inner,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[1],
+    )
+
+
+CONFIGS: dict[str, Callable[[TinySizes], Any]] = {
+    "llama": _llama,
+    "llama-tied": lambda sizes: _llama(sizes, tie_word_embeddings=True),
+    "llama-mha": lambda sizes: _llama(sizes, num_key_value_heads=4),
+    "llama-linear": lambda sizes: _llama(sizes, **_rope("linear", factor=2.0)),
+    "llama-dynamic": lambda sizes: _llama(sizes, max_position_embeddings=48, **_rope("dynamic", factor=2.0)),
+    "llama-llama3": _llama3,
+    "llama-yarn": lambda sizes: _llama(
+        sizes, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)
     ),
+    "mistral": lambda sizes: transformers.MistralConfig(**sizes.common, sliding_window=sizes.mistral_window),
+    "qwen2": lambda sizes: transformers.Qwen2Config(**sizes.common),
+    "qwen3": lambda sizes: transformers.Qwen3Config(**sizes.common, head_dim=sizes.qwen3_head),
+    "gemma3": _gemma3,
+    "phi3": lambda sizes: transformers.Phi3Config(**sizes.common, partial_rotary_factor=0.5),
+    "mixtral": lambda sizes: transformers.MixtralConfig(
+        **sizes.common, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": _qwen3_moe,
 }
 NAMES = tuple(CONFIGS)
 
 
-def make_reference(name: str) -> Any:
-    """A model with random weights, biases and norms included, ready to run."""
-    torch.manual_seed(NAMES.index(name))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+def make_model(name: str, sizes: TinySizes, seed: int) -> Any:
+    """A model with random weights, biases and norms included."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](sizes), attn_implementation="eager")
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):  # made as ones and zeros, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        if (
-            model.config.tie_word_embeddings
-        ):  # else the input outweighs the layers, and every token follows itself
+    return model
+
+
+def make_reference(name: str) -> Any:
+    """A small one, ready to run."""
+    model = make_model(name, SMALL, NAMES.index(name))
+    if (
+        model.config.tie_word_embeddings
+    ):  # else the input outweighs the layers, and every token follows itself
+        with torch.no_grad():
             model.get_input_embeddings().weight.mul_(0.3)
     return model.float().eval()
 

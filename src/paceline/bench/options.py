@@ -37,6 +37,12 @@ class ThroughputOptions(BenchOptions):
     recheck: int = option(
         0, "generate so many random requests again, each alone, and compare the tokens", low=0
     )
+    modes: str = option(
+        "continuous",
+        "how batches are formed: continuous, dynamic, static; several, separated by commas, are measured one after "
+        "the other",
+        flag="--mode",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

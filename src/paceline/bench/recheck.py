@@ -6,12 +6,12 @@ give equal tokens; where they differ the place is told, and for greedy requests 
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.bench.throughput import release_memory
 from paceline.bench.workloads import BenchWorkload
 from paceline.core.sampling import SamplingParams
 from paceline.llm.arguments import split_arguments
@@ -74,8 +74,7 @@ def has_eager_option() -> bool:
 
 def eager_llm(options: Mapping[str, Any]) -> LLM:
     """An engine like that of the run which captures nothing. That of the run must be gone: both may not fit."""
-    gc.collect()
-    _release_device_memory()
+    release_memory()
     return LLM(**{**options, EAGER: True})
 
 
@@ -128,10 +127,3 @@ def _logit_gap(llm: LLM, case: Case, before: list[int]) -> float | None:
         return None
     likeliest = sorted((entry.logprob for entry in entries[0].values()), reverse=True)[:2]
     return likeliest[0] - likeliest[1] if len(likeliest) == 2 else None
-
-
-def _release_device_memory() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

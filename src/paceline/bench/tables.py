@@ -56,6 +56,7 @@ def _percentiles(name: str, factor: float) -> Callable[[Any], str]:
     return cell
 
 
+_MODE = _Column(heading="mode", cell=_number("mode", str))
 _THROUGHPUT = (
     _Column(heading="seconds", cell=_number("seconds", lambda value: f"{value:,.3f}")),
     _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
@@ -78,7 +79,9 @@ _LATENCY = (
 
 
 def throughput_table(results: Sequence[ThroughputResult]) -> Grid:
-    return _grid(results, _THROUGHPUT)
+    """Rows name their mode where there are several."""
+    several = len({result.mode for result in results}) > 1
+    return _grid(results, (_MODE, *_THROUGHPUT) if several else _THROUGHPUT)
 
 
 def latency_table(results: Sequence[LatencyResult]) -> Grid:

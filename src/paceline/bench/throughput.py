@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import importlib
 import random
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,12 +25,15 @@ from paceline.llm.llm import LLM
 from paceline.llm.outputs import RequestOutput
 from paceline.report.summary import Distribution, distribution
 
+Loaded = TypeVar("Loaded")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputResult:
     """What one workload took."""
 
     workload: str
+    mode: str
     temperature: float
     num_requests: int
     prompt_tokens: int
@@ -61,12 +65,21 @@ class ThroughputResult:
         return None if count is None else self.seconds / count * 1e3
 
 
-def load_llm(options: Mapping[str, Any]) -> tuple[LLM, float]:
-    """An engine, and the seconds its constructor took; whatever it imports is imported before."""
+def load(make: Callable[..., Loaded], options: Mapping[str, Any]) -> tuple[Loaded, float]:
+    """What `make` makes, and the seconds that took; whatever it imports is imported before."""
     import_engine()
     started_s = time.perf_counter()
-    llm = LLM(**options)
-    return llm, time.perf_counter() - started_s
+    made = make(**options)
+    return made, time.perf_counter() - started_s
+
+
+def release_memory() -> None:
+    """Give back what an engine held that nobody refers to any more: two may not fit beside each other."""
+    gc.unfreeze()  # objects that lived through the capture of graphs are kept out of the collector's sight
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def import_engine() -> None:
@@ -126,6 +139,7 @@ def run_workload(
     check_complete(workload, outputs)
     result = ThroughputResult(
         workload=workload.name,
+        mode=llm.loaded.config.scheduler.mode,
         temperature=sampling[0].temperature,
         num_requests=len(outputs),
         prompt_tokens=workload.num_prompt_tokens,

@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.bench.latency import LatencyResult, run_online, warm_up
 from paceline.bench.options import LatencyOptions
 from paceline.bench.tables import latency_json, latency_table
-from paceline.bench.throughput import import_engine, sampling_of
-from paceline.bench.workloads import BenchWorkload, check_fits, check_vocabulary
-from paceline.cli.bench_output import Report, checked_target, note_skipped, show, write
+from paceline.bench.throughput import load, sampling_of
+from paceline.bench.workloads import BenchWorkload
+from paceline.cli.bench_frame import begin, report_of
+from paceline.cli.bench_output import Report, show, write
+from paceline.cli.bench_plan import Asked
 from paceline.llm.async_llm import AsyncLLM
 
 
-def run_latency(
-    options: LatencyOptions,
-    engine: Mapping[str, Any],
-    model: str,
-    workloads: Sequence[BenchWorkload],
-    skipped: Sequence[str],
-) -> None:
-    target = checked_target(options.json)
-    note_skipped(skipped)
-    import_engine()
-    started_s = time.perf_counter()
-    llm = AsyncLLM(**engine)
-    startup_s = time.perf_counter() - started_s
+def run_latency(options: LatencyOptions, asked: Asked) -> None:
+    target = begin(options, asked)
+    llm, startup_s = load(AsyncLLM, asked.engine)
     try:
-        check_vocabulary(llm.loaded.checkpoint.spec.vocab_size)
-        check_fits(workloads, llm.max_model_len)
-        report = Report.of("latency", model, llm.loaded, startup_s)
-        report.skipped, report.seed = list(skipped), engine.get("seed", 0)
+        report = report_of("latency", asked, llm, startup_s)
         with write(report, target) as save:
-            asyncio.run(_run_all(llm, workloads, options, report, save))
+            asyncio.run(_run_all(llm, asked.workloads, options, report, save))
     finally:
         llm.shutdown()
 

@@ -10,7 +10,8 @@ from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptio
 from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, depth_panel
+from paceline.config import SchedulerConfig
 
 HELP = "Measure the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
@@ -19,6 +20,7 @@ Run workloads offline, all requests at once, and print what they took.
 \b
   paceline bench throughput --shape tiny --workload decode-b1,decode-b8
   paceline bench throughput --shape qwen3-0.6b --workload all --trace azure.csv --recheck 8 --json result.json
+  paceline bench throughput --shape tiny --workload nano --mode continuous,dynamic,static --batch-size 64
 
 --shape measures a well-known shape with made-up weights, --model any model. End tokens are ignored: every request
 gets exactly its tokens, and the clock stops when all of them are here.
@@ -52,26 +54,20 @@ _ENGINE = (
                 default=f"{MAX_MODEL_LEN} with --shape, else what the model and the KV cache allow",
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
-            Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
-            Flag(name="mode"),
-            Flag(name="batch_size"),
-            Flag(name="batch_timeout_s", also=("--batch-timeout",)),
-            Flag(name="static_flush_s"),
-            Flag(name="static_order"),
-            Flag(name="long_prefill_share"),
+            BUDGET,
         ),
     ),
-    Panel(
-        title="Engine",
-        config=KVConfig,
-        optional=True,
-        flags=(
-            Flag(name="block_size"),
-            Flag(name="num_blocks", default="what fits into --kv-cache-memory-bytes"),
-            Flag(name="enable_prefix_caching"),
-        ),
-    ),
-    Panel(title="Engine", config=EngineConfig, optional=True, flags=(Flag(name="depth"),)),
+)
+_FORMING = (
+    Panel(title="Engine", config=SchedulerConfig, optional=True, flags=FORMING),
+    KV_BLOCKS,
+    depth_panel("Engine"),
+)
+_ONE_MODE = Panel(title="Engine", config=SchedulerConfig, optional=True, flags=(Flag(name="mode"),))
+_MODES = Panel(
+    title="Engine",
+    config=ThroughputOptions,
+    flags=(Flag(name="modes", metavar="MODE[,MODE...]"),),
 )
 _RESULTS = Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),))
 _TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
@@ -89,6 +85,8 @@ THROUGHPUT_PANELS = (
     ),
     _RESULTS,
     *_ENGINE,
+    _MODES,
+    *_FORMING,
 )
 LATENCY_PANELS = (
     Panel(
@@ -106,4 +104,6 @@ LATENCY_PANELS = (
     ),
     _RESULTS,
     *_ENGINE,
+    _ONE_MODE,
+    *_FORMING,
 )

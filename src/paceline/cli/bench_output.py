@@ -38,6 +38,9 @@ class Report:
     commit: str | None = field(default_factory=source_commit)
     results: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    further: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # engines behind the first: start-up and sizes
     recheck: dict[str, Any] | None = None
     error: str | None = None  # what ended the command early
 
@@ -51,7 +54,9 @@ class Report:
         # Such figures stand beside others only with a word that says so.
         is_own = self.engine["kv_cache_dtype"] == self.engine["dtype"]
         kv = "" if is_own else f", KV cache in {self.engine['kv_cache_dtype']}"
-        return f"{self.model} on {where}{kv}, ready after {self.startup_s:.2f} s"
+        starts = [self.startup_s, *(engine["startup_s"] for engine in self.further)]
+        seconds = " / ".join(f"{start:.2f}" for start in starts)
+        return f"{self.model} on {where}{kv}, ready after {seconds} s"
 
     def plain(self) -> dict[str, Any]:
         facts = self.facts
@@ -75,6 +80,8 @@ class Report:
             "results": self.results,
             "skipped": self.skipped,
         }
+        if self.further:
+            value["further_engines"] = self.further
         for name in ("recheck", "error"):
             if getattr(self, name) is not None:
                 value[name] = getattr(self, name)

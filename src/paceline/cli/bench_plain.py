@@ -25,11 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (own, _) in COMMANDS.items():
         command = commands.add_parser(name, allow_abbrev=False)
+        taken = {flag_of(spec) for spec in fields(own)}
         for spec in fields(own):
             _add(command, spec, spec.default)
         for config in (ModelConfig, KVConfig, SchedulerConfig, EngineConfig):
             for spec in fields(config):
-                if "help" in spec.metadata:
+                if "help" in spec.metadata and flag_of(spec) not in taken:
                     _add(command, spec, None)
     values = vars(parser.parse_args(arguments))
     _, run = COMMANDS[values.pop("command")]

@@ -7,13 +7,14 @@ bench part. Knows no command-line library, so that a machine without one can mea
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptions
+from paceline.cli.lists import split_list
 from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.errors import InputError
 from paceline.llm.arguments import split_arguments
@@ -24,26 +25,52 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound=BenchOptions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a command line asks for, as far as that needs no model."""
+
+    model: str  # as it is called in the results
+    engine: Mapping[str, Any]  # the options of `LLM`
+    workloads: Sequence[BenchWorkload]
+    skipped: Sequence[str]  # workloads that lack a trace
+
+
 def throughput(values: Mapping[str, Any]) -> None:
     options = _own(ThroughputOptions, values)
-    with _engine(options, values) as engine:
-        workloads, skipped = _offline(options)
-        _check_length(workloads, engine)
-
+    modes = _modes(options)
+    with _asked(options, values, _offline) as asked:
         from paceline.cli.bench_throughput import run_throughput
 
-        run_throughput(options, engine, _model_name(options, engine), workloads, skipped)
+        run_throughput(options, asked, modes)
 
 
 def latency(values: Mapping[str, Any]) -> None:
     options = _own(LatencyOptions, values)
-    with _engine(options, values) as engine:
-        workloads, skipped = _online(options)
-        _check_length(workloads, engine)
-
+    with _asked(options, values, _online) as asked:
         from paceline.cli.bench_latency import run_latency
 
-        run_latency(options, engine, _model_name(options, engine), workloads, skipped)
+        run_latency(options, asked)
+
+
+@contextmanager
+def _asked(
+    options: Options,
+    values: Mapping[str, Any],
+    make: Callable[[Options], tuple[list[BenchWorkload], tuple[str, ...]]],
+) -> Iterator[Asked]:
+    with _engine(options, values) as engine:
+        workloads, skipped = make(options)
+        _check_length(workloads, engine)
+        yield Asked(model=_model_name(options, engine), engine=engine, workloads=workloads, skipped=skipped)
+
+
+def _modes(options: ThroughputOptions) -> list[str]:
+    modes = split_list(options.modes, "--mode")
+    for mode in modes:
+        split_arguments(None, {"mode": mode})
+    if len(modes) > 1 and options.recheck:
+        raise InputError("--recheck generates requests of one engine again; give one --mode with it")
+    return modes
 
 
 def _own(config: type[Options], values: Mapping[str, Any]) -> Options:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import Flag, Panel
+from paceline.cli.shared_flags import BUDGET, KV_BLOCKS
 from paceline.config import KVConfig, ModelConfig, SchedulerConfig, option
 from paceline.errors import InputError, InvalidRequest
 from paceline.llm.arguments import split_arguments
@@ -86,16 +87,7 @@ ENGINE = (
         optional=True,
         flags=(Flag(name="max_model_len", default="what the model and the KV cache allow"),),
     ),
-    Panel(
-        title="Engine",
-        config=KVConfig,
-        optional=True,
-        flags=(
-            Flag(name="block_size"),
-            Flag(name="num_blocks", default="what fits into --kv-cache-memory-bytes"),
-            Flag(name="enable_prefix_caching"),
-        ),
-    ),
+    KV_BLOCKS,
 )
 BATCH = Panel(
     title="Engine",
@@ -103,7 +95,7 @@ BATCH = Panel(
     optional=True,
     flags=(
         Flag(name="max_num_seqs", default="128"),
-        Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
+        BUDGET,
     ),
 )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.cli.options import Flag, Panel
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig, check_options, option
+from paceline.cli.shared_flags import FORMING, depth_panel
+from paceline.config import KVConfig, SchedulerConfig, check_options, option
 
 BUILT_IN_REQUESTS = 2_000
 ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
@@ -119,11 +120,7 @@ PANELS = (
             Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
             Flag(name="scheduling_policy"),
             Flag(name="ageing_s"),
-            Flag(name="batch_size"),
-            Flag(name="batch_timeout_s", also=("--batch-timeout",)),
-            Flag(name="static_flush_s"),
-            Flag(name="static_order"),
-            Flag(name="long_prefill_share"),
+            *FORMING,
             Flag(name="watermark"),
             Flag(name="preemption"),
             Flag(name="max_preemptions"),
@@ -147,7 +144,7 @@ PANELS = (
             Flag(name="enable_prefix_caching", default="where the workload names its prefixes"),
         ),
     ),
-    Panel(title="KV cache and engine", config=EngineConfig, optional=True, flags=(Flag(name="depth"),)),
+    depth_panel("KV cache and engine"),
     Panel(
         title="Chance and faults",
         config=SimOptions,

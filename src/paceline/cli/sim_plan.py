@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.lists import split_list
 from paceline.cli.sim_options import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
 from paceline.core.recorder import StepRecorder
 from paceline.costs.presets import device_spec, model_shape
@@ -146,14 +147,6 @@ def parse_rates(text: str) -> list[float]:
             raise InputError(f"--rate '{part}' is not a rate; give requests per second, as in --rate 5,10,20")
         rates.append(rate)
     return sorted(set(rates))
-
-
-def split_list(text: str, flag: str) -> list[str]:
-    """The parts of a list with commas, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise InputError(f"{flag} '{text}' has an empty entry; separate entries by single commas")
-    return list(dict.fromkeys(parts))
 
 
 def _number(text: str) -> float | None:

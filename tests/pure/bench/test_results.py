@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ def test_a_request_without_all_its_tokens_ends_the_run() -> None:
 def test_rates_follow_from_the_counts() -> None:
     result = ThroughputResult(
         workload="decode-b8",
+        mode="continuous",
         temperature=0.0,
         num_requests=8,
         prompt_tokens=128,
@@ -93,6 +95,12 @@ def test_rates_follow_from_the_counts() -> None:
         "0",
     )
     assert throughput_json(result)["ms_per_step"] == 7.8125
+    table = throughput_table([result, replace(result, mode="static")])
+    assert table.headings[:2] == ("workload", "mode")
+    assert [row[:3] for row in table.rows] == [
+        ("decode-b8", "continuous", "2.000"),
+        ("decode-b8", "static", "2.000"),
+    ]
 
 
 @pytest.mark.parametrize(

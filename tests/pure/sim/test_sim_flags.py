@@ -7,9 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline.cli.lists import split_list
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.sim_options import PANELS, SimOptions
-from paceline.cli.sim_plan import parse_rates, parse_slo, plan_runs, split_list
+from paceline.cli.sim_plan import parse_rates, parse_slo, plan_runs
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig, option
 from paceline.errors import ConfigError, InputError
 from paceline.report.summary import Slo

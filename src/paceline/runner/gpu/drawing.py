@@ -7,6 +7,8 @@ and the device is told what came of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -108,8 +110,7 @@ class DeviceDraw:
                 length=memory.columns.length,
                 num_prompt=memory.column("num_prompt"),
             )
-            numbers = torch.tensor(counted, dtype=torch.int32, device=self._device)
-            fill_seen(self._pool, numbers, memory.column("place"), known)
+            fill_seen(self._pool, self._sent(counted, torch.int32), memory.column("place"), known)
 
     def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
         if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
@@ -131,15 +132,19 @@ class DeviceDraw:
         bias = [0.0] * (len(tokens) - len(params.logit_bias)) + list(params.logit_bias.values())
         number = EVERYTHING if allowed is None else len(allowed)
         pool, used = self._pool, slice(0, len(tokens))
-        pool.tokens[place, used] = torch.tensor(tokens, dtype=torch.int32).to(self._device)
-        pool.bias[place, used] = torch.tensor(bias, dtype=torch.float32).to(self._device)
-        counts = torch.tensor([number, len(banned), len(ends), len(params.logit_bias)], dtype=torch.int32)
-        pool.counts[place] = counts.to(self._device)
+        pool.tokens[place, used] = self._sent(tokens, torch.int32)
+        pool.bias[place, used] = self._sent(bias, torch.float32)
+        counts = [number, len(banned), len(ends), len(params.logit_bias)]
+        pool.counts[place] = self._sent(counts, torch.int32)
         neutral = (1.0, 0.0, 0.0)
         asked = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        penalties = torch.tensor(asked if uses_penalties(params) else neutral, dtype=torch.float32)
-        pool.penalties[place] = penalties.to(self._device)
+        pool.penalties[place] = self._sent(asked if uses_penalties(params) else neutral, torch.float32)
         pool.stop_from[place] = num_prompt + params.min_tokens
+
+    def _sent(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """On the device once what is queued before is done: from memory that is not pinned, torch would wait."""
+        host = torch.tensor(values, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return host.to(self._device, non_blocking=True)
 
     # -- a draw ------------------------------------------------------------------------------------------------
 

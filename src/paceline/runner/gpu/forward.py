@@ -216,7 +216,7 @@ class DeviceDecoder:
         return self._narrowed(narrow, layer.down, norm, overlapped)
 
     def _chosen_experts(self, normed: Tensor, experts: DeviceExperts) -> Tensor:
-        scores = torch.softmax(torch.mm(normed, experts.router.T), dim=-1, dtype=torch.float32)
+        scores = torch.softmax(_router_logits(normed, experts.router), dim=-1)
         weight, chosen = scores.topk(experts.per_token, dim=-1)
         if experts.normalize:
             weight = weight / weight.sum(dim=-1, keepdim=True)
@@ -250,6 +250,13 @@ class DeviceDecoder:
             row_product(update, self._narrow[0], layer.down.weight, overlapped=overlapped)
         self._add(self._residual[:1], self._update[:1], self._norm, overlapped)
         return self._normed[:1]
+
+
+def _router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """In float32: rounded to a narrower type, the shares of a token's experts would be off by a percent or more."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, router.T, out_dtype=torch.float32)
+    return torch.mm(x, router.T)
 
 
 def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> DeviceLayer:

@@ -1,0 +1,179 @@
+"""Runs small shapes of every kernel family once, for a tool that watches memory accesses.
+
+    python -m benchmarks.gpu.sanitize                                       # compiles, so that the next is quick
+    compute-sanitizer --tool memcheck python -m benchmarks.gpu.sanitize     # also: racecheck, initcheck, synccheck
+
+Results are compared with the definitions as in the tests. A kernel module that nothing here launches is an error.
+`--only FAMILY,...` runs some; `--device cpu` takes the interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"
+)  # each tensor in memory of its own: its end is watched
+
+import torch
+
+import paceline.kernels
+from paceline.kernels.skinny_product import ProductTuning
+from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
+from tests.gpu import kernel_expert_cases as expert_cases
+from tests.gpu import kernel_rule_cases as rule_cases
+from tests.gpu import kernel_truncation_cases as truncation_cases
+
+Family = Callable[["Place"], None]
+
+
+class Place:
+    """Where the cases live, and in which type."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def shape(self, *, kv_heads: int = 2, group: int = 2, head_dim: int = 64) -> kernel_cases.Shape:
+        return kernel_cases.Shape(
+            device=self.device, dtype=self.dtype, kv_heads=kv_heads, group=group, head_dim=head_dim
+        )
+
+
+def decode(place: Place) -> None:
+    for window in (0, 70):
+        kernel_cases.check_plan([5, 700, 64, 1, 0, 65], place.device, window=window, target=5)
+        kernel_cases.check_decode(place.shape(), [1, 0, 64, 300, 65], window=window, target_chunks=4)
+    kernel_cases.check_decode(place.shape(group=4, head_dim=128), [130, 33], target_chunks=4)
+
+
+def prefill(place: Place) -> None:
+    spans = [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)]
+    for window in (0, 70):
+        kernel_cases.check_prefill(place.shape(), spans, window=window)
+    kernel_cases.check_prefill(place.shape(group=4, head_dim=128), spans[:3])
+
+
+def shared_prefix(place: Place) -> None:
+    for by_row in (False, True):
+        kernel_cases.check_cascade(place.shape(), 128, [1, 70, 64] * 3, by_row=by_row)
+
+
+def elementwise(place: Place) -> None:
+    shape = place.shape()
+    for has_norm in (False, True):
+        kernel_cases.check_rope_kv_write(shape, 9, rotary_dim=32, has_norm=has_norm)
+    for parts in (0, 1, 3):
+        kernel_small_cases.check_residual_norm(shape, 3, 100, parts=parts)
+    kernel_small_cases.check_gated_activation(shape, 3, 1100, "silu")
+    kernel_small_cases.check_gated_activation(shape, 3, 1100, "gelu_tanh")
+
+
+def products(place: Place) -> None:
+    for has_norm, gated in ((False, False), (True, False), (True, True)):
+        kernel_cases.check_row_product(place.shape(), 6, 1100, has_norm=has_norm, gated=gated)
+    for parts in (1, 2):
+        tuning = ProductTuning(columns=64, inner=128, parts=parts, num_warps=4)
+        kernel_small_cases.check_skinny_product(place.shape(), 5, 128, 512, tuning)
+
+
+def rows(place: Place) -> None:
+    kernel_row_cases.check_decode_inputs(place.device)
+    kernel_row_cases.check_span_inputs(place.device)
+    kernel_row_cases.check_write_words(place.device)
+    kernel_row_cases.check_row_update(place.device, rows=30, slots=20)
+
+
+def sampling(place: Place) -> None:
+    for vocabulary in (1000, 5001):
+        kernel_row_cases.check_sampling(place.device, slots=5, vocabulary=vocabulary, dtype=place.dtype)
+
+
+def rules(place: Place) -> None:
+    rule_cases.check_seen(place.device, rows=5, width=70, vocabulary=5001)
+    rule_cases.check_rules(place.device, slots=6, vocabulary=5001)
+    rule_cases.check_bans_that_would_leave_nothing(place.device)
+    rule_cases.check_unusable_logits_stay(place.device)
+
+
+def truncation(place: Place) -> None:
+    truncation_cases.check_truncation(place.device, slots=6, vocabulary=5001, dtype=torch.float32)
+    truncation_cases.check_rows_that_are_not_finite(place.device)
+
+
+def experts(place: Place) -> None:
+    for number, hidden, inner in ((8, 96, 72), (4, 128, 64)):
+        layer = expert_cases.Mixture(
+            device=place.device, dtype=place.dtype, experts=number, per_token=2, hidden=hidden, inner=inner
+        )
+        chosen, _ = layer.choices(40)
+        expert_cases.check_plan(chosen, number, tile_rows=16)
+        for tokens in (1, 40):
+            expert_cases.check_product(layer, tokens)
+
+
+FAMILIES: dict[str, Family] = {
+    "decode": decode,
+    "prefill": prefill,
+    "shared": shared_prefix,
+    "elementwise": elementwise,
+    "products": products,
+    "rows": rows,
+    "sampling": sampling,
+    "rules": rules,
+    "truncation": truncation,
+    "experts": experts,
+}
+
+
+def watch_launches(device: str) -> set[str]:
+    """The modules whose kernels are launched from now on."""
+    name = "triton.runtime.jit" if device == "cuda" else "triton.runtime.interpreter"
+    kind: Any = getattr(import_module(name), "JITFunction" if device == "cuda" else "InterpretedFunction")
+    run, seen = kind.run, set()
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        seen.add(self.fn.__module__)
+        return run(self, *args, **options)
+
+    kind.run = noted
+    return seen
+
+
+def modules_with_kernels() -> set[str]:
+    """Those that launch: `name[(grid)](...)` at the end of a function for the host."""
+    folder = Path(paceline.kernels.__file__).parent
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    return {f"{paceline.kernels.__name__}.{name}" for name, text in texts.items() if "_kernel[(" in text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    seen, place = watch_launches(options.device), Place(options.device)
+    chosen = options.only.split(",")
+    for name in chosen:
+        started_s = time.perf_counter()
+        FAMILIES[name](place)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        print(f"{name:12} {time.perf_counter() - started_s:6.1f} s", flush=True)
+    missed = modules_with_kernels() - seen
+    if len(chosen) == len(FAMILIES) and missed:
+        raise SystemExit(f"nothing launched a kernel of {', '.join(sorted(missed))}")
+    print(f"{len(seen)} modules with kernels, each result as defined")
+
+
+if __name__ == "__main__":
+    main()
