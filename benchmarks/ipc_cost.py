@@ -43,6 +43,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=1,
     device="",
     dtype="",
+    kv_dtype="",
     weight_bytes=0,
     kv_bytes=0,
     load_s=0.0,

@@ -90,6 +90,7 @@ class ReadyClient:
             max_num_batched_tokens=1,
             device="none",
             dtype="none",
+            kv_dtype="none",
             weight_bytes=0,
             kv_bytes=0,
             load_s=0.0,
