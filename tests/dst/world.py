@@ -146,7 +146,7 @@ class World:
         scheduler = self.engine.scheduler
         config = self.config.scheduler
         work = sum(
-            -(-r.num_tokens // config.max_num_batched_tokens) + r.max_total
+            -(-r.num_tokens // config.fewest_step_tokens) + r.max_total
             for r in scheduler.state.requests.values()
         )
         allowed = 200 + 8 * work * (2 + config.max_preemptions)
