@@ -185,15 +185,15 @@ def _on_gpu(
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
+    from paceline.runner.gpu.pacing import with_pace
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
     parts = build.load_parts(checkpoint, device, dtype)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
     runner = build.make_runner(model, config, spec, parts, ends, device)
-    if interactive and "max_num_batched_tokens" not in given:
-        budget = build.latency_budget(runner, config.scheduler.max_num_batched_tokens)
-        config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
+    if given.get("step_target_ms") or (interactive and "max_num_batched_tokens" not in given):
+        config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, dtype.itemsize))
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
