@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from paceline.checkpoint.spec import ModelSpec
@@ -54,13 +55,18 @@ def measured_costs(
     most = min(scheduler.max_num_batched_tokens, longest * runner.max_slots)
     rows = min(ROWS, max(0, min(runner.max_slots, most) // 2 - 1))
     product_s = _product_seconds(runner, min(SPAN, most - rows), longest, rows)
-    row_s = _row_seconds(runner, min(SPAN, most), rows, min(MORE_ROWS, runner.max_slots // 2))
+
+    def without_attention(size: int, num_rows: int) -> float:
+        return runner.mixed_seconds(size, num_rows) - product_s * _products(size - num_rows, longest)
+
+    many, size = min(MORE_ROWS, runner.max_slots // 2), min(SPAN, most)
+    row_s = 0.0
+    if rows < many < size:
+        row_s = _slope(partial(without_attention, size), rows, many)
     sizes = [size for size in TOKEN_RUNGS if FEWEST <= size <= most] or [most]
     seconds: list[float] = []
     for size in sizes:
-        taken_s = (
-            runner.mixed_seconds(size, rows) - row_s * rows - product_s * _products(size - rows, longest)
-        )
+        taken_s = without_attention(size, rows) - row_s * rows
         seconds.append(max(taken_s, 0.0, *seconds[-1:]))
         if taken_s > longest_s:
             break
@@ -82,13 +88,6 @@ def _product_seconds(runner: Measurable, num_tokens: int, longest: int, rows: in
     if span < 1 or start < span:
         return 0.0
     return _slope(lambda at: runner.mixed_seconds(rows + span, rows, at), 0, start) / span
-
-
-def _row_seconds(runner: Measurable, num_tokens: int, few: int, many: int) -> float:
-    """More for each row that decodes among as many tokens."""
-    if many <= few or num_tokens <= many:
-        return 0.0
-    return _slope(lambda rows: runner.mixed_seconds(num_tokens, rows), few, many)
 
 
 def _slope(seconds: Callable[[int], float], low: int, high: int) -> float:
