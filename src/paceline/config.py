@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "short-first")
 PREEMPTION_KINDS = ("recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -123,6 +123,12 @@ class SchedulerConfig:
     max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=POLICIES)
     ageing_s: float = option(30.0, "seconds of waiting that are worth one priority level", low=1e-6)
+    prompt_handicap_ms: float = option(
+        0.4,
+        "milliseconds of waiting that are worth one prompt token in the order short-first",
+        low=0.0,
+        high=1e3,
+    )
     mode: str = option("continuous", "how batches are formed", choices=MODES)
     batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
     batch_timeout_s: float = option(0.1, "longest wait of the dynamic mode for a full batch", low=0.0)

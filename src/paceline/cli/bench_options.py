@@ -56,6 +56,8 @@ _ENGINE = (
             Flag(name="step_target_ms", default="latency on a GPU: some steps without prompts; else none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
+            Flag(name="scheduling_policy"),
+            Flag(name="prompt_handicap_ms"),
             Flag(name="mode"),
             Flag(name="batch_size"),
             Flag(name="batch_timeout_s", also=("--batch-timeout",)),

@@ -122,6 +122,7 @@ PANELS = (
             Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
             Flag(name="scheduling_policy"),
             Flag(name="ageing_s"),
+            Flag(name="prompt_handicap_ms"),
             Flag(name="batch_size"),
             Flag(name="batch_timeout_s", also=("--batch-timeout",)),
             Flag(name="static_flush_s"),

@@ -150,6 +150,7 @@ class SchedulerState:
             arrival_s=table.arrival_s[rows],
             priority=table.priority[rows],
             tenant=table.tenant[rows],
+            num_prompt=table.num_prompt[rows],
             num_tokens=table.num_tokens[rows],
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],

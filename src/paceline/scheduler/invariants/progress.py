@@ -174,6 +174,7 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
         arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
         priority=np.array([request.priority for request in requests], np.int64),
         tenant=np.zeros(len(requests), np.int64),
+        num_prompt=np.array([request.num_prompt for request in requests], np.int64),
         num_tokens=np.array([request.num_tokens for request in requests]),
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),
