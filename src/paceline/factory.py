@@ -162,12 +162,17 @@ def _on_cpu(
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
     from paceline.runner.kv_tensors import block_bytes
-    from paceline.runner.sizing import choose_sizes
+    from paceline.runner.sizing import choose_sizes, line_costs, measure_step
     from paceline.runner.storage import choose_storage
 
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
+    if (
+        config.scheduler.step_target_ms
+    ):  # only if somebody asks: the budget of a CPU keeps steps short already
+        costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens)
+        config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_bytes=kv_bytes)
     return config, CPURunner(config, decoder, ends), hardware, notices

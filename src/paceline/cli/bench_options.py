@@ -53,7 +53,7 @@ _ENGINE = (
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
             Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
-            Flag(name="step_target_ms", default="latency on a GPU: some steps without prompts; else none"),
+            Flag(name="step_target_ms", default="latency on a GPU: 6.4 steps of 64 decoding rows; else none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
             Flag(name="scheduling_policy"),

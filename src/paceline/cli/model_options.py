@@ -103,7 +103,6 @@ BATCH = Panel(
     flags=(
         Flag(name="max_num_seqs", default="128"),
         Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
-        Flag(name="step_target_ms", default="some steps without prompts on a GPU, none on a CPU"),
     ),
 )
 
