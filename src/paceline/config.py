@@ -118,13 +118,13 @@ class SchedulerConfig:
         1.7, "how many times longer steps may take while requests wait long for their first token", low=1.0
     )
     step_patience_s: float = option(
-        0.3, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
+        0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
     )
     max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=POLICIES)
     ageing_s: float = option(30.0, "seconds of waiting that are worth one priority level", low=1e-6)
     prompt_handicap_ms: float = option(
-        0.4,
+        0.7,
         "milliseconds of waiting that are worth one prompt token in the order short-first",
         low=0.0,
         high=1e3,
