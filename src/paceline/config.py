@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "short-first")
 PREEMPTION_KINDS = ("recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -77,14 +77,59 @@ class KVConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """How long a step takes, as plain numbers: what a pace is kept by. Part of the config, so that a run log has it.
+
+    A step runs as long as one of the next larger size, and longer for what its rows read.
+    """
+
+    sizes: tuple[
+        int, ...
+    ]  # tokens of a step, ascending; no step is held to fewer tokens of prompts than the first
+    seconds: tuple[float, ...]  # of a step of each size, attention left out
+    context_s: float = 0.0  # more, for each token of context that decoding rows read
+    product_s: float = 0.0  # more, for each pair of a prompt token and a token before it
+    row_s: float = 0.0  # more, for each decoding row
+
+    def __post_init__(self) -> None:
+        sizes, seconds = self.sizes, self.seconds
+        if not sizes or len(sizes) != len(seconds) or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ConfigError("the sizes of steps must ascend, and each needs its seconds")
+        numbers = (*seconds, self.context_s, self.product_s, self.row_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
+            raise ConfigError("what a step costs must be finite numbers that are not negative")
+        if list(seconds) != sorted(seconds):
+            raise ConfigError("a larger step cannot take less time than a smaller one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How steps are composed and who goes first."""
 
     max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536)
-    max_num_batched_tokens: int = option(2048, "token budget of one step", low=1)
+    max_num_batched_tokens: int = option(2048, "most tokens of one step", low=1)
+    step_target_ms: float | None = option(
+        None,
+        "milliseconds a step with prompts should take, so that streams flow; 0 for none",
+        low=0.0,
+        high=60_000.0,
+        kind=float,
+    )
+    step_stretch: float = option(
+        1.7, "how many times longer steps may take while requests wait long for their first token", low=1.0
+    )
+    step_patience_s: float = option(
+        0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
+    )
     max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=POLICIES)
     ageing_s: float = option(30.0, "seconds of waiting that are worth one priority level", low=1e-6)
+    prompt_handicap_ms: float = option(
+        0.7,
+        "milliseconds of waiting that are worth one prompt token in the order short-first",
+        low=0.0,
+        high=1e3,
+    )
     mode: str = option("continuous", "how batches are formed", choices=MODES)
     batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
     batch_timeout_s: float = option(0.1, "longest wait of the dynamic mode for a full batch", low=0.0)
@@ -101,9 +146,22 @@ class SchedulerConfig:
     max_queue: int = option(10_000, "most waiting requests", low=1)
     max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
     defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
+    step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether the number of tokens of a step follows from its duration. Padded batches have no use for it."""
+        return bool(self.step_target_ms) and self.step_costs is not None and self.mode == "continuous"
+
+    @property
+    def fewest_step_tokens(self) -> int:
+        """Tokens of prompts that every step may carry, whatever its rows read."""
+        if not self.keeps_pace or self.step_costs is None:
+            return self.max_num_batched_tokens
+        return min(self.step_costs.sizes[0], self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

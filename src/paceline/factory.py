@@ -163,12 +163,17 @@ def _on_cpu(
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
     from paceline.runner.kv_tensors import block_bytes
-    from paceline.runner.sizing import choose_sizes
+    from paceline.runner.sizing import choose_sizes, line_costs, measure_step
     from paceline.runner.storage import choose_storage
 
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
+    if (
+        config.scheduler.step_target_ms
+    ):  # only if somebody asks: the budget of a CPU keeps steps short already
+        costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens)
+        config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
     return config, CPURunner(config, decoder, ends), hardware, notices
@@ -186,6 +191,7 @@ def _on_gpu(
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
+    from paceline.runner.gpu.pacing import with_pace
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
@@ -193,9 +199,8 @@ def _on_gpu(
     parts = build.load_parts(checkpoint, device, dtype)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
     runner = build.make_runner(model, config, spec, parts, ends, device, kv_dtype)
-    if interactive and "max_num_batched_tokens" not in given:
-        budget = build.latency_budget(runner, config.scheduler.max_num_batched_tokens)
-        config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
+    if given.get("step_target_ms") or (interactive and "max_num_batched_tokens" not in given):
+        config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),

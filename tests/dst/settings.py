@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.config import MODES, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config import MODES, EngineConfig, GroupSpec, KVConfig, SchedulerConfig, StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,32 @@ def draw_config(rng: random.Random) -> EngineConfig:
         depth=rng.choice((0, 0, 1, 1, 1, 2, 3)),
         check_every=0,
     )
+
+
+def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
+    take short prompts first."""
+    if rng.random() < 0.6:
+        return config
+    policy = "short-first" if rng.random() < 0.3 else config.scheduler.scheduling_policy
+    sizes = tuple(sorted(rng.sample((1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), rng.randint(1, 6))))
+    costs = StepCosts(
+        sizes=sizes,
+        seconds=tuple(1e-3 + 1e-4 * size for size in sizes),
+        context_s=rng.choice((0.0, 1e-6, 2e-5)),
+        product_s=rng.choice((0.0, 1e-6)),
+        row_s=rng.choice((0.0, 5e-5)),
+    )
+    paced = replace(
+        config.scheduler,
+        scheduling_policy=policy,
+        prompt_handicap_ms=rng.choice((0.1, 5.0)),
+        step_costs=costs,
+        step_target_ms=rng.choice((0.5, 2.0, 4.0, 8.0)),
+        step_stretch=rng.choice((1.0, 1.7, 3.0)),
+        step_patience_s=rng.choice((0.005, 0.05)),
+    )
+    return replace(config, scheduler=paced)
 
 
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:

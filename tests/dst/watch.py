@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.core.events import Finished
-from paceline.core.plan import StepResult
+from paceline.core.plan import StepResult, StepTimes
 from paceline.core.request import BlockKey, FinishReason, Request, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
@@ -102,6 +102,8 @@ class WatchedRunner(FakeRunner):
         self.scheduler: Scheduler | None = None
         self.found: Callable[[InvariantViolation], None] | None = None
         self._distrusted: list[tuple[int, int, BlockKey]] = []  # group, block, key
+        self._tells_times = config.scheduler.keeps_pace
+        self._ended_s = 0.0
 
     def finish_until(self, seq: int) -> StepResult:
         try:
@@ -113,6 +115,10 @@ class WatchedRunner(FakeRunner):
         if 0 in result.finite.tobytes():
             for at in np.flatnonzero(~result.finite).tolist():
                 self._distrust(int(result.rows[at]), int(result.generation[at]))
+        if self._tells_times:  # a pace learns from them
+            started_s = self._ended_s
+            self._ended_s += self.faults.rng.choice((0.0005, 0.002, 0.01))
+            result = result._replace(times=StepTimes(start_s=started_s, end_s=self._ended_s))
         return result
 
     def check_distrusted(self) -> None:

@@ -24,7 +24,7 @@ from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.coverage import Coverage
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
-from tests.dst.settings import draw_config, draw_traffic, draw_trouble
+from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
@@ -39,7 +39,7 @@ class World:
         self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None
     ) -> None:
         self.rng = rng = random.Random(seed)
-        self.config = draw_config(rng)
+        self.config = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
@@ -146,7 +146,7 @@ class World:
         scheduler = self.engine.scheduler
         config = self.config.scheduler
         work = sum(
-            -(-r.num_tokens // config.max_num_batched_tokens) + r.max_total
+            -(-r.num_tokens // config.fewest_step_tokens) + r.max_total
             for r in scheduler.state.requests.values()
         )
         allowed = 200 + 8 * work * (2 + config.max_preemptions)
@@ -177,6 +177,7 @@ class World:
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
         counts[f"mode {self.config.scheduler.mode}"] += 1
+        counts["keeps a pace"] += self.config.scheduler.keeps_pace
 
     def _check_deadlines(self) -> None:
         """L8: who has passed a deadline ended in the step that came after it."""

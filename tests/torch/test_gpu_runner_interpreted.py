@@ -26,6 +26,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu.pacing import with_pace
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.weights import DeviceStorage
 from paceline.runner.kv_tensors import KVTensors
@@ -118,3 +119,16 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert expected != plain, "eight bits make a difference, or this test says nothing"
     exact_fp8(monkeypatch)
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8) == expected
+
+
+def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    checkpoint = open_checkpoint(tmp_path, load_format="dummy")
+    given = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=64)
+    config = EngineConfig(kv=KVConfig(block_size=64, num_blocks=8, groups=(GroupSpec(),)), scheduler=given)
+    device = torch.device("cpu")
+    parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+    runner = GPURunner(config, checkpoint.spec, parts, checkpoint.spec.eos_token_ids, device=device)
+    paced = with_pace(given, runner, checkpoint.spec, 4)
+    assert paced.keeps_pace and paced.step_costs is not None and paced.max_num_batched_tokens == 48
+    assert paced.step_costs.sizes == (48,) and paced.step_costs.seconds[0] > 0 < paced.step_costs.context_s

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig, StepCosts
 from paceline.core.events import Decision
 from paceline.core.plan import (
     RUNNING_ON,
@@ -126,7 +126,12 @@ def config_of(value: Json) -> EngineConfig:
     """The engine config a header holds. An option it lacks has its default; one that is not known raises."""
     kv = dict(value["kv"])
     kv["groups"] = tuple(GroupSpec(**group) for group in kv["groups"])
-    parts = {"kv": KVConfig(**kv), "scheduler": SchedulerConfig(**value["scheduler"])}
+    scheduler = dict(value["scheduler"])
+    if scheduler.get("step_costs") is not None:
+        costs = dict(scheduler["step_costs"])
+        lists = {name: tuple(costs[name]) for name in ("sizes", "seconds")}
+        scheduler["step_costs"] = StepCosts(**{**costs, **lists})
+    parts = {"kv": KVConfig(**kv), "scheduler": SchedulerConfig(**scheduler)}
     return EngineConfig(**{**value, **parts})
 
 

@@ -98,7 +98,12 @@ PANELS = (
         title="Engine",
         config=SchedulerConfig,
         optional=True,
-        flags=(Flag(name="scheduling_policy"), Flag(name="watermark"), Flag(name="long_prefill_share")),
+        flags=(
+            Flag(name="step_target_ms", default="7 steps of 64 decoding rows on a GPU, none on a CPU"),
+            Flag(name="scheduling_policy"),
+            Flag(name="watermark"),
+            Flag(name="long_prefill_share"),
+        ),
     ),
     *_flags(ProcessConfig, ("Engine process", ())),
     Panel(

@@ -117,9 +117,13 @@ PANELS = (
         flags=(
             Flag(name="max_num_seqs"),
             Flag(name="max_num_batched_tokens"),
+            Flag(name="step_target_ms", default="none"),
+            Flag(name="step_stretch"),
+            Flag(name="step_patience_s"),
             Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
             Flag(name="scheduling_policy"),
             Flag(name="ageing_s"),
+            Flag(name="prompt_handicap_ms"),
             *FORMING,
             Flag(name="watermark"),
             Flag(name="preemption"),

@@ -25,6 +25,7 @@ class RequestView:
     arrival_s: NDArray[np.float64]
     priority: NDArray[np.int64]
     tenant: NDArray[np.int64]
+    num_prompt: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     max_total: NDArray[np.int64]
     preemptions: NDArray[np.int64]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
+from paceline.config import ModelConfig, StepCosts
 from paceline.errors import ConfigError
 from paceline.models.decoder import Decoder
 from paceline.runner.kv_tensors import block_bytes
@@ -65,6 +65,12 @@ def step_budget(fixed_s: float, per_token_s: float) -> int:
     """Tokens of a step that takes `fixed_s` and `per_token_s` for each, and should stay under MAX_STEP_S."""
     tokens = int((MAX_STEP_S * MARGIN - fixed_s) / max(per_token_s, 1e-9))
     return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
+
+
+def line_costs(fixed_s: float, per_token_s: float, most: int) -> StepCosts:
+    """What steps of up to `most` tokens take, for a pace; attention is left to what the steps themselves teach."""
+    sizes = (*range(SMALLEST_BUDGET, most, SMALLEST_BUDGET), most)
+    return StepCosts(sizes=sizes, seconds=tuple(fixed_s + per_token_s * size for size in sizes))
 
 
 def measure_step(decoder: Decoder) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from paceline.core.plan import EMPTY, SAME_ROWS, RowSet, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
 from paceline.scheduler.columns import build_joins, build_spans
+from paceline.scheduler.pace import make_pace, paced_budget
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import Flight, SchedulerState
@@ -30,17 +31,14 @@ class Composer:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.admission = Admission(state)
+        self.pace = make_pace(state.config)
         self._last_mask = _NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
         self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
         self._spans: dict[int, int] = {}
-        self.tokens_left = 0  # of the budget of the last plan
+        self.budget = self.tokens_left = 0  # of the last plan
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
-        self._left = 0
-        self._pad_tokens = 0
-        self._products = 0
-        self._logit_rows = 0
-        self._decode_count = 0
+        self._left = self._pad_tokens = self._products = self._logit_rows = self._decode_count = 0
         self._advancing = _NO_MASK
         self._at_length = False
 
@@ -49,7 +47,8 @@ class Composer:
         state = self._state
         self._spans = {}
         self.passed = set()
-        self._left = state.config.max_num_batched_tokens
+        self.budget = state.config.max_num_batched_tokens
+        self._left = self.budget
         self._pad_tokens = self._products = self._logit_rows = 0
         self._at_length = False
         self._promote()
@@ -59,6 +58,9 @@ class Composer:
             state.kv.settle()
         mask = self._decode()
         prompts = self._prompts()
+        if self.pace is not None and (prompts or len(state.queue)):
+            self.budget = paced_budget(state, self.pace, mask, prompts)
+            self._left = self.budget - self._decode_count
         if prompts:
             cap = self._cap(len(prompts))
             for row in prompts:
@@ -229,10 +231,9 @@ class Composer:
     def _cap(self, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""
         state = self._state
-        budget = state.config.max_num_batched_tokens
         if self._left < 1 or not (num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished)):
-            return budget
-        return state.policy.share(state.queue.view(state.now_s), budget)
+            return self.budget
+        return state.policy.share(state.queue.view(state.now_s), self.budget)
 
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
@@ -325,10 +326,9 @@ class Composer:
 
     def _waiting(self, count: int, seen: Collection[int]) -> list[Request]:
         """The first `count` waiting requests in order, without those already asked."""
-        queue = self._state.queue
-        view = queue.view(self._state.now_s)
+        view = self._state.queue.view(self._state.now_s)
         scores = self._state.mode.rank(view, self._state.policy.order(view))
-        requests = [queue.get(index) for index in first(view, scores, count).tolist()]
+        requests = [self._state.queue.get(index) for index in first(view, scores, count).tolist()]
         return [request for request in requests if request.id not in seen]
 
     def _admit_in_turn(self, batch: list[Request], cap: int) -> bool:
@@ -429,7 +429,7 @@ class Composer:
         state.counters.padding_tokens += plan.pad_tokens + plan.padding_rows
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(Flight(seq, self._advancing, spans, self._at_length))
+        state.flights.append(Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work))
         return plan
 
     def _change(self, mask: Mask) -> RowSet:

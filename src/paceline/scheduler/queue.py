@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 
-# The counts of a request: order, priority, tenant, num_tokens, max_total, preemptions, row.
-NUM_COUNTS, PRIORITY = 7, 1
+# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row.
+NUM_COUNTS, PRIORITY = 8, 1
 
 
 class WaitingQueue:
@@ -59,6 +59,7 @@ class WaitingQueue:
             order,
             request.priority,
             tenant,
+            request.num_prompt,
             num_tokens,
             request.max_total,
             request.preemptions,
@@ -94,7 +95,7 @@ class WaitingQueue:
             self._columns = tuple(counts)
         arrival_s = self._arrival_s[:count]
         arrival_s.flags.writeable = False
-        order, priority, tenant, num_tokens, max_total, preemptions, row = self._columns
+        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row = self._columns
         self._view = RequestView(
             now_s=now_s,
             row=row,
@@ -102,6 +103,7 @@ class WaitingQueue:
             arrival_s=arrival_s,
             priority=priority,
             tenant=tenant,
+            num_prompt=num_prompt,
             num_tokens=num_tokens,
             max_total=max_total,
             preemptions=preemptions,

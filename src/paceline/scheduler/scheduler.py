@@ -55,6 +55,8 @@ class Scheduler:
         """Take in the result of the oldest plan under way."""
         self._tick()
         self._note("done", result.seq)
+        if self.composer.pace is not None:
+            self.composer.pace.learn(self.state.flights[0].work, result.times)
         apply_result(self.state, result)
 
     def take_events(self) -> StepEvents:

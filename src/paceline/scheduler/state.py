@@ -18,6 +18,7 @@ from paceline.config import SchedulerConfig
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, DecisionKind, Finished, LogprobEvent, TokenEvents
 from paceline.core.hooks import RequestHooks
+from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
@@ -40,6 +41,8 @@ class Flight:
     mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
     spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
     at_length: bool  # some row gets the last token its length allows
+    budget: int  # most tokens it was to carry
+    work: StepWork
 
 
 @dataclass(slots=True)
@@ -147,6 +150,7 @@ class SchedulerState:
             arrival_s=table.arrival_s[rows],
             priority=table.priority[rows],
             tenant=table.tenant[rows],
+            num_prompt=table.num_prompt[rows],
             num_tokens=table.num_tokens[rows],
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],

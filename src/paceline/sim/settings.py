@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.model import CostModel
+from paceline.costs.pacing import step_costs
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import Roofline
 from paceline.errors import InputError
@@ -123,6 +124,8 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
+    if scheduler.step_target_ms:
+        scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
 
 

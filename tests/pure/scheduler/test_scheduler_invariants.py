@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.config import StepCosts
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
@@ -95,6 +96,14 @@ def long_prompt() -> Scene:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     bench.add(prompt(120), 5)
     bench.step()
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def paced() -> Scene:
+    """A prompt of which a step may carry eight tokens."""
+    costs = StepCosts(sizes=(4, 8, 16), seconds=(0.004, 0.008, 0.016))
+    bench = Bench(engine_config(step_costs=costs, step_target_ms=8.0))
+    bench.add(prompt(40), 5)
     return Scene(bench, bench.scheduler.schedule())
 
 
@@ -334,6 +343,22 @@ def a_gauge_of_tokens_is_stuck(scene: Scene) -> None:
 def a_plan_goes_over_its_budget(scene: Scene) -> None:
     assert scene.plan is not None
     scene.plan = scene.plan._replace(pad_tokens=32)
+
+
+@breaks("the_plan_keeps_its_bounds")
+def a_plan_may_carry_more_than_is_configured(scene: Scene) -> None:
+    scene.state.flights[-1].budget = scene.state.config.max_num_batched_tokens + 1
+
+
+@breaks("the_plan_keeps_its_bounds")
+def a_plan_leaves_nothing_to_prompts(scene: Scene) -> None:
+    scene.state.flights[-1].budget = 5
+
+
+@breaks("the_plan_keeps_its_bounds", paced)
+def a_plan_goes_over_the_budget_of_its_pace(scene: Scene) -> None:
+    assert scene.plan is not None and scene.state.flights[-1].budget == 8
+    scene.plan = scene.plan._replace(pad_tokens=1)
 
 
 @breaks("the_plan_keeps_its_bounds", before_any_plan)

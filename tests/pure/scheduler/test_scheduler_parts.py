@@ -1,5 +1,6 @@
 """The small parts: policies as pure functions, the queue's columns, the row table."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.policy.priority import PriorityWithAgeing
+from paceline.scheduler.policy.short_first import ShortPromptsFirst
 from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -31,6 +33,7 @@ def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
         arrival_s=np.array([float(arrival) for arrival, _ in pairs]),
         priority=np.array([priority for _, priority in pairs], np.int64),
         tenant=np.zeros(count, np.int64),
+        num_prompt=np.ones(count, np.int64),
         num_tokens=np.ones(count, np.int64),
         max_total=np.ones(count, np.int64),
         preemptions=np.zeros(count, np.int64),
@@ -85,6 +88,21 @@ def test_the_share_of_a_prompt_is_at_least_one_token(share: float, budget: int, 
 def test_the_config_names_the_policy() -> None:
     assert type(make_policy(SchedulerConfig(scheduling_policy="fcfs"))) is FirstComeFirstServed
     assert type(make_policy(SchedulerConfig(scheduling_policy="priority"))) is PriorityWithAgeing
+    assert type(make_policy(SchedulerConfig(scheduling_policy="short-first"))) is ShortPromptsFirst
+
+
+def test_a_long_prompt_counts_as_one_that_came_later() -> None:
+    view = view_of([(0, 0), (1, 0), (2, 0), (3, 0)])
+    view = replace(view, num_prompt=np.array([5000, 1000, 10, 5000]))
+    scores = ShortPromptsFirst(0.5, token_s=1e-3).order(view)
+    assert first(view, scores, 4).tolist() == [1, 2, 0, 3]  # at 5, 2, 2.01 and 8 seconds
+    assert ShortPromptsFirst(0.5, token_s=0.0).order(view).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_no_prompt_is_put_back_without_a_bound() -> None:
+    view = replace(view_of([(0, 0), (9, 0)]), num_prompt=np.array([10**6, 10]))
+    scores = ShortPromptsFirst(0.5, token_s=1e-3).order(view)
+    assert first(view, scores, 2).tolist() == [0, 1]
 
 
 class OldestGoes(FirstComeFirstServed):

@@ -26,8 +26,6 @@ GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
 LARGE_MEMORY = 64 * GIB  # from here on many rows are worth their buffers
 DEFAULT_TOKENS = 8192
-PATIENCE = 5.5  # how much longer than a step of 64 decoding rows one with prompts may take
-BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192)
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -90,13 +88,6 @@ def choose_gpu_sizes(
         )
     sizes["max_model_len"] = longest
     return sizes
-
-
-def latency_budget(runner: GPURunner, most: int) -> int:
-    """Tokens of a step that decoding rows do not have to wait for too long: a few times a step without prompts."""
-    longest_s = PATIENCE * runner.decode_seconds(min(64, runner.max_slots))
-    fitting = [size for size in BUDGETS if size <= most and runner.prompt_seconds(size) <= longest_s]
-    return max(fitting, default=min(BUDGETS[0], most))
 
 
 def make_runner(

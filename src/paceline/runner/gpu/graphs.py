@@ -20,7 +20,9 @@ SLOT_RUNGS = (
     1280, 1536, 1792, 2048,
 )  # fmt: skip
 # Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.
-TOKEN_RUNGS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
+TOKEN_RUNGS = (
+    64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 2048, 2304, 2560, 3072, 4096,
+)  # fmt: skip
 MIXED_SLOTS = (32, 256)
 MAX_SPANS = 256  # of a step with prompts that is replayed
 

@@ -109,13 +109,16 @@ class HostRows:
             num_pad=plan.pad_tokens,
         )
 
-    def nobodys_batch(self, number: int, count: int) -> DeviceBatch:
-        """A batch that changes nothing: `number` spans of `count` tokens, and half as many decoding rows."""
+    def nobodys_batch(
+        self, number: int, count: int, *, start: int = 0, num_decode: int | None = None
+    ) -> DeviceBatch:
+        """A batch that changes nothing: `number` spans of `count` tokens from `start` on, and decoding rows, half as
+        many unless it is said."""
         nobody = self.memory.nobody
         return DeviceBatch(
-            decode=np.full(number // 2, nobody),
+            decode=np.full(number // 2 if num_decode is None else num_decode, nobody),
             spans=np.full(number, nobody),
-            start=np.zeros(number, np.int64),
+            start=np.full(number, start, np.int64),
             count=np.full(number, count),
             finishing=np.arange(number - number // 2),
             generation=np.zeros(number, np.int32),

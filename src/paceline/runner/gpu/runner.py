@@ -48,6 +48,7 @@ from paceline.runner.gpu.rows import DeviceBatch, HostRows
 from paceline.runner.sampling import prompt_logprobs
 
 _LARGE_STEP = 1024  # steps too large to be replayed have a multiple of so many tokens
+LONG_S = 0.01  # a step that takes longer is measured once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,20 +155,33 @@ class GPURunner:
 
         return self._seconds(step)
 
-    def prompt_seconds(self, num_tokens: int) -> float:
-        """How long a step of so many prompt tokens takes."""
-        batch = self._rows.nobodys_batch(*spans_of(num_tokens, self._config.scheduler.max_model_len))
+    def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
+        """How long a step of so many tokens takes: `num_decode` of rows with short contexts, the rest of prompts of
+        which `start` tokens are computed."""
+        longest = self._config.scheduler.max_model_len - start
+        number, count = spans_of(num_tokens - num_decode, longest)
+        batch = self._rows.nobodys_batch(number, count, start=start, num_decode=num_decode)
         return self._seconds(lambda: self._compute(batch))
 
+    def byte_seconds(self) -> float:
+        """How long a byte of keys and values takes to be read, as far as a copy tells that."""
+        keys = self._pools.layers[0].keys
+        half = len(keys) // 2
+        seconds = self._seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
+        return seconds / (2 * half * keys[0].nbytes)  # read and written
+
     def _seconds(self, work: Callable[[], object]) -> float:
-        with self._queue.entered():
-            work()
-            self._queue.drain()
+        def timed(times: int) -> float:
             started_s = time.perf_counter()
-            for _ in range(3):
+            for _ in range(times):
                 work()
             self._queue.drain()
-        return (time.perf_counter() - started_s) / 3
+            return (time.perf_counter() - started_s) / times
+
+        with self._queue.entered():
+            timed(1)  # the first may load something
+            seconds = timed(1)
+            return seconds if seconds > LONG_S else timed(3)
 
     def _allocate(self, max_tokens: int) -> tuple[StepTokens, Tensor]:
         memory = self._rows.memory

@@ -76,7 +76,7 @@ class InvariantChecker:
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._num_added = 0
         self._silent = 0
-        config, budget = scheduler.state.config, scheduler.state.config.max_num_batched_tokens
+        config, budget = scheduler.state.config, scheduler.state.config.fewest_step_tokens
         self._patience = -(-config.max_model_len // budget) + config.max_num_seqs + SILENT_STEPS
         self._padding = 0
         if scheduler.state.mode.keeps_finished:

@@ -133,7 +133,7 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     if look.plan is None or not len(state.queue) or look.scheduler.composer.tokens_left > 0:
         return None
     view = state.queue.view(state.now_s)
-    share = state.policy.share(view, state.config.max_num_batched_tokens)
+    share = state.policy.share(view, look.scheduler.composer.budget)
     if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
     head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
@@ -174,6 +174,7 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
         arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
         priority=np.array([request.priority for request in requests], np.int64),
         tenant=np.zeros(len(requests), np.int64),
+        num_prompt=np.array([request.num_prompt for request in requests], np.int64),
         num_tokens=np.array([request.num_tokens for request in requests]),
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),

@@ -141,7 +141,7 @@ _NONE: list[int] = []
 
 @sweep("S14", moment=PLANNED)
 def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
-    writes, allowed = frames.writes, frames.state.config.max_num_batched_tokens
+    writes, config = frames.writes, frames.state.config
     planned = writes.decoding.astype(np.int64)  # how often each row is planned: [plan, row]
     for number, (step, one) in enumerate(zip(writes.steps, writes.plans, strict=True)):
         plan, work, scheduled = one.plan, one.plan.work, _NONE
@@ -152,6 +152,14 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
             if min(scheduled) < 1:
                 yield step, "a span is empty"
         total = work.decode_rows + sum(scheduled) + plan.pad_tokens
+        allowed = one.flight.budget
+        if allowed > config.max_num_batched_tokens:
+            yield step, f"{allowed} tokens are allowed, {config.max_num_batched_tokens} at most may be"
+        if allowed < min(work.decode_rows + config.fewest_step_tokens, config.max_num_batched_tokens):
+            yield (
+                step,
+                f"{allowed} tokens are allowed, too few for the prompts beside {work.decode_rows} rows",
+            )
         if total > allowed:
             yield step, f"{total} tokens are planned, {allowed} are allowed"
         if work.logit_rows > work.decode_rows + len(scheduled):

@@ -1,0 +1,100 @@
+"""The pace of a GPU: how long a step with prompts should take, and a table of what steps take, measured at the start.
+
+The steps are those that are replayed while serving, of rows that are nobody's. Owns the measuring; what is made of
+the table is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from paceline.checkpoint.spec import ModelSpec
+from paceline.config import SchedulerConfig, StepCosts
+from paceline.runner.gpu.graphs import TOKEN_RUNGS
+
+PACE = 7.0  # how much longer than a step of 64 decoding rows one with prompts should take
+FEWEST = 256  # tokens of prompts a step carries at least
+MARGIN = 1.25  # steps that take so much longer than any should are not measured
+ROWS, MORE_ROWS = 64, 256
+SPAN = 1024  # tokens of the step that tells what a long prompt costs
+
+
+class Measurable(Protocol):
+    """What is asked of a runner."""
+
+    max_slots: int
+
+    def decode_seconds(self, slots: int) -> float: ...
+    def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float: ...
+    def byte_seconds(self) -> float: ...
+
+
+def with_pace(
+    scheduler: SchedulerConfig, runner: Measurable, spec: ModelSpec, item_bytes: int
+) -> SchedulerConfig:
+    """`scheduler` with a target, unless it has one, and what steps take; a step has no more tokens than keep it."""
+    target_ms = scheduler.step_target_ms
+    if target_ms is None:
+        target_ms = PACE * runner.decode_seconds(min(ROWS, runner.max_slots)) * 1e3
+    if not target_ms:
+        return scheduler
+    longest_s = target_ms / 1e3 * scheduler.step_stretch * MARGIN
+    costs = measured_costs(runner, spec, item_bytes, scheduler, longest_s)
+    most = min(scheduler.max_num_batched_tokens, costs.sizes[-1])
+    return replace(scheduler, step_target_ms=target_ms, step_costs=costs, max_num_batched_tokens=most)
+
+
+def measured_costs(
+    runner: Measurable, spec: ModelSpec, item_bytes: int, scheduler: SchedulerConfig, longest_s: float
+) -> StepCosts:
+    """What steps take on this device, up to those that take `longest_s`."""
+    longest = scheduler.max_model_len
+    most = min(scheduler.max_num_batched_tokens, longest * runner.max_slots)
+    rows = min(ROWS, max(0, min(runner.max_slots, most) // 2 - 1))
+    product_s = _product_seconds(runner, min(SPAN, most - rows), longest, rows)
+
+    def without_attention(size: int, num_rows: int) -> float:
+        return runner.mixed_seconds(size, num_rows) - product_s * _products(size - num_rows, longest)
+
+    many, size = min(MORE_ROWS, runner.max_slots // 2), min(SPAN, most)
+    row_s = 0.0
+    if rows < many < size:
+        row_s = _slope(partial(without_attention, size), rows, many)
+    sizes = [size for size in TOKEN_RUNGS if FEWEST <= size <= most] or [most]
+    seconds: list[float] = []
+    for size in sizes:
+        taken_s = without_attention(size, rows) - row_s * rows
+        seconds.append(max(taken_s, 0.0, *seconds[-1:]))
+        if taken_s > longest_s:
+            break
+    full = sum(spec.group_windows[group] is None for group in spec.layer_groups)
+    token_bytes = 2 * full * spec.num_kv_heads * spec.head_dim * item_bytes
+    return StepCosts(
+        sizes=tuple(sizes[: len(seconds)]),
+        seconds=tuple(seconds),
+        context_s=token_bytes * runner.byte_seconds(),
+        product_s=product_s,
+        row_s=row_s,
+    )
+
+
+def _product_seconds(runner: Measurable, num_tokens: int, longest: int, rows: int) -> float:
+    """More for each token before one that is computed: the same span at the beginning of a prompt and at its end."""
+    span = min(num_tokens, longest // 2)
+    start = longest - span
+    if span < 1 or start < span:
+        return 0.0
+    return _slope(lambda at: runner.mixed_seconds(rows + span, rows, at), 0, start) / span
+
+
+def _slope(seconds: Callable[[int], float], low: int, high: int) -> float:
+    return max(0.0, (seconds(high) - seconds(low)) / (high - low))
+
+
+def _products(num_tokens: int, longest: int) -> float:
+    """Pairs of tokens in spans that begin at the beginning of their prompts."""
+    number = max(1, num_tokens // longest)
+    return number * 0.5 * min(num_tokens, longest) ** 2

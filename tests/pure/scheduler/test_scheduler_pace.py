@@ -1,0 +1,273 @@
+"""The pace of steps: how many tokens keep a target, who waits, what is learnt, and what a composed step carries."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SchedulerConfig, StepCosts
+from paceline.core.plan import StepTimes, StepWork
+from paceline.errors import ConfigError
+from paceline.scheduler.pace import FASTEST, SLOWEST, Pace, make_pace
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+FRESH = (0, 0)  # nobody computes a prompt
+# A millisecond, and another for each 100 tokens.
+COSTS = StepCosts(
+    sizes=(100, 200, 400, 800, 1600),
+    seconds=(0.002, 0.003, 0.005, 0.009, 0.017),
+    context_s=1e-7,
+    product_s=1e-8,
+    row_s=1e-5,
+)
+
+
+def pace(target_ms: float = 10.0, costs: StepCosts = COSTS, **options: Any) -> Pace:
+    chosen = {"max_num_batched_tokens": 4096, "step_patience_s": 0.2, "step_stretch": 2.0} | options
+    made = make_pace(SchedulerConfig(step_target_ms=target_ms, step_costs=costs, **chosen))
+    assert made is not None
+    return made
+
+
+# -- when there is a pace ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"step_target_ms": 0.0, "step_costs": COSTS},
+        {"step_target_ms": None, "step_costs": COSTS},
+        {"step_target_ms": 10.0},
+        {"step_target_ms": 10.0, "step_costs": COSTS, "mode": "static"},
+    ],
+)
+def test_without_a_target_or_costs_there_is_no_pace(options: dict[str, Any]) -> None:
+    config = SchedulerConfig(**options)
+    assert make_pace(config) is None
+    assert config.fewest_step_tokens == config.max_num_batched_tokens
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sizes": (), "seconds": ()},
+        {"sizes": (1, 2), "seconds": (0.1,)},
+        {"sizes": (2, 1), "seconds": (0.1, 0.2)},
+        {"sizes": (0, 1), "seconds": (0.1, 0.2)},
+        {"sizes": (1, 2), "seconds": (0.2, 0.1)},
+        {"sizes": (1,), "seconds": (float("nan"),)},
+        {"sizes": (1,), "seconds": (0.1,), "context_s": -1e-9},
+    ],
+)
+def test_costs_that_no_step_can_have_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        StepCosts(**wrong)
+
+
+# -- the target ----------------------------------------------------------------------------------------------
+
+
+def test_the_target_is_stretched_while_somebody_waits_long() -> None:
+    of = pace().target_s
+    assert of(0.0) == of(0.2) == pytest.approx(0.010)
+    assert of(0.3) == pytest.approx(0.015)
+    assert of(0.4) == of(60.0) == pytest.approx(0.020)
+
+
+# -- the budget ----------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_the_largest_size_that_keeps_the_target() -> None:
+    costs = StepCosts(sizes=COSTS.sizes, seconds=COSTS.seconds)
+    assert [pace(ms, costs).budget(0, 0, FRESH, 0.0) for ms in (2.9, 3.0, 8.9, 9.0, 500.0)] == [
+        100,
+        200,
+        400,
+        800,
+        1600,
+    ]
+
+
+def test_context_rows_and_earlier_tokens_of_a_prompt_take_from_it() -> None:
+    one = pace(12.5)
+    assert one.budget(0, 0, FRESH, 0.0) == 800
+    assert one.budget(0, 10_000, FRESH, 0.0) == 400  # one more millisecond
+    assert one.budget(200, 0, FRESH, 0.0) == 400  # two
+    assert one.budget(0, 0, (1000, 800), 0.0) == 400  # eight, and four instead of three for 400
+    assert one.budget(0, 0, (1000, 10), 0.0) == 800  # a tenth: the rest of the step is for others
+
+
+def test_who_waits_long_makes_it_larger() -> None:
+    assert (pace().budget(0, 0, FRESH, 0.0), pace().budget(0, 0, FRESH, 0.4)) == (400, 800)
+
+
+def test_prompts_go_on_however_much_the_rows_read() -> None:
+    one = pace()
+    assert one.budget(0, 10**9, FRESH, 0.0) == 100
+    assert one.budget(90, 10**9, FRESH, 0.0) == 200  # at least 100 beside the rows, on a size
+    assert one.budget(1550, 10**9, FRESH, 0.0) == 1650  # there is no such size
+
+
+def test_no_step_has_more_tokens_than_configured() -> None:
+    assert pace(500.0, max_num_batched_tokens=300).budget(0, 0, FRESH, 0.0) == 300
+    assert pace(1.0, max_num_batched_tokens=300).budget(290, 0, FRESH, 0.0) == 300
+    assert pace(1.0, max_num_batched_tokens=50).budget(0, 0, FRESH, 0.0) == 50
+
+
+@given(
+    rows=st.integers(0, 3000),
+    context=st.integers(0, 10**7),
+    done=st.integers(0, 10**5),
+    rest=st.integers(0, 10**5),
+    waited_s=st.floats(0.0, 1e6),
+    target_ms=st.floats(0.01, 1e3),
+    most=st.integers(1, 4096),
+)
+def test_the_budget_lies_between_floor_and_ceiling_and_keeps_the_target(
+    rows: int, context: int, done: int, rest: int, waited_s: float, target_ms: float, most: int
+) -> None:
+    one = pace(target_ms, max_num_batched_tokens=most)
+    budget = one.budget(rows, context, (done, rest), waited_s)
+    assert min(rows + COSTS.sizes[0], most) <= budget <= max(most, 1)
+    least = min([size for size in COSTS.sizes if size >= rows + 100], default=rows + 100)
+    if budget > least:
+        tokens = budget - rows
+        first = min(tokens, rest)
+        products = first * done + first**2 // 2
+        work = StepWork(
+            decode_rows=rows,
+            decode_context=context,
+            prefill_tokens=tokens,
+            prefill_context_products=products,
+        )
+        larger = min(size for size in COSTS.sizes if size >= budget)
+        slack = COSTS.seconds[COSTS.sizes.index(larger)] - COSTS.seconds[COSTS.sizes.index(larger) - 1]
+        assert one.expected_s(work) <= one.target_s(waited_s) + slack * (budget == most) + 1e-9
+
+
+# -- learning ------------------------------------------------------------------------------------------------
+
+WORK = StepWork(decode_rows=10, decode_context=10_000, prefill_tokens=300, prefill_context_products=100_000)
+EXPECTED_S = 0.005 + 0.001 + 0.001 + 0.0001
+
+
+def test_a_step_takes_what_the_table_says() -> None:
+    assert pace().expected_s(WORK) == pytest.approx(EXPECTED_S)
+
+
+def learn(one: Pace, seconds: float, work: StepWork = WORK, times: int = 200) -> float:
+    for number in range(times):
+        one.learn(work, StepTimes(start_s=number + 1.0, end_s=number + 1.0 + seconds))
+    return one.ratio
+
+
+def test_steps_that_take_longer_make_the_next_ones_smaller() -> None:
+    one = pace(14.0)
+    before = one.budget(0, 0, FRESH, 0.0)
+    assert learn(one, 1.4 * EXPECTED_S) == pytest.approx(1.4, abs=1e-3)
+    assert one.budget(0, 0, FRESH, 0.0) < before
+
+
+def test_what_is_learnt_is_bounded() -> None:
+    assert learn(pace(), 1.0) == pytest.approx(SLOWEST, abs=1e-3)
+    assert learn(pace(), 1e-6) == pytest.approx(FASTEST, abs=1e-3)
+    assert learn(pace(), 1.0, times=1) < 1.05, "one stall is no new speed"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        StepWork(decode_rows=300, decode_context=1000),
+        StepWork(prefill_tokens=99),
+        StepWork(prefill_tokens=1601),
+        StepWork(prefill_tokens=300, swap_blocks=1),
+    ],
+)
+def test_steps_the_table_does_not_speak_of_teach_nothing(work: StepWork) -> None:
+    assert learn(pace(), 0.1, work) == 1.0
+
+
+def test_a_runner_that_tells_no_times_teaches_nothing() -> None:
+    one = pace()
+    one.learn(WORK, StepTimes())
+    assert one.ratio == 1.0
+
+
+def test_the_time_a_step_waits_for_the_one_before_it_is_not_its_own() -> None:
+    one = pace()
+    one.learn(StepWork(decode_rows=1), StepTimes(start_s=0.0, end_s=5.0))
+    one.learn(WORK, StepTimes(start_s=1.0, end_s=5.0 + EXPECTED_S))
+    assert one.ratio == pytest.approx(1.0)
+
+
+# -- composed steps ------------------------------------------------------------------------------------------
+
+SMALL = StepCosts(sizes=(4, 8, 16, 24), seconds=(0.004, 0.008, 0.016, 0.024), context_s=1e-3)
+
+
+def bench(target_ms: float, **options: Any) -> Bench:
+    chosen: dict[str, Any] = {"step_costs": SMALL, "step_patience_s": 1.0, "long_prefill_share": 1.0}
+    chosen |= options
+    return Bench(engine_config(step_target_ms=target_ms, **chosen))
+
+
+def spans(one: Bench) -> dict[int, int]:
+    seen = one.step()
+    assert seen is not None
+    return seen.spans
+
+
+def test_a_prompt_is_computed_in_chunks_that_keep_the_pace() -> None:
+    one = bench(16.0)
+    first = one.add(prompt(40), 20)
+    assert [spans(one) for _ in range(3)] == [{first: 16}, {first: 16}, {first: 8}]
+
+
+def test_what_decoding_rows_read_makes_the_next_chunk_smaller() -> None:
+    one = bench(24.0)
+    decoding = one.add(prompt(10), 20)
+    one.step()
+    long = one.add(prompt(60, 1), 4)
+    seen = one.step()
+    assert seen is not None and decoding in seen.decodes
+    assert seen.spans == {long: 7}  # 13 ms are left for 8 tokens, one of them the row's
+    one.run()
+
+
+def test_a_full_house_leaves_the_fewest_tokens_to_a_prompt() -> None:
+    one = bench(1.0)
+    rows = [one.add(prompt(4, start), 30) for start in range(6)]
+    for _ in range(8):
+        one.step()
+    long = one.add(prompt(60, 9), 4)
+    seen = one.step()
+    assert seen is not None and seen.decodes == set(rows)
+    assert seen.spans == {long: 10}  # six rows and at least four tokens: the size is 16
+    one.run()
+
+
+def test_steps_grow_while_a_request_waits() -> None:
+    one = bench(8.0, step_stretch=3.0, num_blocks=200)
+    first = one.add(prompt(100), 4)
+    assert spans(one) == {first: 8}
+    one.clock.advance(2.0)
+    assert spans(one) == {first: 24}
+    one.run()
+
+
+def test_the_share_of_a_prompt_is_a_share_of_the_step() -> None:
+    one = bench(16.0, long_prefill_share=0.5, max_num_seqs=2)
+    ids = [one.add(prompt(60, start), 4) for start in range(3)]
+    assert spans(one) == {ids[0]: 8, ids[1]: 8}
+
+
+def test_a_step_without_prompts_is_not_held_to_a_pace() -> None:
+    one = bench(1.0)
+    rows = [one.add(prompt(1, start), 8) for start in range(8)]
+    while one.state.prefilling or len(one.state.queue):
+        one.step()
+    seen = one.step()
+    assert seen is not None and seen.decodes <= set(rows)
+    assert one.state.config.max_num_batched_tokens == one.scheduler.composer.budget
