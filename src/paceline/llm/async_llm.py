@@ -7,10 +7,11 @@ request and frees its blocks. Outputs are handed over once per step; a slow read
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import gc
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.core.events import StepEvents
@@ -32,18 +33,20 @@ class Reader:
     output: RequestOutput | None = None
     error: Exception | None = None
 
-    def tell(self, output: RequestOutput | None, error: Exception | None = None) -> None:
+    def take(self, output: RequestOutput | None, error: Exception | None = None) -> None:
+        """Called in the reader's event loop."""
+        self.output = self.output if output is None else output
+        self.error = self.error or error
+        self.ready.set()
+
+    def tell(self, error: Exception) -> None:
         """Called by the engine's thread."""
+        _call(self.loop, lambda: self.take(None, error))
 
-        def hand_over() -> None:
-            self.output = self.output if output is None else output
-            self.error = self.error or error
-            self.ready.set()
 
-        try:
-            self.loop.call_soon_threadsafe(hand_over)
-        except RuntimeError:  # the caller's event loop is closed: nobody listens
-            return
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the event loop is closed: nobody listens
+        loop.call_soon_threadsafe(function)
 
 
 class AsyncLLM(ModelHolder):
@@ -55,6 +58,8 @@ class AsyncLLM(ModelHolder):
         self._collector = self._front.collector
         self._readers: dict[str, Reader] = {}  # by the names callers gave
         self._listeners: dict[int, Reader] = {}  # by the output of the collector; the engine's thread's own
+        gc.collect()
+        gc.freeze()  # what loading made stays: no collection need look at it again while streams wait
         self._loop = EngineLoop(self._engine, self._on_events, self._on_failure)
 
     @property
@@ -65,7 +70,7 @@ class AsyncLLM(ModelHolder):
         """How long the prompt of a conversation is."""
         return self._front.count_chat(messages)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -76,12 +81,9 @@ class AsyncLLM(ModelHolder):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion: each item is the whole output so far."""
         params = sampling_params or self._front.default_sampling
-        prepared = await asyncio.to_thread(self._front.read, prompt, params)
-        async with aclosing(self._stream(prepared, request_id, priority, tenant)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._stream(lambda: self._front.read(prompt, params), request_id, priority, tenant)
 
-    async def chat(
+    def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
@@ -93,12 +95,11 @@ class AsyncLLM(ModelHolder):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream an answer to a conversation."""
         params = sampling_params or self._front.default_sampling
-        prepared = await asyncio.to_thread(
-            self._front.read_chat, messages, params, switches=chat_template_kwargs
-        )
-        async with aclosing(self._stream(prepared, request_id, priority, tenant)) as outputs:
-            async for output in outputs:
-                yield output
+
+        def read() -> PreparedRequest:
+            return self._front.read_chat(messages, params, switches=chat_template_kwargs)
+
+        return self._stream(read, request_id, priority, tenant)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -110,8 +111,9 @@ class AsyncLLM(ModelHolder):
         self._on_failure(EngineFailed("the engine was shut down"))
 
     async def _stream(
-        self, prepared: PreparedRequest, request_id: str | None, priority: int, tenant: str
+        self, read: Callable[[], PreparedRequest], request_id: str | None, priority: int, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
+        prepared = await asyncio.to_thread(read)
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
             raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
@@ -140,7 +142,7 @@ class AsyncLLM(ModelHolder):
         try:
             ids = self._engine.add(prepared.token_ids, prepared.sampling, priority=priority, tenant=tenant)
         except Exception as error:  # refused: the caller's business alone
-            reader.tell(None, error)
+            reader.tell(error)
             return
         output = self._collector.open(name, prepared, ids, self._engine.scheduler.state.now_s)
         self._listeners[id(output)] = reader
@@ -150,25 +152,24 @@ class AsyncLLM(ModelHolder):
             self._engine.abort(request_id)
 
     def _on_events(self, events: StepEvents) -> None:
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Reader, RequestOutput]]] = {}
         for output in self._collector.take(events):
             # By the output, not by its name, which a caller may use again once its request is over.
             reader = self._listeners.pop(id(output)) if output.finished else self._listeners[id(output)]
-            reader.tell(_frozen(output))
+            told.setdefault(reader.loop, []).append((reader, _frozen(output)))
+        for loop, outputs in told.items():  # all at once: waking a loop costs more than an output
+            _call(loop, partial(_hand_out, outputs))
 
     def _on_failure(self, error: Exception) -> None:
         for reader in list(self._readers.values()):
-            reader.tell(None, error)
+            reader.tell(error)
+
+
+def _hand_out(outputs: list[tuple[Reader, RequestOutput]]) -> None:
+    for reader, output in outputs:
+        reader.take(output)
 
 
 def _frozen(output: RequestOutput) -> RequestOutput:
-    """A copy the engine's thread does not go on writing to."""
-    parts = []
-    for part in output.outputs:
-        own = copy.copy(part)
-        own.token_ids = part.token_ids.copy()
-        own.logprobs = None if part.logprobs is None else part.logprobs.copy()
-        parts.append(own)
-    taken = copy.copy(output)
-    taken.outputs = parts
-    taken.metrics = copy.copy(output.metrics)
-    return taken
+    """What the engine's thread does not go on writing to: a copy while the request is under way."""
+    return output if output.finished else output.copied()

@@ -34,6 +34,19 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def copied(self) -> CompletionOutput:
+        """The state it is in now. Fields by name: `copy.copy` takes five times as long, and this is done per token."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
@@ -44,6 +57,15 @@ class RequestMetrics:
     last_token_s: float | None = None
     finished_s: float | None = None
     preemptions: int = 0
+
+    def copied(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_s=self.arrival_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            finished_s=self.finished_s,
+            preemptions=self.preemptions,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,3 +80,16 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+    def copied(self) -> RequestOutput:
+        """The state it and its branches are in now; the prompt, which does not change, is shared."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[part.copied() for part in self.outputs],
+            prompt_logprobs=self.prompt_logprobs,
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=None if self.metrics is None else self.metrics.copied(),
+        )
