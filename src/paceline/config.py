@@ -116,7 +116,7 @@ class SchedulerConfig:
         kind=float,
     )
     step_stretch: float = option(
-        1.7, "how many times longer steps may take while requests wait long for their first token", low=1.0
+        1.6, "how many times longer steps may take while requests wait long for their first token", low=1.0
     )
     step_patience_s: float = option(
         0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3

@@ -139,7 +139,7 @@ class DeviceDraw:
         neutral = (1.0, 0.0, 0.0)
         asked = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         pool.penalties[place] = self._sent(asked if uses_penalties(params) else neutral, torch.float32)
-        pool.stop_from[place] = num_prompt + params.min_tokens
+        pool.stop_from[place].fill_(num_prompt + params.min_tokens)  # an assignment would wait
 
     def _sent(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """On the device once what is queued before is done: from memory that is not pinned, torch would wait."""
