@@ -55,7 +55,7 @@ _ENGINE = (
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
             BUDGET,
-            Flag(name="step_target_ms", default="latency on a GPU: 7.3 steps of 64 decoding rows; else none"),
+            Flag(name="step_target_ms", default="latency on a GPU: 7.1 steps of 64 decoding rows; else none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
             Flag(name="scheduling_policy"),

@@ -99,7 +99,7 @@ PANELS = (
         config=SchedulerConfig,
         optional=True,
         flags=(
-            Flag(name="step_target_ms", default="7.3 steps of 64 decoding rows on a GPU, none on a CPU"),
+            Flag(name="step_target_ms", default="7.1 steps of 64 decoding rows on a GPU, none on a CPU"),
             Flag(name="scheduling_policy"),
             Flag(name="watermark"),
             Flag(name="long_prefill_share"),

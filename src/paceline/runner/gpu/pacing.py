@@ -15,7 +15,7 @@ from paceline.checkpoint.spec import ModelSpec
 from paceline.config import SchedulerConfig, StepCosts
 from paceline.runner.gpu.graphs import TOKEN_RUNGS
 
-PACE = 7.3  # how much longer than a step of 64 decoding rows one with prompts should take
+PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
 FEWEST = 256  # tokens of prompts a step carries at least
 MARGIN = 1.25  # steps that take so much longer than any should are not measured
 ROWS, MORE_ROWS = 64, 256
