@@ -20,6 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.kernels import BLOCK_SIZE
 from tests.torch.tiny_models import CARD, make_model
 
+torch.set_num_threads(min(2, torch.get_num_threads()))  # products this small only wait for more of them
 NUM_NEW = 24
 TIE = 0.4  # between logits of a router, which are some 16 apart: what roundings before it can move
 # The kernels have one table of rotations: those that change with a sequence's length are not for the card.
