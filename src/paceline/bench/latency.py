@@ -101,6 +101,8 @@ async def run_online(
                 tasks.create_task(follow(index))
     except BaseExceptionGroup as group:  # the first one ended all others
         raise group.exceptions[0] from None
+    finally:
+        gc.unfreeze()
     outputs = [seen.output for seen in requests if seen.output is not None]
     check_complete(workload, outputs)
     return summarize(

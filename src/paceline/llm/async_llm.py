@@ -109,6 +109,7 @@ class AsyncLLM(ModelHolder):
         """Stop the engine; whoever still waits gets an error."""
         self._loop.stop()
         self._on_failure(EngineFailed("the engine was shut down"))
+        gc.unfreeze()
 
     async def _stream(
         self, read: Callable[[], PreparedRequest], request_id: str | None, priority: int, tenant: str
