@@ -10,14 +10,21 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who asks, as far as the key tells; without keys everybody is the default tenant."""
 
     tenant: str = "default"
+    service_class: str = DEFAULT_CLASS
+    weight: float = 1.0  # the tenant's share where tenants compete
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers together
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
+    prices: Prices = FREE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
