@@ -12,21 +12,19 @@ from typing import Any
 
 from paceline.errors import InputError
 from paceline.server.auth import Key
-from paceline.server.tenant import CLASSES, DEFAULT_CLASS, FREE, Prices
+from paceline.server.tenant import (
+    BOUNDS,
+    CLASSES,
+    DEFAULT_CLASS,
+    FREE,
+    LARGEST_PRICE,
+    LARGEST_WEIGHT,
+    Prices,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
-# Whole numbers that may be left out, with the smallest and the largest that make sense.
-LARGEST_PRIORITY = 2**31 - 1
-WHOLE = {
-    "requests_per_minute": (1, 10**9),
-    "tokens_per_minute": (1, 10**12),
-    "max_concurrency": (1, 10**6),
-    "lowest_priority_number": (-LARGEST_PRIORITY, LARGEST_PRIORITY),
-}
-LARGEST_WEIGHT = 1e6
-LARGEST_PRICE = 1e9
-FIELDS = ("name", "sha256", "enabled", "class", "weight", *WHOLE, "prices")
+FIELDS = ("name", "sha256", "enabled", "class", "weight", *BOUNDS, "prices")
 PRICES = tuple(spec.name for spec in fields(Prices))
 
 
@@ -68,7 +66,7 @@ def read_entry(entry: Any, where: str) -> Key:
         service_class=service_class,
         weight=weight,
         prices=_prices(entry.get("prices"), where),
-        **{name: _whole(entry, name, *bounds, where) for name, bounds in WHOLE.items()},
+        **{name: _whole(entry, name, *bounds, where) for name, bounds in BOUNDS.items()},
     )
 
 

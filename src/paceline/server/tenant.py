@@ -12,6 +12,16 @@ DEFAULT_CLASS = "standard"
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
 CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
 LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file
+LARGEST_PRIORITY = 2**31 - 1
+# The smallest and the largest number that each limit can be.
+BOUNDS = {
+    REQUESTS: (1, 10**9),
+    TOKENS: (1, 10**12),
+    CONCURRENCY: (1, 10**6),
+    PRIORITY: (-LARGEST_PRIORITY, LARGEST_PRIORITY),
+}
+LARGEST_WEIGHT = 1e6
+LARGEST_PRICE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
