@@ -68,6 +68,16 @@ def test_a_key_is_held_to_its_requests(tmp_path: Path) -> None:
         assert "key-a" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
+def test_who_is_told_to_come_again_has_not_spent_a_request(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", a={"requests_per_minute": 5, "tokens_per_minute": 10})
+    with fake_server(api_keys_file=str(path)) as server:
+        assert server.post("/v1/echo", {"tokens": 10}, A).headers["x-ratelimit-remaining-tokens"] == "0"
+        for _ in range(6):
+            refused = server.post("/v1/echo", {"tokens": 10}, A)
+            assert refused.status == 429 and "tokens_per_minute" in refused.json["error"]["message"]
+            assert refused.headers["x-ratelimit-remaining-requests"] == "4"
+
+
 def test_a_request_with_a_bad_body_counts_too(tmp_path: Path) -> None:
     path = write_keys(tmp_path / "keys", a={"requests_per_minute": 1})
     with fake_server(api_keys_file=str(path)) as server:
