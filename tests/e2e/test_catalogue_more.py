@@ -267,6 +267,13 @@ def test_all_routes_that_generate_count_against_one_limit(server: TinyServer) ->
         assert server.post(route, GOOD[route], key="rare").status == 200, route
 
 
+def test_a_priority_above_the_keys_is_refused_and_counted(server: TinyServer) -> None:
+    before = server.metric("requests_refused_by_key_limit_total")
+    for route in (CHAT, COMPLETIONS, MESSAGES):
+        assert server.post(route, {**GOOD[route], "priority": -1}, key="low").status == 403, route
+    assert server.metric("requests_refused_by_key_limit_total") == before + 3
+
+
 def test_75_nothing_that_a_request_names_is_fetched(server: TinyServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/x"

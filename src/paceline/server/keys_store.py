@@ -97,6 +97,7 @@ def _locked(path: Path) -> Iterator[None]:
     lock = path.with_name(path.name + ".lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
     try:
+        _keep_owner(path, descriptor)
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -136,6 +137,6 @@ def _keep_owner(path: Path, descriptor: int) -> None:
     """A server that runs as another user must still be able to read what, say, root has changed."""
     if not path.exists():
         return
-    old, new = path.stat(), os.fstat(descriptor)
-    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
-        os.fchown(descriptor, old.st_uid, old.st_gid)
+    owner = path.stat()
+    if owner.st_uid != os.fstat(descriptor).st_uid:
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from paceline.config_serve import ServerConfig
+from paceline.server.app import Api, Application
 from paceline.server.auth import Keyring
 from paceline.server.keys_file import BadKeysFile, parse_keys
 from paceline.server.tenant import CLASSES, Prices
+from tests.serve_fake import FakeClient
 
 HASH = hashlib.sha256(b"k").hexdigest()
 WHOLE = {
@@ -103,3 +107,22 @@ def test_a_mistake_names_file_entry_and_field(field: str, value: Any) -> None:
 def test_a_disabled_key_is_nobody_who_is_let_in_but_keeps_its_share() -> None:
     ring = Keyring([parsed(enabled=False)])
     assert (len(ring), list(ring.callers), ring.weights) == (1, [], {"team-a": 2.5})
+
+
+def test_a_scheduler_can_be_told_the_shares_whenever_keys_are_read() -> None:
+    app = Application(ServerConfig(), FakeClient(), Keyring([parsed()]))
+    heard: list[Mapping[str, float]] = []
+    app.on_weights = heard.append
+    app.become_ready(Api(routes=[], model_name="m"))
+    app.replace_keys(Keyring([parsed(weight=4)]))
+    assert heard == [{"team-a": 2.5}, {"team-a": 4.0}]
+
+
+def test_nothing_is_kept_of_keys_that_are_gone() -> None:
+    app = Application(ServerConfig(), FakeClient(), Keyring([parsed()]))
+    rates = app.main.rules.rates
+    assert rates.open(parsed().caller) is not None
+    app.replace_keys(Keyring([parsed(enabled=False)]))
+    assert len(rates) == 1, "it may come back"
+    app.replace_keys(Keyring([parsed(name="team-b")]))
+    assert len(rates) == 0
