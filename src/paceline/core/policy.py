@@ -29,6 +29,15 @@ class RequestView:
     num_tokens: NDArray[np.int64]
     max_total: NDArray[np.int64]
     preemptions: NDArray[np.int64]
+    deadline_s: NDArray[np.float64]  # absolute, as `now_s`; infinity for none
+    num_computed: NDArray[np.int64]  # tokens whose KV is there: on the device, or kept on the host
+    attained: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
+    started: NDArray[np.int64]  # 1 once it has been admitted, though it may wait again
+
+    @property
+    def num_output(self) -> NDArray[np.int64]:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt
 
     def __len__(self) -> int:
         return len(self.order)

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 
-# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row.
-NUM_COUNTS, PRIORITY = 8, 1
+# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
+# attained, started. Its times: arrival, deadline.
+NUM_COUNTS, PRIORITY = 11, 1
+NUM_TIMES, DEADLINE = 2, 1
 
 
 class WaitingQueue:
@@ -26,7 +28,7 @@ class WaitingQueue:
         self._place: dict[RequestId, int] = {}
         # One line per request: requests come and go far more often than a policy looks at a whole column.
         self._counts: NDArray[np.int64] = np.zeros((64, NUM_COUNTS), np.int64)
-        self._arrival_s = np.zeros(64, np.float64)
+        self._times: NDArray[np.float64] = np.zeros((64, NUM_TIMES), np.float64)
         self.num_tokens = 0
         self._columns: tuple[NDArray[np.int64], ...] | None = None  # of the last view, while they still hold
         self._view: RequestView | None = None  # the same, while it still holds
@@ -48,9 +50,9 @@ class WaitingQueue:
 
     def push(self, request: Request, order: int, tenant: int) -> None:
         place = len(self._requests)
-        if place == len(self._arrival_s):
+        if place == len(self._times):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
+            self._times = np.concatenate([self._times, np.zeros_like(self._times)])
         self._view = self._columns = None
         self._requests.append(request)
         self._place[request.id] = place
@@ -64,9 +66,12 @@ class WaitingQueue:
             request.max_total,
             request.preemptions,
             NO_ROW,
+            request.num_computed,
+            request.attained,
+            request.admitted_s is not None,
         )
         self._counts[place] = numbers
-        self._arrival_s[place] = request.arrival_s
+        self._times[place] = (request.arrival_s, request.due_s)
         self.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
@@ -79,11 +84,14 @@ class WaitingQueue:
             self._place[last.id] = place
             end = len(self._requests)
             self._counts[place] = self._counts[end]
-            self._arrival_s[place] = self._arrival_s[end]
+            self._times[place] = self._times[end]
         self.num_tokens -= request.num_tokens
 
     def set_priority(self, request: Request) -> None:
         self._counts[self._place[request.id], PRIORITY] = request.priority
+
+    def set_deadline(self, request: Request) -> None:
+        self._times[self._place[request.id], DEADLINE] = request.due_s
 
     def view(self, now_s: float) -> RequestView:
         if self._view is not None and self._view.now_s == now_s:
@@ -93,20 +101,25 @@ class WaitingQueue:
             counts = self._counts[:count].T
             counts.flags.writeable = False
             self._columns = tuple(counts)
-        arrival_s = self._arrival_s[:count]
-        arrival_s.flags.writeable = False
-        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row = self._columns
+        times = self._times[:count]
+        times.flags.writeable = False
+        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, *rest = self._columns
+        row, num_computed, attained, started = rest
         self._view = RequestView(
             now_s=now_s,
             row=row,
             order=order,
-            arrival_s=arrival_s,
+            arrival_s=times[:, 0],
             priority=priority,
             tenant=tenant,
             num_prompt=num_prompt,
             num_tokens=num_tokens,
             max_total=max_total,
             preemptions=preemptions,
+            deadline_s=times[:, DEADLINE],
+            num_computed=num_computed,
+            attained=attained,
+            started=started,
         )
         return self._view
 

@@ -176,6 +176,10 @@ class Scheduler:
         self._tick()
         self._note("deadline", request_id, deadline_s)
         request.deadline_s = deadline_s
+        if request.row != NO_ROW:
+            self.state.rows.deadline_s[request.row] = request.due_s
+        elif request.id in self.state.queue:
+            self.state.queue.set_deadline(request)
         self.state.watch_deadline(request)
 
     def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:

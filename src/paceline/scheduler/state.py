@@ -154,6 +154,10 @@ class SchedulerState:
             num_tokens=table.num_tokens[rows],
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],
+            deadline_s=table.deadline_s[rows],
+            num_computed=(computed := table.computed[rows]),
+            attained=np.maximum(table.attained[rows], computed),
+            started=np.ones(len(rows), np.int64),
         )
 
     def in_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

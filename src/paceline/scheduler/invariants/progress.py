@@ -6,11 +6,12 @@ import numpy as np
 
 from paceline.core.events import DecisionKind
 from paceline.core.policy import RequestView
-from paceline.core.request import BlockReason, Request, RequestState
+from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.scheduler.admission import PASSABLE
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
 from paceline.scheduler.preemption import first_in_order
 from paceline.scheduler.queue import first
+from paceline.scheduler.rows import Rows
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
@@ -173,9 +174,23 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
         order=np.array([order for _, order in arrived], np.int64),
         arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
         priority=np.array([request.priority for request in requests], np.int64),
-        tenant=np.zeros(len(requests), np.int64),
+        tenant=np.array([state.tenant_index(request.tenant) for request in requests], np.int64),
         num_prompt=np.array([request.num_prompt for request in requests], np.int64),
-        num_tokens=np.array([request.num_tokens for request in requests]),
+        num_tokens=np.array([_num_tokens(state.rows, request) for request in requests], np.int64),
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),
+        deadline_s=np.array([request.due_s for request in requests], np.float64),
+        num_computed=np.array([_computed(state.rows, request) for request in requests], np.int64),
+        attained=np.array(
+            [max(request.attained, _computed(state.rows, request)) for request in requests], np.int64
+        ),
+        started=np.array([request.admitted_s is not None for request in requests], np.int64),
     )
+
+
+def _computed(rows: Rows, request: Request) -> int:
+    return request.num_computed if request.row == NO_ROW else rows.computed.item(request.row)
+
+
+def _num_tokens(rows: Rows, request: Request) -> int:
+    return request.num_tokens if request.row == NO_ROW else rows.num_tokens.item(request.row)
