@@ -6,7 +6,7 @@ arrival is kept in `order`: a preempted request comes back with the number it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from paceline.core.request import NO_ROW, Request, RequestId
 
 # The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
 # attained, started. Its times: arrival, deadline.
-NUM_COUNTS, PRIORITY = 11, 1
+NUM_COUNTS, PRIORITY, TENANT = 11, 1, 2
 NUM_TIMES, DEADLINE = 2, 1
 
 
@@ -30,6 +30,8 @@ class WaitingQueue:
         self._counts: NDArray[np.int64] = np.zeros((64, NUM_COUNTS), np.int64)
         self._times: NDArray[np.float64] = np.zeros((64, NUM_TIMES), np.float64)
         self.num_tokens = 0
+        self.tenants: dict[int, int] = {}  # how many requests of each wait; nobody has none
+        self._last_tenant: int | None = None  # who was the last to have nothing waiting any more
         self._columns: tuple[NDArray[np.int64], ...] | None = None  # of the last view, while they still hold
         self._view: RequestView | None = None  # the same, while it still holds
 
@@ -55,6 +57,7 @@ class WaitingQueue:
             self._times = np.concatenate([self._times, np.zeros_like(self._times)])
         self._view = self._columns = None
         self._requests.append(request)
+        self.tenants[tenant] = self.tenants.get(tenant, 0) + 1
         self._place[request.id] = place
         num_tokens = request.num_tokens
         numbers = (
@@ -78,6 +81,13 @@ class WaitingQueue:
         """Take a request out; the last one moves into its place."""
         self._view = self._columns = None
         place = self._place.pop(request.id)
+        tenant = self._counts.item(place, TENANT)
+        waiting = self.tenants[tenant] - 1
+        if waiting:
+            self.tenants[tenant] = waiting
+        else:
+            del self.tenants[tenant]
+            self._last_tenant = tenant
         last = self._requests.pop()
         if last is not request:
             self._requests[place] = last
@@ -86,6 +96,12 @@ class WaitingQueue:
             self._counts[place] = self._counts[end]
             self._times[place] = self._times[end]
         self.num_tokens -= request.num_tokens
+
+    def backlog(self) -> Collection[int]:
+        """The tenants that wait; the last that did when nobody does."""
+        if self.tenants or self._last_tenant is None:
+            return self.tenants.keys()
+        return (self._last_tenant,)
 
     def set_priority(self, request: Request) -> None:
         self._counts[self._place[request.id], PRIORITY] = request.priority

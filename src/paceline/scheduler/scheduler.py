@@ -46,6 +46,7 @@ class Scheduler:
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
         self._note_withheld()
+        self.state.service.settle()
         plan = self.composer.compose()
         if plan is None:
             self._note_idle(noted, decided)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.events import DecisionKind
-from paceline.core.policy import RequestView
+from paceline.core.policy import RequestView, is_relative
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.scheduler.admission import PASSABLE
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
@@ -42,8 +42,9 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
     composer = look.scheduler.composer
     if not len(state.queue) or composer.tokens_left < 1 or composer.admission.rows_left() < 1:
         return None
-    view = state.queue.view(state.now_s)
-    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    head = _head(look)
+    if head is None:
+        return None
     if head.id not in composer.passed and composer.admission.refusal(head) is None:
         return f"request {head.id} fits and is first, and was not admitted"
     return None
@@ -80,7 +81,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = look.scheduler.state
-    if not look.decisions or not len(state.queue):
+    if not look.decisions or not len(state.queue) or is_relative(state.policy):
         return None
     admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
@@ -98,7 +99,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     for index in np.flatnonzero(earlier).tolist():
         request = waiting_requests[index]
         waits_for_room = look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
-        if waits_for_room and not _could_wait_for_prefix(look, request):
+        if waits_for_room and not could_wait_for_prefix(look, request):
             return f"request {runners[last].id} was admitted past {request.id}"
     return None
 
@@ -137,16 +138,27 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     share = state.policy.share(view, look.scheduler.composer.budget)
     if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
-    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    head = _head(look)
     if (
-        head.id not in look.scheduler.composer.passed
+        head is not None
+        and head.id not in look.scheduler.composer.passed
         and look.scheduler.composer.admission.refusal(head) is None
     ):
         return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
     return None
 
 
-def _could_wait_for_prefix(look: Look, request: Request) -> bool:
+def _head(look: Look) -> Request | None:
+    """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
+    on who else waits, they change when somebody fails on the way in."""
+    state = look.scheduler.state
+    if is_relative(state.policy) and any(d.kind is DecisionKind.FAIL for d in look.decisions):
+        return None
+    view = state.queue.view(state.now_s)
+    return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+
+
+def could_wait_for_prefix(look: Look, request: Request) -> bool:
     """Whether the request was rightly passed over earlier in this schedule: its prefix or parent is being computed."""
     state = look.scheduler.state
     recent = {d.request for d in look.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
