@@ -80,7 +80,7 @@ class Accounting(Protocol):
     that a replay gives the same accounts, and neither while a plan is made, except the prompts it admits."""
 
     def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
-        """A tenant that had nothing waiting waits again. `waiting` are those that do; if nobody does, who did last."""
+        """A tenant that had nothing waiting waits again. `waiting` are the others that do; if nobody, who did last."""
         ...
 
     def served(

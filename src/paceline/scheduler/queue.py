@@ -97,11 +97,10 @@ class WaitingQueue:
             self._times[place] = self._times[end]
         self.num_tokens -= request.num_tokens
 
-    def backlog(self) -> Collection[int]:
-        """The tenants that wait; the last that did when nobody does."""
-        if self.tenants or self._last_tenant is None:
-            return self.tenants.keys()
-        return (self._last_tenant,)
+    def backlog(self, beside: Collection[int]) -> Collection[int]:
+        """The tenants that wait beside some; the last that did when nobody does."""
+        last = () if self._last_tenant is None else (self._last_tenant,)
+        return self.tenants.keys() - beside or set(last).difference(beside)
 
     def set_priority(self, request: Request) -> None:
         self._counts[self._place[request.id], PRIORITY] = request.priority

@@ -25,6 +25,7 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.state import Journal, SchedulerState
@@ -182,6 +183,14 @@ class Scheduler:
         elif request.id in self.state.queue:
             self.state.queue.set_deadline(request)
         self.state.watch_deadline(request)
+
+    def set_policy(self, name: str, **options: float | str) -> None:
+        """Order by another policy from now on. `options` are those of the config that policies read."""
+        config = changed_policy(self.state.config, name, options)
+        policy = make_policy(config, self.state.policy)
+        self._tick()
+        self._note("policy", name, tuple(sorted(options.items())))
+        self.state.use_policy(config, policy)
 
     def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
         """Force a running request to give way. False when it does not run, is reserved, or has ended."""

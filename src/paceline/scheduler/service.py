@@ -30,7 +30,7 @@ class Service:
             self._returned[tenant] = name
             return
         self.settle()
-        self.accounts.began(tenant, name, self._queue.backlog())
+        self.accounts.began(tenant, name, self._queue.backlog((tenant,)))
 
     def admitted(self, tenant: int, num_prompt: int) -> None:
         """A request was admitted for the first time."""
@@ -51,9 +51,10 @@ class Service:
             self.accounts.served(tenants, np.zeros_like(counts), counts)
         if self._returned:
             returned, self._returned = self._returned, {}
+            waiting = self._queue.backlog(returned.keys())
             for tenant, name in returned.items():
                 if tenant in self._queue.tenants:
-                    self.accounts.began(tenant, name, self._queue.backlog())
+                    self.accounts.began(tenant, name, waiting)
 
     def is_unsettled(self, tenant: int) -> bool:
         """Whether the tenant waits again since the plan that was just made. For checks."""

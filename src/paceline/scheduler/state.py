@@ -185,6 +185,15 @@ class SchedulerState:
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], tenant)
 
+    def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
+        """Another policy from now on; one that keeps accounts is told of everybody there is."""
+        self.service.settle()
+        self.config, self.policy = config, policy
+        self.service = Service(policy, self.queue)
+        if self.service.accounts is not None:
+            for name in dict.fromkeys(request.tenant for request in self.requests.values()):
+                self.service.accounts.began(self.tenant_index(name), name, ())
+
     def watch_deadline(self, request: Request) -> None:
         if request.deadline_s is not None:
             heapq.heappush(self.deadlines, (request.deadline_s, request.id))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from paceline.config import SchedulerConfig
+from paceline.config import POLICIES, SchedulerConfig
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
@@ -14,6 +15,18 @@ from paceline.scheduler.policy.own import load_policy
 from paceline.scheduler.policy.priority import PriorityWithAgeing
 from paceline.scheduler.policy.shortest import ShortestFirst
 from paceline.scheduler.policy.tail import SoftTail
+
+# What policies read of the config.
+POLICY_OPTIONS = frozenset(
+    (
+        "ageing_s",
+        "long_prefill_share",
+        "output_handicap_ms",
+        "output_token_cost",
+        "prompt_handicap_ms",
+        "tenant_weights",
+    )
+)
 
 
 def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy:
@@ -28,6 +41,18 @@ def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy
     if make is None:
         raise ConfigError(f"unknown scheduling policy {config.scheduling_policy!r}")
     return make(config)
+
+
+def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, float | str]) -> SchedulerConfig:
+    """The config with another policy, for a change while serving."""
+    if name not in POLICIES:
+        what = "is loaded at start-up only" if ":" in name else "is not known"
+        raise ConfigError(f"the scheduling policy {name} {what}; choose one of {', '.join(POLICIES)}")
+    unknown = sorted(options.keys() - POLICY_OPTIONS)
+    if unknown:
+        known = ", ".join(sorted(POLICY_OPTIONS))
+        raise ConfigError(f"{', '.join(unknown)} cannot be changed with the policy, only {known}")
+    return replace(config, scheduling_policy=name, **options)  # type: ignore[arg-type]
 
 
 def _deadline(config: SchedulerConfig) -> Policy:

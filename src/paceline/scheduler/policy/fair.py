@@ -51,10 +51,9 @@ class FairShare(FirstComeFirstServed):
 
     def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
         self._weights[tenant] = self._by_name.get(name, 1.0)
-        others = [self.counter(other) for other in waiting if other != tenant]
-        if not others:
+        if not waiting:
             return
-        least = min(others)
+        least = min(self.counter(other) for other in waiting)
         self.counters[tenant] = max(self.counter(tenant), least)
         if len(self.counters) > MAX_COUNTERS:  # who is behind all that wait would be lifted anyway
             self.counters = {key: value for key, value in self.counters.items() if value >= least}
