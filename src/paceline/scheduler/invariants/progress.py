@@ -61,12 +61,13 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
     rows, foremost = state.rows, first_in_order(state)
+    charged = _tenants_admitted(look) if is_relative(state.policy) else set()
     for row in look.live.tolist():
         request = rows.requests[row]
         assert request is not None
         if row in joined or rows.reserved[row] or request.state is not RequestState.RUNNING:
             continue
-        if row == foremost:
+        if row == foremost or request.tenant in charged:
             continue
         for victim in victims:
             if _goes_first(look, state.requests[victim], request):
@@ -90,7 +91,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     waiting_requests = list(state.queue)
     view = _view_of(look, waiting_requests)
     waiting = state.policy.order(view)
-    admitted_view = _view_of(look, runners)
+    admitted_view = _view_of(look, runners, as_waited=True)
     scores = state.policy.order(admitted_view)
     last = int(np.lexsort((admitted_view.order, scores))[-1])
     earlier = (waiting < scores[last]) | (
@@ -148,6 +149,13 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     return None
 
 
+def _tenants_admitted(look: Look) -> set[str]:
+    """Tenants that were charged for a prompt since somebody gave way: they stood better then."""
+    requests = look.scheduler.state.requests
+    admitted = [d.request for d in look.decisions if d.kind is DecisionKind.ADMIT]
+    return {requests[number].tenant for number in admitted if number in requests}
+
+
 def _head(look: Look) -> Request | None:
     """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
     on who else waits, they change when somebody fails on the way in."""
@@ -176,9 +184,11 @@ def _goes_first(look: Look, one: Request, other: Request) -> bool:
     return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))
 
 
-def _view_of(look: Look, requests: list[Request]) -> RequestView:
-    """Requests as a policy sees them, with the place in the order of arrival they came with."""
+def _view_of(look: Look, requests: list[Request], *, as_waited: bool = False) -> RequestView:
+    """Requests as a policy sees them, with the place in the order of arrival they came with. `as_waited`: before they
+    were admitted, with nothing found in the prefix cache."""
     state = look.scheduler.state
+    computed = [_computed(state.rows, request, as_waited) for request in requests]
     arrived = [look.arrived[request.id] for request in requests]
     return RequestView(
         now_s=state.now_s,
@@ -192,16 +202,15 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),
         deadline_s=np.array([request.due_s for request in requests], np.float64),
-        num_computed=np.array([_computed(state.rows, request) for request in requests], np.int64),
-        attained=np.array(
-            [max(request.attained, _computed(state.rows, request)) for request in requests], np.int64
-        ),
+        num_computed=np.array(computed, np.int64),
+        attained=np.maximum([request.attained for request in requests], computed).astype(np.int64),
         started=np.array([request.admitted_s is not None for request in requests], np.int64),
     )
 
 
-def _computed(rows: Rows, request: Request) -> int:
-    return request.num_computed if request.row == NO_ROW else rows.computed.item(request.row)
+def _computed(rows: Rows, request: Request, as_waited: bool) -> int:
+    at_rest = as_waited or request.row == NO_ROW
+    return request.num_computed if at_rest else rows.computed.item(request.row)
 
 
 def _num_tokens(rows: Rows, request: Request) -> int:
