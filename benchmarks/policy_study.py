@@ -141,7 +141,9 @@ def fair_part(trace: Workload) -> Iterator[Line]:
     )
     share = gaps["fair"] / gaps["fcfs"]
     found = f"{share:.2f} of {gaps['fcfs']:,.0f}"
-    yield Line(part="fair", policy="fair", what="of fcfs's gap", asked="<= 0.25", found=found, holds=share <= 0.25)
+    yield Line(
+        part="fair", policy="fair", what="of fcfs's gap", asked="<= 0.25", found=found, holds=share <= 0.25
+    )
     loss = 1.0 - rates["fair"] / rates["fcfs"]
     yield Line(
         part="fair",
@@ -154,24 +156,35 @@ def fair_part(trace: Workload) -> Iterator[Line]:
 
 
 def flood_part(trace: Workload) -> Iterator[Line]:
-    """The others at 0.8 of saturation; then one more tenant with ten times the share that all have alike."""
+    """Tenants at 0.8 of saturation; then one more with ten times the share that all have alike.
+
+    Once with the requests dealt out evenly, once as recorded: there a few ask for more than their share themselves,
+    and only those that do not are looked at.
+    """
     options = {"block_size": 16, "num_blocks": POOL_TOKENS // 16 + 1}
     full = saturation(trace, options)
-    quiet = at_rate(trace, 0.8 * full)
-    tenants = len(quiet.tenants)
-    flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
-    for policy in ("fcfs", "fair"):
-        alone, beside = run(quiet, policy, options), run(flooded, policy, options)
-        before = float(np.nanpercentile(ttft(alone), 95))
-        after = float(np.nanpercentile(ttft(beside)[beside.tenant < tenants], 95))
-        yield Line(
-            part="flood",
-            policy=policy,
-            what="others' p95 TTFT beside a flood",
-            asked="<= 2 x" if policy == "fair" else "",
-            found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
-            holds=after <= 2 * before if policy == "fair" else None,
-        )
+    recorded = at_rate(trace, 0.8 * full)
+    tenants = len(recorded.tenants)
+    dealt = np.random.default_rng(2).integers(0, tenants, len(recorded)).astype(np.int32)
+    modest = np.bincount(recorded.tenant) <= full * recorded.duration_s / (tenants + 1)
+    for name, quiet, looked_at in (
+        ("alike", replace(recorded, tenant=dealt), np.ones(tenants, np.bool_)),
+        (f"recorded, {np.count_nonzero(modest)} within their share", recorded, modest),
+    ):
+        flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
+        others = np.append(looked_at, False)
+        for policy in ("fcfs", "fair"):
+            alone, beside = run(quiet, policy, options), run(flooded, policy, options)
+            before = float(np.nanpercentile(ttft(alone)[others[alone.tenant]], 95))
+            after = float(np.nanpercentile(ttft(beside)[others[beside.tenant]], 95))
+            yield Line(
+                part="flood",
+                policy=policy,
+                what=f"others' p95 TTFT beside a flood ({name})",
+                asked="<= 2 x" if policy == "fair" else "",
+                found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
+                holds=after <= 2 * before if policy == "fair" else None,
+            )
 
 
 def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Workload:
@@ -220,7 +233,9 @@ def priority_part(trace: Workload, minutes: float) -> Iterator[Line]:
 def ageing_line(quiet: Workload, full: float) -> Line:
     """Interactive work alone above saturation: batch work is admitted once it is as old as its level is worth."""
     crowd = lasting(at_rate(quiet, 1.2 * full), 90.0)
-    record = run(with_tenant(crowd, "batch", 0.05 * full, seed=5), "priority", {"ageing_s": 10.0}, priorities="tenant")
+    record = run(
+        with_tenant(crowd, "batch", 0.05 * full, seed=5), "priority", {"ageing_s": 10.0}, priorities="tenant"
+    )
     waited = (record.admitted_s - record.arrival_s)[record.tenant == 1]
     others = (record.admitted_s - record.arrival_s)[record.tenant == 0]
     bound_s = 10.0 + float(np.nanmax(others))
@@ -244,7 +259,8 @@ def repeated(workload: Workload, count: int) -> Workload:
     times = -(-count // len(workload))
     period = workload.duration_s + 1.0 / workload.rate
     tiled = {
-        name: np.tile(getattr(workload, name), times)[:count] for name in ("prompt_len", "output_len", "tenant")
+        name: np.tile(getattr(workload, name), times)[:count]
+        for name in ("prompt_len", "output_len", "tenant")
     }
     arrival_s = np.concatenate([workload.arrival_s + period * number for number in range(times)])[:count]
     return replace(workload, arrival_s=arrival_s, **tiled)  # type: ignore[arg-type]
@@ -260,39 +276,46 @@ def good(record: RunRecord) -> NDArray[np.bool_]:
 
 
 def deadline_part(trace: Workload, minutes: float) -> Iterator[Line]:
-    """One and a half times saturation, a queue of 256; a request ends at its deadline, whatever the order."""
-    full = saturation(trace.head(2000))
+    """One and a half times saturation, a queue of 256, steps of 40 ms; who has a deadline ends at it.
+
+    The policy is told what is wanted of a first token, and each request's deadline is that and the time between tokens.
+    """
+    paced: dict[str, Any] = {"step_target_ms": 40.0, "step_stretch": 1.0, "max_queue": 256}
+    full = saturation(trace.head(2000), paced)
     rate = 1.5 * full
     load = at_rate(repeated(trace, int(rate * 60.0 * minutes)), rate)
-    goodput = {}
-    for policy in ("fcfs", "deadline"):
-        for name, each_s in (("none", None), ("1 s + 50 ms", (TTFT_S, ITL_S)), ("1 s + 20 ms", (TTFT_S, 0.02))):
-            if policy == "deadline" and each_s is None:
-                continue
-            record = run(load, policy, {"max_queue": 256}, deadline_s=each_s)
-            goodput[policy, name] = float(np.count_nonzero(good(record))) / record.duration_s
-            refused = int(np.count_nonzero(record.outcome == REFUSED))
-            ratio = goodput[policy, name] / max(goodput["fcfs", "none"], 1e-9)
-            judged = policy == "deadline"
-            yield Line(
-                part="deadline",
-                policy=policy,
-                what=f"goodput at {rate:.0f}/s, deadlines {name}",
-                asked=">= 1.3 x fcfs without" if judged else "",
-                found=f"{goodput[policy, name]:.1f}/s ({ratio:.2f} x; {refused:,} refused)",
-                holds=ratio >= 1.3 if judged else None,
-            )
+    best_fcfs = 0.0
+    for policy, ends in (("fcfs", False), ("fcfs", True), ("deadline", True)):
+        options = {**paced, "first_token_s": TTFT_S} if policy == "deadline" else paced
+        record = run(load, policy, options, deadline_s=(TTFT_S, ITL_S) if ends else None)
+        goodput = float(np.count_nonzero(good(record))) / record.duration_s
+        refused = int(np.count_nonzero(record.outcome == REFUSED))
+        in_time = int(np.count_nonzero(record.outcome == FINISHED))
+        judged = policy == "deadline"
+        best_fcfs = best_fcfs if judged else max(best_fcfs, goodput)
+        ratio = goodput / best_fcfs
+        yield Line(
+            part="deadline",
+            policy=policy,
+            what=f"goodput at {rate:.0f}/s{', requests end at their deadline' if ends else ''}",
+            asked=">= 1.3 x the best fcfs" if judged else "",
+            found=f"{goodput:.1f}/s ({ratio:.2f} x; {in_time:,} finished, {refused:,} refused)",
+            holds=ratio >= 1.3 if judged else None,
+        )
 
 
 def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
-    """Mean and p99 from arrival to the last token, one and a half times saturation, nobody refused."""
+    """Mean and p99 from arrival to the last token, twice saturation, nobody refused."""
     full = saturation(trace.head(2000))
-    load = lasting(at_rate(repeated(trace, 60_000), 1.5 * full), 60.0 * min(minutes, 3.0))
+    load = lasting(at_rate(repeated(trace, 60_000), 2.0 * full), 60.0 * min(minutes, 5.0))
     means: dict[str, float] = {}
     settings: dict[str, tuple[str, dict[str, Any]]] = {
         "fcfs": ("fcfs", {}),
         "shortest": ("shortest", {}),
-        "shortest, bound 120 s": ("shortest", {"ageing_s": 120.0, "output_handicap_ms": 200.0}),
+        "shortest, 50 and 150 ms, bound 600 s": (
+            "shortest",
+            {"ageing_s": 600.0, "prompt_handicap_ms": 50.0, "output_handicap_ms": 150.0},
+        ),
         "tail": ("tail", {}),
     }
     for name, (policy, options) in settings.items():
@@ -312,7 +335,12 @@ def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
     best = min(means, key=lambda name: means[name])
     share = means[best] / means["fcfs"]
     yield Line(
-        part="order", policy=best, what="mean against fcfs", asked="<= 0.5", found=f"{share:.2f}", holds=share <= 0.5
+        part="order",
+        policy=best,
+        what="mean against fcfs",
+        asked="<= 0.5",
+        found=f"{share:.2f}",
+        holds=share <= 0.5,
     )
 
 
@@ -320,7 +348,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tenants", default="multi-tenant", help="trace of many clients, or a built-in's name")
+    parser.add_argument(
+        "--tenants", default="multi-tenant", help="trace of many clients, or a built-in's name"
+    )
     parser.add_argument("--trace", default="azure-conv", help="trace of conversations, or a built-in's name")
     parser.add_argument("--only", default="fair,flood,priority,deadline,order")
     parser.add_argument("--minutes", type=float, default=20.0, help="simulated, of the part about deadlines")

@@ -136,7 +136,10 @@ class SchedulerConfig:
         0.7, "milliseconds of waiting that one prompt token is worth to shortest", low=0.0, high=1e3
     )
     output_handicap_ms: float = option(
-        20.0, "milliseconds of waiting that one token of max_tokens is worth to shortest", low=0.0, high=1e4
+        2.0, "milliseconds of waiting that one token of max_tokens is worth to shortest", low=0.0, high=1e4
+    )
+    first_token_s: float | None = option(
+        None, "seconds after arrival by which deadline wants a first token", low=1e-3, kind=float
     )
     tenant_weights: str = option(
         "", "shares of tenants under fair, such as alice=2,bob=0.5; 1 for everybody else"

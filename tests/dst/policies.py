@@ -21,6 +21,7 @@ def draw_policy(rng: random.Random, config: EngineConfig) -> EngineConfig:
 def _options(rng: random.Random) -> dict[str, Any]:
     return {
         "output_handicap_ms": rng.choice((0.1, 5.0)),
+        "first_token_s": rng.choice((0.02, 100.0)),
         "tenant_weights": rng.choice(("", "tenant-0=2,tenant-1=0.5")),
         "output_token_cost": rng.choice((0.0, 2.0)),
     }

@@ -23,6 +23,7 @@ POLICY = (
     Flag(name="ageing_s"),
     Flag(name="prompt_handicap_ms"),
     Flag(name="output_handicap_ms"),
+    Flag(name="first_token_s", default="any time before the deadline"),
     Flag(name="tenant_weights"),
     Flag(name="output_token_cost"),
 )

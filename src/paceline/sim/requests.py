@@ -57,7 +57,9 @@ class RequestSource:
         if self._deadline_s is None:
             return None
         start_s, token_s = self._deadline_s
-        return float(self.workload.arrival_s[index]) + start_s + token_s * int(self.workload.output_len[index])
+        return (
+            float(self.workload.arrival_s[index]) + start_s + token_s * int(self.workload.output_len[index])
+        )
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""

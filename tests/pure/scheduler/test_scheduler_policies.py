@@ -42,7 +42,7 @@ def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
         attained=np.zeros(count, np.int64),
         started=np.zeros(count, np.int64),
     )
-    given_columns = {
+    given_columns: dict[str, Any] = {
         name: np.array(values, np.float64 if name in floats else np.int64) for name, values in columns.items()
     }
     return replace(view, **given_columns)
@@ -193,6 +193,15 @@ def test_a_request_without_a_deadline_comes_first_in_the_end() -> None:
     policy = LeastSlack(0.5, (0.0, 0.0), patience_s=30.0)
     view = view_of(2, now_s=100.0, arrival_s=[0.0, 99.0], deadline_s=[np.inf, 100.5])
     assert ranked(policy, view) == [0, 1]
+
+
+def test_a_first_token_may_be_due_before_the_rest() -> None:
+    policy = LeastSlack(0.5, (0.1, 1.0), patience_s=30.0, first_s=4.0)
+    view = view_of(3, deadline_s=[100.0] * 3, arrival_s=[10.0, 9.5, 6.0], num_tokens=[10, 10, 12])
+    # It takes 1 s for the prompt and 2 for the steps before it; the last has its first token.
+    assert policy.order(view).tolist() == pytest.approx([1.0, 0.5, 100.0 - 1.2 - 8.0 - 10.0])
+    late = replace(view, now_s=11.2)
+    assert ranked(policy, late) == [2, 1, 0]
 
 
 def test_what_a_token_takes_comes_from_the_table_of_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from paceline.scheduler.policy.tail import SoftTail
 POLICY_OPTIONS = frozenset(
     (
         "ageing_s",
+        "first_token_s",
         "long_prefill_share",
         "output_handicap_ms",
         "output_token_cost",
@@ -56,7 +58,8 @@ def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, flo
 
 
 def _deadline(config: SchedulerConfig) -> Policy:
-    return LeastSlack(config.long_prefill_share, token_seconds(config), config.ageing_s)
+    first_s = math.inf if config.first_token_s is None else config.first_token_s
+    return LeastSlack(config.long_prefill_share, token_seconds(config), config.ageing_s, first_s)
 
 
 def _shortest(config: SchedulerConfig) -> Policy:
