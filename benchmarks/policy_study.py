@@ -209,12 +209,13 @@ def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Worklo
 
 
 def priority_part(trace: Workload, minutes: float) -> Iterator[Line]:
-    """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it."""
-    full = saturation(trace.head(2000))
+    """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it. Steps of 20 ms."""
+    paced = {"step_target_ms": 20.0, "step_stretch": 1.0, "long_prefill_share": 1.0, "max_num_seqs": 1024}
+    full = saturation(trace.head(2000), paced)
     quiet = lasting(at_rate(trace, 0.3 * full), 60.0 * min(minutes, 3.0))
     quiet = replace(quiet, tenant=np.zeros(len(quiet), np.int32), tenants=("interactive",))
     both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
-    ageing = {"ageing_s": 600.0}
+    ageing = {**paced, "ageing_s": 600.0}
     before = float(np.nanpercentile(ttft(run(quiet, "priority", ageing)), 99))
     for policy in ("fcfs", "priority"):
         record = run(both, policy, ageing, priorities="tenant")
@@ -280,8 +281,9 @@ def deadline_part(trace: Workload, minutes: float) -> Iterator[Line]:
 
     The policy is told what is wanted of a first token, and each request's deadline is that and the time between tokens.
     """
-    paced: dict[str, Any] = {"step_target_ms": 40.0, "step_stretch": 1.0, "max_queue": 256}
+    paced: dict[str, Any] = {"step_target_ms": 40.0, "step_stretch": 1.0}
     full = saturation(trace.head(2000), paced)
+    paced["max_queue"] = 256
     rate = 1.5 * full
     load = at_rate(repeated(trace, int(rate * 60.0 * minutes)), rate)
     best_fcfs = 0.0
@@ -312,9 +314,9 @@ def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
     settings: dict[str, tuple[str, dict[str, Any]]] = {
         "fcfs": ("fcfs", {}),
         "shortest": ("shortest", {}),
-        "shortest, 50 and 150 ms, bound 600 s": (
+        "shortest, 200 and 600 ms, bound 600 s": (
             "shortest",
-            {"ageing_s": 600.0, "prompt_handicap_ms": 50.0, "output_handicap_ms": 150.0},
+            {"ageing_s": 600.0, "prompt_handicap_ms": 200.0, "output_handicap_ms": 600.0},
         ),
         "tail": ("tail", {}),
     }

@@ -38,7 +38,8 @@ class LeastSlack(FirstComeFirstServed):
     def order(self, view: RequestView) -> NDArray[np.float64]:
         # What has to be computed again is left out: to give way must not change a request's place.
         prompt_s = self._prompt_s * (view.num_tokens - view.attained)
-        slack_s = view.deadline_s - prompt_s - self._output_s * (view.max_total - view.num_tokens)
+        slack_s: NDArray[np.float64] = view.deadline_s - prompt_s
+        slack_s -= self._output_s * (view.max_total - view.num_tokens)
         first_s = view.arrival_s + self._first_s - prompt_s - STEPS_AHEAD * self._output_s
         slack_s[view.num_output == 0] = np.minimum(slack_s, first_s)[view.num_output == 0]
         slack_s -= view.now_s
