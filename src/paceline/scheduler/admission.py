@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.core.events import DecisionKind
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestState
 from paceline.kv.manager import Match, Needs
@@ -30,17 +28,6 @@ class Beginning:
     num_computed: int
     match: Match
     parent_row: int = NO_ROW
-
-
-def tokens_ahead(state: SchedulerState, prompts: list[int]) -> list[int]:
-    """For each of the rows that compute prompts, how many tokens the waiting requests have that go before it."""
-    if not len(state.queue) or state.mode.keeps_finished:
-        return [0] * len(prompts)
-    view = state.queue.view(state.now_s)
-    waiting = state.policy.order(view)
-    running = state.policy.order(state.row_view(np.array(prompts, np.int64)))
-    first = waiting.min()
-    return [int(view.num_tokens[waiting < score].sum()) if first < score else 0 for score in running.tolist()]
 
 
 class Admission:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.core.events import DecisionKind
 from paceline.core.plan import EMPTY, SAME_ROWS, RowSet, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request
-from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission, tokens_ahead
+from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
 from paceline.scheduler.columns import build_joins, build_spans
 from paceline.scheduler.pace import make_pace, paced_budget
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
@@ -63,9 +63,8 @@ class Composer:
             self._left = self.budget - self._decode_count
         if prompts:
             cap = self._cap(len(prompts))
-            ahead = tokens_ahead(state, prompts) if self.admission.rows_left() > 0 else [0] * len(prompts)
-            for row, kept in zip(prompts, ahead, strict=True):
-                self._span(row, max(0, min(self._left - kept, cap)))
+            for row in prompts:
+                self._span(row, min(self._left, cap))
         if len(state.queue):
             self._let_in(len(prompts))
         if self._left > 0 and state.prefilling:
@@ -355,10 +354,7 @@ class Composer:
         """
         if self._state.flights:
             return
-        kv = self._state.kv
-        shape = self._state.mode.shape(
-            candidates, lambda count, slots: count * kv.blocks_for(slots) <= kv.room()
-        )
+        shape = self._state.mode.shape(candidates, self._rectangle_fits)
         if shape is None:
             return
         for request in candidates[: shape.count]:
@@ -378,6 +374,10 @@ class Composer:
             state.kv.settle()
             return None
         return reason
+
+    def _rectangle_fits(self, count: int, slots: int) -> bool:
+        kv = self._state.kv
+        return count * kv.blocks_for(slots) <= kv.room()
 
     def _defer(self, request: Request, reason: str) -> None:
         if self._deferred.get(request.id) != reason:

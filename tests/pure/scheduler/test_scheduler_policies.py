@@ -248,22 +248,6 @@ def test_every_policy_serves_everybody_under_pressure(name: str) -> None:
     assert len(bench.finished) == 24
 
 
-def test_a_prompt_under_way_leaves_its_tokens_to_who_goes_before_it() -> None:
-    config = engine_config(max_num_batched_tokens=8, scheduling_policy="priority", long_prefill_share=1.0)
-    bench = Bench(config)
-    long = bench.add(prompt(40), 2, priority=5)
-    bench.step()
-    urgent = bench.add(prompt(6, 50), 2, priority=0)
-    seen = bench.step()
-    assert seen is not None
-    spans = dict(zip(seen.plan.spans.row.tolist(), seen.plan.spans.num_scheduled.tolist(), strict=True))
-    assert spans == {bench.request(urgent).row: 6, bench.request(long).row: 2}
-    later = bench.add(prompt(6, 90), 2, priority=9)
-    bench.step()
-    assert bench.request(later).row == -1  # it comes after the prompt under way
-    bench.run()
-
-
 # -- changes while serving ---------------------------------------------------------------------------------
 
 
