@@ -42,7 +42,7 @@ MIXED_MS = PiecewiseLinear(
 )
 
 PACE: dict[str, Any] = {"max_num_batched_tokens": 3072, "step_target_ms": 34.0}
-SHORT_FIRST = {**PACE, "scheduling_policy": "short-first", "long_prefill_share": 1.0}
+SHORT_FIRST = {**PACE, "scheduling_policy": "shortest", "output_handicap_ms": 0.0, "long_prefill_share": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "1,280 tokens": {"max_num_batched_tokens": 1280},
     "33 ms, never stretched": {**PACE, "step_target_ms": 33.0, "step_stretch": 1.0},

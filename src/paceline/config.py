@@ -14,7 +14,8 @@ from typing import Any
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
-POLICIES = ("fcfs", "priority", "short-first")
+POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "tail")
+OWN_CLASS = "module:Class"  # among the choices of an option: a class that the operator brings
 PREEMPTION_KINDS = ("recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -122,13 +123,29 @@ class SchedulerConfig:
         0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
     )
     max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
-    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=POLICIES)
-    ageing_s: float = option(30.0, "seconds of waiting that are worth one priority level", low=1e-6)
+    scheduling_policy: str = option(
+        "fcfs", "who goes first and who gives way", choices=(*POLICIES, OWN_CLASS)
+    )
+    ageing_s: float = option(
+        30.0,
+        "seconds of waiting that are worth one level of priority; the most a long request is put back by shortest; "
+        "by when deadline starts a request that has none",
+        low=1e-6,
+    )
     prompt_handicap_ms: float = option(
-        0.7,
-        "milliseconds of waiting that are worth one prompt token in the order short-first",
-        low=0.0,
-        high=1e3,
+        0.7, "milliseconds of waiting that one prompt token is worth to shortest", low=0.0, high=1e3
+    )
+    output_handicap_ms: float = option(
+        2.0, "milliseconds of waiting that one token of max_tokens is worth to shortest", low=0.0, high=1e4
+    )
+    first_token_s: float | None = option(
+        None, "seconds after arrival by which deadline wants a first token", low=1e-3, kind=float
+    )
+    tenant_weights: str = option(
+        "", "shares of tenants under fair, such as alice=2,bob=0.5; 1 for everybody else"
+    )
+    output_token_cost: float = option(
+        2.0, "prompt tokens that one generated token counts for under fair", low=0.0, high=1e3
     )
     mode: str = option("continuous", "how batches are formed", choices=MODES)
     batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
@@ -243,7 +260,8 @@ def _check_option(spec: Field[Any], value: Any) -> None:
         return  # not given, and nothing has to be
     flag = flag_of(spec)
     low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
-    if choices is not None and value not in choices:
+    own = choices is not None and OWN_CLASS in choices and isinstance(value, str) and ":" in value
+    if choices is not None and value not in choices and not own:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
     kind: type = spec.metadata["kind"]
     if kind is bool or kind is str:

@@ -131,6 +131,9 @@ def load_model(
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
 
+    make_policy(
+        SchedulerConfig(**_fields_of(SchedulerConfig, given))
+    )  # what is wrong with it is told at once
     # Before torch is loaded: what is wrong with a model is told at once.
     path = resolve(model.model, model.revision, model.download_dir)
     checkpoint = open_checkpoint(path, load_format=model.load_format)

@@ -103,10 +103,10 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
-    take short prompts first."""
+    take short requests first."""
     if rng.random() < 0.7:
         return config
-    policy = "short-first" if rng.random() < 0.3 else config.scheduler.scheduling_policy
+    policy = "shortest" if rng.random() < 0.3 else config.scheduler.scheduling_policy
     sizes = tuple(sorted(rng.sample((2, 6, 12, 16, 24, 32, 48, 64, 96, 128), rng.randint(1, 6))))
     costs = StepCosts(
         sizes=sizes,
@@ -119,6 +119,7 @@ def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
         config.scheduler,
         scheduling_policy=policy,
         prompt_handicap_ms=rng.choice((0.1, 5.0)),
+        output_handicap_ms=0.0,
         step_costs=costs,
         step_target_ms=rng.choice((0.5, 2.0, 4.0, 8.0)),
         step_stretch=rng.choice((1.0, 1.7, 3.0)),

@@ -24,6 +24,7 @@ from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.coverage import Coverage
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
+from tests.dst.policies import PolicyChanges, draw_policy
 from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
@@ -39,8 +40,9 @@ class World:
         self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None
     ) -> None:
         self.rng = rng = random.Random(seed)
-        self.config = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.traffic = draw_traffic(rng, self.config)
+        paced = draw_pace(random.Random(seed + 2), draw_config(rng))
+        self.config = draw_policy(random.Random(seed + 3), paced)
+        self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
         self.coverage = Coverage(make_recorder(self.config) if make_recorder is not None else None)
@@ -75,16 +77,14 @@ class World:
         self.live: dict[int, Expectation] = {}
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
-        self.prefixes = [
-            [rng.randrange(vocabulary) for _ in range(64)] for _ in range(self.traffic.num_prefixes)
-        ]
+        self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
+        self.policies = PolicyChanges(seed, self.engine.scheduler)
         self.overlapped = self.config.depth > 0
         self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
-        self.checker = InvariantChecker(
-            scheduler, batch=max(64, ROWS_AT_ONCE // scheduler.state.rows.num_rows)
-        )
+        batch = max(64, ROWS_AT_ONCE // scheduler.state.rows.num_rows)
+        self.checker = InvariantChecker(scheduler, batch=batch)
         return self.checker
 
     # -- running -------------------------------------------------------------------------------------------
@@ -244,6 +244,7 @@ class World:
 
     def _traffic(self) -> None:
         rng, traffic = self.rng, self.traffic
+        self.policies.perhaps()
         # Somebody waits now and then, not all the time: to ask the same request in every step tells little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
@@ -332,9 +333,8 @@ class World:
         requests = self.engine.scheduler.state.requests
         if not requests:
             return None
-        names = list(requests)
         for _ in range(4):
-            request = requests[self.rng.choice(names)]
+            request = requests[self.rng.choice(list(requests))]
             if not states or request.state in states:
                 return request
         return None

@@ -10,7 +10,7 @@ from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptio
 from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
-from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, depth_panel
+from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, POLICY, depth_panel
 from paceline.config import SchedulerConfig
 
 HELP = "Measure the engine on workloads that are the same on every machine."
@@ -58,8 +58,7 @@ _ENGINE = (
             Flag(name="step_target_ms", default="latency on a GPU: 7.1 steps of 64 decoding rows; else none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
-            Flag(name="scheduling_policy"),
-            Flag(name="prompt_handicap_ms"),
+            *POLICY,
         ),
     ),
 )

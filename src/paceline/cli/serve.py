@@ -16,6 +16,7 @@ import typer
 from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.serve_options import merged
+from paceline.cli.shared_flags import POLICY
 from paceline.config import SchedulerConfig, option
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ApiConfig, ServerConfig
@@ -100,7 +101,7 @@ PANELS = (
         optional=True,
         flags=(
             Flag(name="step_target_ms", default="7.1 steps of 64 decoding rows on a GPU, none on a CPU"),
-            Flag(name="scheduling_policy"),
+            *POLICY,
             Flag(name="watermark"),
             Flag(name="long_prefill_share"),
         ),

@@ -17,6 +17,16 @@ FORMING = (
     Flag(name="static_order"),
     Flag(name="long_prefill_share"),
 )
+# Who goes first.
+POLICY = (
+    Flag(name="scheduling_policy"),
+    Flag(name="ageing_s"),
+    Flag(name="prompt_handicap_ms"),
+    Flag(name="output_handicap_ms"),
+    Flag(name="first_token_s", default="any time before the deadline"),
+    Flag(name="tenant_weights"),
+    Flag(name="output_token_cost"),
+)
 BUDGET = Flag(name="max_num_batched_tokens", default="measured when the model is loaded")
 KV_BLOCKS = Panel(
     title="Engine",

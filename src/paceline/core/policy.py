@@ -6,8 +6,9 @@ requests, so that one rule orders both. Lower priority numbers and lower scores 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,15 @@ class RequestView:
     num_tokens: NDArray[np.int64]
     max_total: NDArray[np.int64]
     preemptions: NDArray[np.int64]
+    deadline_s: NDArray[np.float64]  # absolute, as `now_s`; infinity for none
+    num_computed: NDArray[np.int64]  # tokens whose KV is there: on the device, or kept on the host
+    attained: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
+    started: NDArray[np.int64]  # 1 once it has been admitted, though it may wait again
+
+    @property
+    def num_output(self) -> NDArray[np.int64]:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt
 
     def __len__(self) -> int:
         return len(self.order)
@@ -55,4 +65,26 @@ class Policy(Protocol):
 
     def share(self, view: RequestView, budget: int) -> int:
         """Most tokens one prompt may take of a step's `budget` while the requests in `view` wait."""
+        ...
+
+
+def is_relative(policy: Policy) -> bool:
+    """Whether a request's score depends on who else is in the view, as the policy's attribute `relative` says. If not,
+    it is compared with scores from other views."""
+    return bool(getattr(policy, "relative", False))
+
+
+@runtime_checkable
+class Accounting(Protocol):
+    """What a policy has besides if its order follows from what tenants were served. Both are told in a fixed order, so
+    that a replay gives the same accounts, and neither while a plan is made, except the prompts it admits."""
+
+    def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
+        """A tenant that had nothing waiting waits again. `waiting` are the others that do; if nobody, who did last."""
+        ...
+
+    def served(
+        self, tenant: NDArray[np.int64], prompt_tokens: NDArray[np.int64], output_tokens: NDArray[np.int64]
+    ) -> None:
+        """Tenants, each at most once, and the tokens of prompts admitted and of outputs delivered to each."""
         ...

@@ -7,6 +7,7 @@ object at admission, preemption and finish. While it runs, its counters live in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -93,6 +94,7 @@ class Request:
         "adapter",
         "admitted_s",
         "arrival_s",
+        "attained",
         "blocked",
         "branch",
         "branches",
@@ -154,6 +156,7 @@ class Request:
         self.blocked: Blocked | None = None
         self.row = NO_ROW
         self.num_computed = 0  # tokens whose KV lies in host_places, or was brought along from outside
+        self.attained = 0  # most tokens it ever had computed, as of when it last left a row
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
@@ -173,6 +176,11 @@ class Request:
     def max_total(self) -> int:
         """Prompt and output together, at most."""
         return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def due_s(self) -> float:
+        """Its deadline; infinity for none."""
+        return math.inf if self.deadline_s is None else self.deadline_s
 
     @property
     def is_terminal(self) -> bool:

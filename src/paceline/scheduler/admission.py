@@ -125,6 +125,7 @@ class Admission:
         if request.admitted_s is None:
             request.admitted_s = state.now_s
             request.num_cached = num_computed
+            state.service.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
             state.decide(DecisionKind.ADMIT, request, "fits", num_computed)

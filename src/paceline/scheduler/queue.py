@@ -6,7 +6,7 @@ arrival is kept in `order`: a preempted request comes back with the number it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 
-# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row.
-NUM_COUNTS, PRIORITY = 8, 1
+# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
+# attained, started. Its times: arrival, deadline.
+NUM_COUNTS, PRIORITY, TENANT = 11, 1, 2
+NUM_TIMES, DEADLINE = 2, 1
 
 
 class WaitingQueue:
@@ -26,8 +28,10 @@ class WaitingQueue:
         self._place: dict[RequestId, int] = {}
         # One line per request: requests come and go far more often than a policy looks at a whole column.
         self._counts: NDArray[np.int64] = np.zeros((64, NUM_COUNTS), np.int64)
-        self._arrival_s = np.zeros(64, np.float64)
+        self._times: NDArray[np.float64] = np.zeros((64, NUM_TIMES), np.float64)
         self.num_tokens = 0
+        self.tenants: dict[int, int] = {}  # how many requests of each wait; nobody has none
+        self._last_tenant: int | None = None  # who was the last to have nothing waiting any more
         self._columns: tuple[NDArray[np.int64], ...] | None = None  # of the last view, while they still hold
         self._view: RequestView | None = None  # the same, while it still holds
 
@@ -48,11 +52,12 @@ class WaitingQueue:
 
     def push(self, request: Request, order: int, tenant: int) -> None:
         place = len(self._requests)
-        if place == len(self._arrival_s):
+        if place == len(self._times):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._arrival_s = np.concatenate([self._arrival_s, np.zeros_like(self._arrival_s)])
+            self._times = np.concatenate([self._times, np.zeros_like(self._times)])
         self._view = self._columns = None
         self._requests.append(request)
+        self.tenants[tenant] = self.tenants.get(tenant, 0) + 1
         self._place[request.id] = place
         num_tokens = request.num_tokens
         numbers = (
@@ -64,26 +69,44 @@ class WaitingQueue:
             request.max_total,
             request.preemptions,
             NO_ROW,
+            request.num_computed,
+            request.attained,
+            request.admitted_s is not None,
         )
         self._counts[place] = numbers
-        self._arrival_s[place] = request.arrival_s
+        self._times[place] = (request.arrival_s, request.due_s)
         self.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
         self._view = self._columns = None
         place = self._place.pop(request.id)
+        tenant = self._counts.item(place, TENANT)
+        waiting = self.tenants[tenant] - 1
+        if waiting:
+            self.tenants[tenant] = waiting
+        else:
+            del self.tenants[tenant]
+            self._last_tenant = tenant
         last = self._requests.pop()
         if last is not request:
             self._requests[place] = last
             self._place[last.id] = place
             end = len(self._requests)
             self._counts[place] = self._counts[end]
-            self._arrival_s[place] = self._arrival_s[end]
+            self._times[place] = self._times[end]
         self.num_tokens -= request.num_tokens
+
+    def backlog(self, beside: Collection[int]) -> Collection[int]:
+        """The tenants that wait beside some; the last that did when nobody does."""
+        last = () if self._last_tenant is None else (self._last_tenant,)
+        return self.tenants.keys() - beside or set(last).difference(beside)
 
     def set_priority(self, request: Request) -> None:
         self._counts[self._place[request.id], PRIORITY] = request.priority
+
+    def set_deadline(self, request: Request) -> None:
+        self._times[self._place[request.id], DEADLINE] = request.due_s
 
     def view(self, now_s: float) -> RequestView:
         if self._view is not None and self._view.now_s == now_s:
@@ -93,20 +116,25 @@ class WaitingQueue:
             counts = self._counts[:count].T
             counts.flags.writeable = False
             self._columns = tuple(counts)
-        arrival_s = self._arrival_s[:count]
-        arrival_s.flags.writeable = False
-        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row = self._columns
+        times = self._times[:count]
+        times.flags.writeable = False
+        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, *rest = self._columns
+        row, num_computed, attained, started = rest
         self._view = RequestView(
             now_s=now_s,
             row=row,
             order=order,
-            arrival_s=arrival_s,
+            arrival_s=times[:, 0],
             priority=priority,
             tenant=tenant,
             num_prompt=num_prompt,
             num_tokens=num_tokens,
             max_total=max_total,
             preemptions=preemptions,
+            deadline_s=times[:, DEADLINE],
+            num_computed=num_computed,
+            attained=attained,
+            started=started,
         )
         return self._view
 

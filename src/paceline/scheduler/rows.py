@@ -33,6 +33,7 @@ COUNTS = (
     "priority",
     "tenant",
     "preemptions",
+    "attained",
 )
 FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
 
@@ -45,6 +46,7 @@ class Rows:
         self.high = 0  # rows at and above this one were never used
         self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.arrival_s = np.zeros(num_rows, np.float64)
+        self.deadline_s: NDArray[np.float64] = np.full(num_rows, np.inf)
         # One array behind the columns of a kind, so that a join writes all of them at once.
         self._counts: Count = np.zeros((len(COUNTS), num_rows), np.int64)
         self.request_id: Count
@@ -60,6 +62,7 @@ class Rows:
         self.priority: Count
         self.tenant: Count
         self.preemptions: Count
+        self.attained: Count  # tokens computed before it joined
         for name, count in zip(COUNTS, self._counts, strict=True):
             setattr(self, name, count)
         self._flags: Flag = np.zeros((len(FLAGS), num_rows), np.bool_)
@@ -94,6 +97,7 @@ class Rows:
             self.high = row + 1
         self.generation[row] += 1
         self.arrival_s[row] = request.arrival_s
+        self.deadline_s[row] = request.due_s
         known = request.num_tokens
         self._counts[:, row] = (
             request.id,
@@ -109,6 +113,7 @@ class Rows:
             request.priority,
             tenant,
             request.preemptions,
+            request.attained,
         )
         self._flags[:, row] = False
         self.live[row] = True
@@ -134,6 +139,7 @@ class Rows:
         """The request leaves its row, taking its tokens along; the row rests until step `fence` has completed."""
         row = request.row
         self.collect(request)
+        request.attained = max(self.attained.item(row), self.computed.item(row))
         self.live[row] = self.decoding[row] = False
         self.generation[row] += 1
         self.requests[row] = None

@@ -25,6 +25,7 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.state import Journal, SchedulerState
@@ -46,6 +47,7 @@ class Scheduler:
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
         self._note_withheld()
+        self.state.service.settle()
         plan = self.composer.compose()
         if plan is None:
             self._note_idle(noted, decided)
@@ -176,7 +178,19 @@ class Scheduler:
         self._tick()
         self._note("deadline", request_id, deadline_s)
         request.deadline_s = deadline_s
+        if request.row != NO_ROW:
+            self.state.rows.deadline_s[request.row] = request.due_s
+        elif request.id in self.state.queue:
+            self.state.queue.set_deadline(request)
         self.state.watch_deadline(request)
+
+    def set_policy(self, name: str, **options: float | str) -> None:
+        """Order by another policy from now on. `options` are those of the config that policies read."""
+        config = changed_policy(self.state.config, name, options)
+        policy = make_policy(config, self.state.policy)
+        self._tick()
+        self._note("policy", name, tuple(sorted(options.items())))
+        self.state.use_policy(config, policy)
 
     def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
         """Force a running request to give way. False when it does not run, is reserved, or has ended."""

@@ -25,6 +25,7 @@ from paceline.kv.manager import KVManager
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
+from paceline.scheduler.service import Service
 
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
@@ -105,6 +106,7 @@ class SchedulerState:
         self.requests: dict[RequestId, Request] = {}  # every live request
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.queue = WaitingQueue()
+        self.service = Service(policy, self.queue)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -154,6 +156,10 @@ class SchedulerState:
             num_tokens=table.num_tokens[rows],
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],
+            deadline_s=table.deadline_s[rows],
+            num_computed=(computed := table.computed[rows]),
+            attained=np.maximum(table.attained[rows], computed),
+            started=np.ones(len(rows), np.int64),
         )
 
     def in_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -174,8 +180,19 @@ class SchedulerState:
         if request.id not in self.orders:
             self.orders[request.id] = self._next_order
             self._next_order += 1
+        tenant = self.tenant_index(request.tenant)
+        self.service.comes(tenant, request.tenant, back=request.state is RequestState.RUNNING)
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
-        self.queue.push(request, self.orders[request.id], self.tenant_index(request.tenant))
+        self.queue.push(request, self.orders[request.id], tenant)
+
+    def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
+        """Another policy from now on; one that keeps accounts is told of everybody there is."""
+        self.service.settle()
+        self.config, self.policy = config, policy
+        self.service = Service(policy, self.queue)
+        if self.service.accounts is not None:
+            for name in dict.fromkeys(request.tenant for request in self.requests.values()):
+                self.service.accounts.began(self.tenant_index(name), name, ())
 
     def watch_deadline(self, request: Request) -> None:
         if request.deadline_s is not None:

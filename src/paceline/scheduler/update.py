@@ -66,6 +66,8 @@ def _deliver(
     rows.outputs[at, before - rows.known[at]] = tokens
     rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
+    if state.service.accounts is not None:
+        state.service.delivered(rows.tenant[at])
     state.outbox.tokens.append(
         TokenEvents(
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index

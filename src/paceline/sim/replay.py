@@ -135,6 +135,9 @@ class _Replayer:
     def __init__(self, log: RunLog, policy: Policy | None) -> None:
         self.write: Callable[[str], None] = lambda line: None
         self._clock = ManualClock(-math.inf)
+        named = log.config.scheduler.scheduling_policy
+        if policy is None and ":" in named:  # a file must not choose what is imported
+            raise InputError(f"the run had a policy of its own, {named}; the replay must be given it")
         hooks = _RecordedHooks()
         self._scheduler = build_scheduler(log.config, self._clock, hooks, policy=policy)
         self._state = hooks.state = self._scheduler.state
@@ -299,6 +302,7 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "abort": Scheduler.abort,
     "finish_at": Scheduler.finish_at,
     "priority": Scheduler.set_priority,
+    "policy": lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),
     "deadline": lambda scheduler, request, time_s: scheduler.set_deadline(request, _time_or_none(time_s)),
     "preempt": lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),
     "pause": lambda scheduler, request, swap: scheduler.pause(request, swap=swap),

@@ -24,7 +24,15 @@ MAX_LEVELS = 1000
 class RequestSource:
     """Makes request number `index` of a workload; its id is its number."""
 
-    def __init__(self, workload: Workload, block_size: int, *, priorities: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        block_size: int,
+        *,
+        priorities: NDArray[np.int32],
+        deadline_s: tuple[float, float] | None = None,
+    ) -> None:
+        self._deadline_s = deadline_s
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
@@ -41,7 +49,16 @@ class RequestSource:
             arrival_s=float(workload.arrival_s[index]),
             tenant=workload.tenants[workload.tenant[index]],
             priority=self._priority[index],
+            deadline_s=self._deadline(index),
             keys=self.keys(index),
+        )
+
+    def _deadline(self, index: int) -> float | None:
+        if self._deadline_s is None:
+            return None
+        start_s, token_s = self._deadline_s
+        return (
+            float(self.workload.arrival_s[index]) + start_s + token_s * int(self.workload.output_len[index])
         )
 
     def keys(self, index: int) -> list[BlockKey]:

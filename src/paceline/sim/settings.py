@@ -63,6 +63,7 @@ class SimConfig:
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
     priorities: str = "none"  # see requests.draw_priorities
+    deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
     faults: FaultSpec = field(default_factory=FaultSpec)
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
@@ -91,6 +92,7 @@ class SimConfig:
             "host_step_s": self.host_step_s,
             "priorities": self.priorities,
             "faults": asdict(self.faults),
+            **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             "seed": self.seed,
             "check": self.check,
             "scheduler": asdict(self.engine.scheduler),
@@ -124,7 +126,7 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
-    if scheduler.step_target_ms:
+    if scheduler.step_target_ms or scheduler.scheduling_policy == "deadline":
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
 

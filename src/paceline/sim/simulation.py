@@ -86,6 +86,7 @@ class Simulation:
             self.workload,
             config.engine.kv.block_size,
             priorities=draw_priorities(config.priorities, self.workload, config.seed),
+            deadline_s=config.deadline_s,
         )
         self.replicas = [
             Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)

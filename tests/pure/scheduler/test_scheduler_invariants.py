@@ -14,6 +14,7 @@ from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.pictures import Underway
 from paceline.scheduler.invariants.registry import Look
+from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -32,6 +33,7 @@ class Scene:
         self.pool = self.group.pool
         self.decisions = list(self.state.decisions)
         self.in_flight: list[Underway] = []
+        self.backlog: dict[int, float] = {}
 
     def row(self, number: int) -> int:
         return self.state.requests[RequestId(number)].row
@@ -40,6 +42,7 @@ class Scene:
         """What the checks (or one of them) find wrong, by the name of the check."""
         look = Look(self.bench.scheduler, self.plan, self.in_flight)
         look.decisions = self.decisions
+        look.backlog = self.backlog
         orders = self.state.orders
         look.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
         mine = [entry for entry in INVARIANTS if self.state.config.mode in entry.modes]
@@ -53,6 +56,14 @@ def scene(count: int = 3, steps: int = 3, **options: Any) -> Scene:
     for start in range(count):
         bench.add(prompt(9, start), 20)
     bench.step(steps)
+    return Scene(bench, bench.scheduler.schedule())
+
+
+def shared_out() -> Scene:
+    """Request 1 of one tenant was just admitted; request 2 of another waits for its row."""
+    bench = Bench(engine_config(max_num_seqs=1, scheduling_policy="fair"))
+    for start, tenant in enumerate(("one", "other")):
+        bench.add(prompt(9, start), 20, tenant=tenant)
     return Scene(bench, bench.scheduler.schedule())
 
 
@@ -405,6 +416,17 @@ def a_deadline_has_passed_unnoticed(scene: Scene) -> None:
     request = scene.bench.request(RequestId(1))
     request.deadline_s = scene.state.now_s - 1
     scene.state.watch_deadline(request)
+
+
+@breaks("who_was_served_least_is_admitted_first", shared_out)
+def a_tenant_that_was_served_much_is_admitted(scene: Scene) -> None:
+    assert isinstance(scene.state.policy, FairShare)
+    scene.state.policy.counters[0] += 100.0
+
+
+@breaks("nobody_saves_up_service", shared_out)
+def a_tenant_brings_what_it_did_not_use(scene: Scene) -> None:
+    scene.backlog = {0: 50.0}
 
 
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])

@@ -15,7 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.policy.priority import PriorityWithAgeing
-from paceline.scheduler.policy.short_first import ShortPromptsFirst
+from paceline.scheduler.policy.shortest import ShortestFirst
 from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -37,6 +37,10 @@ def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
         num_tokens=np.ones(count, np.int64),
         max_total=np.ones(count, np.int64),
         preemptions=np.zeros(count, np.int64),
+        deadline_s=np.full(count, np.inf),
+        num_computed=np.zeros(count, np.int64),
+        attained=np.zeros(count, np.int64),
+        started=np.zeros(count, np.int64),
     )
 
 
@@ -88,20 +92,25 @@ def test_the_share_of_a_prompt_is_at_least_one_token(share: float, budget: int, 
 def test_the_config_names_the_policy() -> None:
     assert type(make_policy(SchedulerConfig(scheduling_policy="fcfs"))) is FirstComeFirstServed
     assert type(make_policy(SchedulerConfig(scheduling_policy="priority"))) is PriorityWithAgeing
-    assert type(make_policy(SchedulerConfig(scheduling_policy="short-first"))) is ShortPromptsFirst
+    assert type(make_policy(SchedulerConfig(scheduling_policy="shortest"))) is ShortestFirst
 
 
 def test_a_long_prompt_counts_as_one_that_came_later() -> None:
     view = view_of([(0, 0), (1, 0), (2, 0), (3, 0)])
     view = replace(view, num_prompt=np.array([5000, 1000, 10, 5000]))
-    scores = ShortPromptsFirst(0.5, token_s=1e-3).order(view)
+    view = replace(view, max_total=view.num_prompt)
+    scores = ShortestFirst(0.5, prompt_s=1e-3, output_s=0.0, bound_s=10.0).order(view)
     assert first(view, scores, 4).tolist() == [1, 2, 0, 3]  # at 5, 2, 2.01 and 8 seconds
-    assert ShortPromptsFirst(0.5, token_s=0.0).order(view).tolist() == [0.0, 1.0, 2.0, 3.0]
+    scores = ShortestFirst(0.5, prompt_s=0.0, output_s=1.0, bound_s=10.0).order(view)
+    assert scores.tolist() == [0.0, 1.0, 2.0, 3.0]
+    view = replace(view, max_total=view.num_prompt + np.array([9, 1, 1, 1]))
+    scores = ShortestFirst(0.5, prompt_s=0.0, output_s=1.0, bound_s=5.0).order(view)
+    assert scores.tolist() == [5.0, 2.0, 3.0, 4.0]
 
 
 def test_no_prompt_is_put_back_without_a_bound() -> None:
     view = replace(view_of([(0, 0), (9, 0)]), num_prompt=np.array([10**6, 10]))
-    scores = ShortPromptsFirst(0.5, token_s=1e-3).order(view)
+    scores = ShortestFirst(0.5, prompt_s=1e-3, output_s=1.0, bound_s=9.0).order(view)
     assert first(view, scores, 2).tolist() == [0, 1]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.policy import RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.errors import EngineFailed, NeverFits, QueueFull
+from paceline.errors import EngineFailed, InputError, NeverFits, QueueFull
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.sim.replay import replay
 from tests.fakes import FakeRunner, Faults
@@ -207,3 +209,42 @@ def test_looking_for_work_many_times_makes_no_long_log(tmp_path: Path) -> None:
     kinds = Counter(entry[0] for line in lines_of(tmp_path / "run.jsonl")[1:] for entry in line["inputs"])
     assert kinds["idle"] == 1
     assert replay(read_run_log(tmp_path / "run.jsonl")).is_equal
+
+
+def test_accounts_and_changes_of_policy_replay_byte_for_byte(tmp_path: Path) -> None:
+    config = small_config(depth=1, scheduling_policy="fair")
+    config = replace(config, scheduler=replace(config.scheduler, tenant_weights="a=2", max_queue=100))
+    clock = ManualClock()
+    faults = Faults(rng=random.Random(5), step_failure=0.05)
+    engine = engine_with_log(config, tmp_path / "run.jsonl", clock=clock, runner=FakeRunner(config, faults))
+    changes: dict[int, tuple[str, dict[str, float]]] = {
+        12: ("tail", {}),
+        18: ("fair", {"output_token_cost": 0.5}),
+        25: ("shortest", {"ageing_s": 3.0}),
+    }
+    for number in range(40):
+        engine.add([1, 2, 3, 4], SamplingParams(max_tokens=3 + number % 5), tenant="abc"[number % 3])
+        if number in changes:
+            name, options = changes[number]
+            engine.scheduler.set_policy(name, **options)
+        engine.step_overlapped()
+        clock.advance(0.1)
+    run_until_idle(engine)
+    log = read_run_log(tmp_path / "run.jsonl")
+    assert replay(log, output=tmp_path / "again.jsonl").is_equal
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "run.jsonl").read_bytes()
+    kinds = Counter(entry[0] for line in lines_of(tmp_path / "run.jsonl")[1:] for entry in line["inputs"])
+    assert kinds["policy"] == 3 and kinds["step_failed"] >= 1
+
+
+def test_a_log_does_not_choose_what_is_imported(tmp_path: Path) -> None:
+    name = f"{LastComeFirstServed.__module__}:OwnPolicy"
+    config = small_config(depth=0, scheduling_policy=name)
+    policy = LastComeFirstServed(0.5)
+    engine = engine_with_log(config, tmp_path / "run.jsonl", policy=policy)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+    run_until_idle(engine)
+    log = read_run_log(tmp_path / "run.jsonl")
+    with pytest.raises(InputError, match="must be given it"):
+        replay(log)
+    assert replay(log, policy=policy).is_equal

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.events import DecisionKind
-from paceline.core.policy import RequestView
-from paceline.core.request import BlockReason, Request, RequestState
+from paceline.core.policy import RequestView, is_relative
+from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.scheduler.admission import PASSABLE
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
 from paceline.scheduler.preemption import first_in_order
 from paceline.scheduler.queue import first
+from paceline.scheduler.rows import Rows
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
@@ -41,8 +42,9 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
     composer = look.scheduler.composer
     if not len(state.queue) or composer.tokens_left < 1 or composer.admission.rows_left() < 1:
         return None
-    view = state.queue.view(state.now_s)
-    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    head = _head(look)
+    if head is None:
+        return None
     if head.id not in composer.passed and composer.admission.refusal(head) is None:
         return f"request {head.id} fits and is first, and was not admitted"
     return None
@@ -59,12 +61,13 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
     rows, foremost = state.rows, first_in_order(state)
+    charged = _tenants_admitted(look) if is_relative(state.policy) else set()
     for row in look.live.tolist():
         request = rows.requests[row]
         assert request is not None
         if row in joined or rows.reserved[row] or request.state is not RequestState.RUNNING:
             continue
-        if row == foremost:
+        if row == foremost or request.tenant in charged:
             continue
         for victim in victims:
             if _goes_first(look, state.requests[victim], request):
@@ -79,7 +82,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = look.scheduler.state
-    if not look.decisions or not len(state.queue):
+    if not look.decisions or not len(state.queue) or is_relative(state.policy):
         return None
     admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
@@ -88,7 +91,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     waiting_requests = list(state.queue)
     view = _view_of(look, waiting_requests)
     waiting = state.policy.order(view)
-    admitted_view = _view_of(look, runners)
+    admitted_view = _view_of(look, runners, as_waited=True)
     scores = state.policy.order(admitted_view)
     last = int(np.lexsort((admitted_view.order, scores))[-1])
     earlier = (waiting < scores[last]) | (
@@ -97,7 +100,7 @@ def nobody_is_passed_over(look: Look) -> str | None:
     for index in np.flatnonzero(earlier).tolist():
         request = waiting_requests[index]
         waits_for_room = look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
-        if waits_for_room and not _could_wait_for_prefix(look, request):
+        if waits_for_room and not could_wait_for_prefix(look, request):
             return f"request {runners[last].id} was admitted past {request.id}"
     return None
 
@@ -136,16 +139,34 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     share = state.policy.share(view, look.scheduler.composer.budget)
     if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
-    head = state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+    head = _head(look)
     if (
-        head.id not in look.scheduler.composer.passed
+        head is not None
+        and head.id not in look.scheduler.composer.passed
         and look.scheduler.composer.admission.refusal(head) is None
     ):
         return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
     return None
 
 
-def _could_wait_for_prefix(look: Look, request: Request) -> bool:
+def _tenants_admitted(look: Look) -> set[str]:
+    """Tenants that were charged for a prompt since somebody gave way: they stood better then."""
+    requests = look.scheduler.state.requests
+    admitted = [d.request for d in look.decisions if d.kind is DecisionKind.ADMIT]
+    return {requests[number].tenant for number in admitted if number in requests}
+
+
+def _head(look: Look) -> Request | None:
+    """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
+    on who else waits, they change when somebody fails on the way in."""
+    state = look.scheduler.state
+    if is_relative(state.policy) and any(d.kind is DecisionKind.FAIL for d in look.decisions):
+        return None
+    view = state.queue.view(state.now_s)
+    return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
+
+
+def could_wait_for_prefix(look: Look, request: Request) -> bool:
     """Whether the request was rightly passed over earlier in this schedule: its prefix or parent is being computed."""
     state = look.scheduler.state
     recent = {d.request for d in look.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
@@ -163,9 +184,11 @@ def _goes_first(look: Look, one: Request, other: Request) -> bool:
     return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))
 
 
-def _view_of(look: Look, requests: list[Request]) -> RequestView:
-    """Requests as a policy sees them, with the place in the order of arrival they came with."""
+def _view_of(look: Look, requests: list[Request], *, as_waited: bool = False) -> RequestView:
+    """Requests as a policy sees them, with the place in the order of arrival they came with. `as_waited`: before they
+    were admitted, with nothing found in the prefix cache."""
     state = look.scheduler.state
+    computed = [_computed(state.rows, request, as_waited) for request in requests]
     arrived = [look.arrived[request.id] for request in requests]
     return RequestView(
         now_s=state.now_s,
@@ -173,9 +196,22 @@ def _view_of(look: Look, requests: list[Request]) -> RequestView:
         order=np.array([order for _, order in arrived], np.int64),
         arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
         priority=np.array([request.priority for request in requests], np.int64),
-        tenant=np.zeros(len(requests), np.int64),
+        tenant=np.array([state.tenant_index(request.tenant) for request in requests], np.int64),
         num_prompt=np.array([request.num_prompt for request in requests], np.int64),
-        num_tokens=np.array([request.num_tokens for request in requests]),
+        num_tokens=np.array([_num_tokens(state.rows, request) for request in requests], np.int64),
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),
+        deadline_s=np.array([request.due_s for request in requests], np.float64),
+        num_computed=np.array(computed, np.int64),
+        attained=np.maximum([request.attained for request in requests], computed).astype(np.int64),
+        started=np.array([request.admitted_s is not None for request in requests], np.int64),
     )
+
+
+def _computed(rows: Rows, request: Request, as_waited: bool) -> int:
+    at_rest = as_waited or request.row == NO_ROW
+    return request.num_computed if at_rest else rows.computed.item(request.row)
+
+
+def _num_tokens(rows: Rows, request: Request) -> int:
+    return request.num_tokens if request.row == NO_ROW else rows.num_tokens.item(request.row)

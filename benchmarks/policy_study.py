@@ -1,0 +1,378 @@
+"""What the scheduling policies give, beside first come, first served: an 8B model on a modelled H200.
+
+Five parts: shares of tenants under overload and under a flood, interactive beside batch work, deadlines, and latency
+by order. Each prints lines of one table with what is asked for and what came out. Saturation is what first come,
+first served finishes when everything is there from the start.
+
+    python -m benchmarks.policy_study [--tenants vtc_arena_multiclient_trace.csv] [--trace azure2023_conv.csv]
+                                      [--only fair,flood,priority,deadline,order] [--minutes 20]
+
+Without files the built-in generators are used, which are fitted to the same traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.costs.presets import device_spec, model_shape
+from paceline.report.record import OUTCOMES, RunRecord
+from paceline.sim import Machine, SimConfig, engine_config, simulate
+from paceline.workload import load_workload
+from paceline.workload.model import Workload
+
+MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
+ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+POOL_TOKENS = 10_000  # of the part about shares
+OUTPUT_COST = 2.0
+FINISHED = OUTCOMES.index("finished")
+REFUSED = OUTCOMES.index("refused")
+TTFT_S, ITL_S = 1.0, 0.05
+PRIORITIES = ("interactive", "batch")  # tenants in the order of their priority
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One row of the table."""
+
+    part: str
+    policy: str
+    what: str
+    asked: str
+    found: str
+    holds: bool | None  # None: nothing was asked
+
+
+def run(workload: Workload, policy: str, options: dict[str, Any] | None = None, **sim: Any) -> RunRecord:
+    engine = engine_config(MACHINE, workload, {**ENGINE, "scheduling_policy": policy, **(options or {})})
+    return simulate(SimConfig(machine=MACHINE, engine=engine, **sim), workload, label=policy)
+
+
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """The same arrivals, as dense as to give the rate."""
+    start = workload.arrival_s - workload.arrival_s[0]
+    return replace(workload, arrival_s=start * (workload.rate / rate))
+
+
+def saturation(workload: Workload, options: dict[str, Any] | None = None) -> float:
+    """Requests per second when nobody has to be waited for."""
+    record = run(replace(workload, arrival_s=np.zeros(len(workload))), "fcfs", options)
+    return len(workload) / float(np.nanmax(record.finished_s))
+
+
+def ttft(record: RunRecord) -> Floats:
+    found: Floats = record.first_token_s - record.arrival_s
+    return found
+
+
+def served_per_s(record: RunRecord, until_s: float) -> float:
+    """Tokens of prompts and outputs per second, up to a moment."""
+    return float(sum(service(record, np.array([until_s]))[:, 0])) / until_s
+
+
+# -- shares of tenants -------------------------------------------------------------------------------------
+
+
+def service(record: RunRecord, times: Floats) -> Floats:
+    """What each tenant was served up to each moment: a prompt when it is admitted, output evenly as it comes."""
+    tenants = int(record.tenant.max()) + 1
+    total = np.zeros((tenants, len(times)))
+    admitted, first, end = (
+        np.nan_to_num(column, nan=np.inf)[:, None]
+        for column in (record.admitted_s, record.first_token_s, record.finished_s)
+    )
+    for tenant in range(tenants):
+        mine = record.tenant == tenant
+        prompts = record.prompt_len[mine, None] * (times >= admitted[mine])
+        span = np.maximum(end[mine] - first[mine], 1e-9)
+        with np.errstate(invalid="ignore"):
+            share = np.clip(np.nan_to_num((times - first[mine]) / span, nan=0.0), 0.0, 1.0)
+        outputs = OUTPUT_COST * record.output_len[mine, None] * share
+        total[tenant] = (prompts + outputs).sum(axis=0)
+    return total
+
+
+def largest_gap(record: RunRecord, until_s: float) -> float:
+    """The most that the service of two tenants grew apart while both had requests waiting."""
+    times = np.arange(0.0, until_s, 0.25)
+    given = service(record, times)
+    admitted = np.nan_to_num(record.admitted_s, nan=np.inf)
+    waiting = np.zeros(given.shape, np.bool_)
+    for tenant in range(len(given)):
+        mine = record.tenant == tenant
+        waits = (times >= record.arrival_s[mine, None]) & (times < admitted[mine, None])
+        waiting[tenant] = waits.any(axis=0)
+    gap = 0.0
+    for one, other in combinations(range(len(given)), 2):
+        both = waiting[one] & waiting[other]
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], both.astype(np.int8), [0]))))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            apart = given[one, start:end] - given[other, start:end]
+            gap = max(gap, float(apart.max() - apart.min()))
+    return gap
+
+
+def fair_part(trace: Workload) -> Iterator[Line]:
+    options = {"block_size": 16, "num_blocks": POOL_TOKENS // 16 + 1}
+    full = saturation(trace, options)
+    load = at_rate(trace, 2 * full)
+    until_s = load.duration_s
+    gaps, rates = {}, {}
+    for policy in ("fcfs", "fair"):
+        record = run(load, policy, options)
+        gaps[policy], rates[policy] = largest_gap(record, until_s), served_per_s(record, until_s)
+    longest = int(load.prompt_len.max())
+    bound = 2 * max(longest, OUTPUT_COST * POOL_TOKENS)
+    yield Line(
+        part="fair",
+        policy="fair",
+        what=f"service gap, {len(set(load.tenant.tolist()))} tenants, {2 * full:.1f}/s",
+        asked=f"<= {bound:,.0f} tokens (VTC)",
+        found=f"{gaps['fair']:,.0f}",
+        holds=gaps["fair"] <= bound,
+    )
+    share = gaps["fair"] / gaps["fcfs"]
+    found = f"{share:.2f} of {gaps['fcfs']:,.0f}"
+    yield Line(
+        part="fair", policy="fair", what="of fcfs's gap", asked="<= 0.25", found=found, holds=share <= 0.25
+    )
+    loss = 1.0 - rates["fair"] / rates["fcfs"]
+    yield Line(
+        part="fair",
+        policy="fair",
+        what="loss of throughput",
+        asked="<= 5 %",
+        found=f"{100 * loss:.1f} %",
+        holds=loss <= 0.05,
+    )
+
+
+def flood_part(trace: Workload) -> Iterator[Line]:
+    """Tenants at 0.8 of saturation; then one more with ten times the share that all have alike.
+
+    Once with the requests dealt out evenly, once as recorded: there a few ask for more than their share themselves,
+    and only those that do not are looked at.
+    """
+    options = {"block_size": 16, "num_blocks": POOL_TOKENS // 16 + 1}
+    full = saturation(trace, options)
+    recorded = at_rate(trace, 0.8 * full)
+    tenants = len(recorded.tenants)
+    dealt = np.random.default_rng(2).integers(0, tenants, len(recorded)).astype(np.int32)
+    modest = np.bincount(recorded.tenant) <= full * recorded.duration_s / (tenants + 1)
+    for name, quiet, looked_at in (
+        ("alike", replace(recorded, tenant=dealt), np.ones(tenants, np.bool_)),
+        (f"recorded, {np.count_nonzero(modest)} within their share", recorded, modest),
+    ):
+        flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
+        others = np.append(looked_at, False)
+        for policy in ("fcfs", "fair"):
+            alone, beside = run(quiet, policy, options), run(flooded, policy, options)
+            before = float(np.nanpercentile(ttft(alone)[others[alone.tenant]], 95))
+            after = float(np.nanpercentile(ttft(beside)[others[beside.tenant]], 95))
+            yield Line(
+                part="flood",
+                policy=policy,
+                what=f"others' p95 TTFT beside a flood ({name})",
+                asked="<= 2 x" if policy == "fair" else "",
+                found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
+                holds=after <= 2 * before if policy == "fair" else None,
+            )
+
+
+def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Workload:
+    """One more tenant, with requests like everybody's."""
+    random = np.random.default_rng(seed)
+    count = max(1, int(rate * workload.duration_s))
+    like = random.integers(0, len(workload), count)
+    arrival_s = np.concatenate([workload.arrival_s, np.sort(random.uniform(0, workload.duration_s, count))])
+    by = np.argsort(arrival_s, kind="stable")
+    tenant = np.concatenate([workload.tenant, np.full(count, len(workload.tenants), np.int32)])
+    return replace(
+        workload,
+        arrival_s=arrival_s[by],
+        prompt_len=np.concatenate([workload.prompt_len, workload.prompt_len[like]])[by],
+        output_len=np.concatenate([workload.output_len, workload.output_len[like]])[by],
+        tenant=tenant[by].astype(np.int32),
+        tenants=(*workload.tenants, name),
+    )
+
+
+# -- priority, deadline, order -----------------------------------------------------------------------------
+
+
+def priority_part(trace: Workload, minutes: float) -> Iterator[Line]:
+    """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it. Steps of 20 ms."""
+    paced = {"step_target_ms": 20.0, "step_stretch": 1.0, "long_prefill_share": 1.0, "max_num_seqs": 1024}
+    full = saturation(trace.head(2000), paced)
+    quiet = lasting(at_rate(trace, 0.3 * full), 60.0 * min(minutes, 3.0))
+    quiet = replace(quiet, tenant=np.zeros(len(quiet), np.int32), tenants=("interactive",))
+    both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
+    ageing = {**paced, "ageing_s": 600.0}
+    before = float(np.nanpercentile(ttft(run(quiet, "priority", ageing)), 99))
+    for policy in ("fcfs", "priority"):
+        record = run(both, policy, ageing, priorities="tenant")
+        after = float(np.nanpercentile(ttft(record)[record.tenant == 0], 99))
+        yield Line(
+            part="priority",
+            policy=policy,
+            what="interactive p99 TTFT beside batch",
+            asked="<= 1.3 x" if policy == "priority" else "",
+            found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
+            holds=after <= 1.3 * before if policy == "priority" else None,
+        )
+    yield ageing_line(quiet, full)
+
+
+def ageing_line(quiet: Workload, full: float) -> Line:
+    """Interactive work alone above saturation: batch work is admitted once it is as old as its level is worth."""
+    crowd = lasting(at_rate(quiet, 1.2 * full), 90.0)
+    record = run(
+        with_tenant(crowd, "batch", 0.05 * full, seed=5), "priority", {"ageing_s": 10.0}, priorities="tenant"
+    )
+    waited = (record.admitted_s - record.arrival_s)[record.tenant == 1]
+    others = (record.admitted_s - record.arrival_s)[record.tenant == 0]
+    bound_s = 10.0 + float(np.nanmax(others))
+    worst_s = float(np.max(np.nan_to_num(waited, nan=np.inf)))
+    return Line(
+        part="priority",
+        policy="priority",
+        what="longest wait of batch work, ageing 10 s",
+        asked=f"<= {bound_s:.1f} s (10 s and the longest other)",
+        found=f"{worst_s:.1f} s",
+        holds=worst_s <= bound_s,
+    )
+
+
+def lasting(workload: Workload, seconds: float) -> Workload:
+    return workload.head(int(np.searchsorted(workload.arrival_s, seconds)))
+
+
+def repeated(workload: Workload, count: int) -> Workload:
+    """As many requests as asked for, the same again and again, at the same rate."""
+    times = -(-count // len(workload))
+    period = workload.duration_s + 1.0 / workload.rate
+    tiled = {
+        name: np.tile(getattr(workload, name), times)[:count]
+        for name in ("prompt_len", "output_len", "tenant")
+    }
+    arrival_s = np.concatenate([workload.arrival_s + period * number for number in range(times)])[:count]
+    return replace(workload, arrival_s=arrival_s, **tiled)  # type: ignore[arg-type]
+
+
+def good(record: RunRecord) -> NDArray[np.bool_]:
+    """Finished, with its first token and its mean time between tokens in time."""
+    gaps = np.maximum(record.output_len - 1, 1)
+    itl_s = (record.finished_s - record.first_token_s) / gaps
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.bool_] = (record.outcome == FINISHED) & (ttft(record) <= TTFT_S) & (itl_s <= ITL_S)
+    return found
+
+
+def deadline_part(trace: Workload, minutes: float) -> Iterator[Line]:
+    """One and a half times saturation, a queue of 256, steps of 40 ms; who has a deadline ends at it.
+
+    The policy is told what is wanted of a first token, and each request's deadline is that and the time between tokens.
+    """
+    paced: dict[str, Any] = {"step_target_ms": 40.0, "step_stretch": 1.0}
+    full = saturation(trace.head(2000), paced)
+    paced["max_queue"] = 256
+    rate = 1.5 * full
+    load = at_rate(repeated(trace, int(rate * 60.0 * minutes)), rate)
+    best_fcfs = 0.0
+    for policy, ends in (("fcfs", False), ("fcfs", True), ("deadline", True)):
+        options = {**paced, "first_token_s": TTFT_S} if policy == "deadline" else paced
+        record = run(load, policy, options, deadline_s=(TTFT_S, ITL_S) if ends else None)
+        goodput = float(np.count_nonzero(good(record))) / record.duration_s
+        refused = int(np.count_nonzero(record.outcome == REFUSED))
+        in_time = int(np.count_nonzero(record.outcome == FINISHED))
+        judged = policy == "deadline"
+        best_fcfs = best_fcfs if judged else max(best_fcfs, goodput)
+        ratio = goodput / best_fcfs
+        yield Line(
+            part="deadline",
+            policy=policy,
+            what=f"goodput at {rate:.0f}/s{', requests end at their deadline' if ends else ''}",
+            asked=">= 1.3 x the best fcfs" if judged else "",
+            found=f"{goodput:.1f}/s ({ratio:.2f} x; {in_time:,} finished, {refused:,} refused)",
+            holds=ratio >= 1.3 if judged else None,
+        )
+
+
+def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
+    """Mean and p99 from arrival to the last token, twice saturation, nobody refused."""
+    full = saturation(trace.head(2000))
+    load = lasting(at_rate(repeated(trace, 60_000), 2.0 * full), 60.0 * min(minutes, 5.0))
+    means: dict[str, float] = {}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
+        "fcfs": ("fcfs", {}),
+        "shortest": ("shortest", {}),
+        "shortest, 200 and 600 ms, bound 600 s": (
+            "shortest",
+            {"ageing_s": 600.0, "prompt_handicap_ms": 200.0, "output_handicap_ms": 600.0},
+        ),
+        "tail": ("tail", {}),
+    }
+    for name, (policy, options) in settings.items():
+        record = run(load, policy, options)
+        whole = (record.finished_s - record.arrival_s)[record.outcome == FINISHED]
+        means[name] = float(whole.mean())
+        rate = len(whole) / record.duration_s
+        p99 = float(np.percentile(whole, 99))
+        yield Line(
+            part="order",
+            policy=name,
+            what="end to end: mean, p99; finished/s; p99 TTFT",
+            asked="",
+            found=f"{means[name]:.1f} s, {p99:.1f} s; {rate:.1f}/s; {np.nanpercentile(ttft(record), 99):.1f} s",
+            holds=None,
+        )
+    best = min(means, key=lambda name: means[name])
+    share = means[best] / means["fcfs"]
+    yield Line(
+        part="order",
+        policy=best,
+        what="mean against fcfs",
+        asked="<= 0.5",
+        found=f"{share:.2f}",
+        holds=share <= 0.5,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tenants", default="multi-tenant", help="trace of many clients, or a built-in's name"
+    )
+    parser.add_argument("--trace", default="azure-conv", help="trace of conversations, or a built-in's name")
+    parser.add_argument("--only", default="fair,flood,priority,deadline,order")
+    parser.add_argument("--minutes", type=float, default=20.0, help="simulated, of the part about deadlines")
+    arguments = parser.parse_args()
+    tenants = load_workload(arguments.tenants)
+    trace = load_workload(arguments.trace)
+    parts = {
+        "fair": lambda: fair_part(tenants),
+        "flood": lambda: flood_part(tenants),
+        "priority": lambda: priority_part(trace, arguments.minutes),
+        "deadline": lambda: deadline_part(trace, arguments.minutes),
+        "order": lambda: order_part(trace, arguments.minutes),
+    }
+    print("| part | policy | what | asked | found | holds |\n|---|---|---|---|---|---|")
+    for name in arguments.only.split(","):
+        for line in parts[name]():
+            holds = "" if line.holds is None else "yes" if line.holds else "NO"
+            cells = (line.part, line.policy, line.what, line.asked, line.found, holds)
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

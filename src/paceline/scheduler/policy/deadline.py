@@ -1,0 +1,62 @@
+"""Least slack first: the time a request has left, less the time its rest will take.
+
+Until a request has its first token, it may have to be there sooner: within `first_s`. Who cannot make its time any more
+goes last, and gives way first. A request without a deadline is treated as if it had to start within `patience_s`, and
+is never without hope, so that it is served in bounded time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import SchedulerConfig
+from paceline.core.policy import RequestView
+from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+
+HOPELESS_S = 1e9  # more than any slack
+STEPS_AHEAD = 2  # steps under way when a first token is wanted: they end before its own begins
+PROMPT_S, OUTPUT_S = 1e-4, 0.02  # of a token, where nothing is known about the machine
+
+
+class LeastSlack(FirstComeFirstServed):
+    def __init__(
+        self,
+        long_prefill_share: float,
+        token_s: tuple[float, float],
+        patience_s: float,
+        first_s: float = math.inf,
+    ) -> None:
+        super().__init__(long_prefill_share)
+        self._first_s = first_s
+        self._prompt_s, self._output_s = token_s
+        self._patience_s = patience_s
+
+    def order(self, view: RequestView) -> NDArray[np.float64]:
+        # What has to be computed again is left out: to give way must not change a request's place.
+        prompt_s = self._prompt_s * (view.num_tokens - view.attained)
+        slack_s: NDArray[np.float64] = view.deadline_s - prompt_s
+        slack_s -= self._output_s * (view.max_total - view.num_tokens)
+        first_s = view.arrival_s + self._first_s - prompt_s - STEPS_AHEAD * self._output_s
+        slack_s[view.num_output == 0] = np.minimum(slack_s, first_s)[view.num_output == 0]
+        slack_s -= view.now_s
+        patient = np.isinf(view.deadline_s)
+        slack_s[patient] = view.arrival_s[patient] + self._patience_s - view.now_s
+        late = (slack_s < 0.0) & ~patient
+        slack_s[late] = HOPELESS_S + view.arrival_s[late]
+        return slack_s
+
+
+def token_seconds(config: SchedulerConfig) -> tuple[float, float]:
+    """What a token of a prompt and a token of output take on this machine, when it is busy."""
+    costs = config.step_costs
+    if costs is None:
+        return PROMPT_S, OUTPUT_S
+    prompt_s = costs.seconds[-1] / costs.sizes[-1]
+    if config.keeps_pace and config.step_target_ms is not None:
+        return prompt_s, config.step_target_ms / 1e3
+    index = min(bisect_left(costs.sizes, config.max_num_seqs), len(costs.sizes) - 1)
+    return prompt_s, costs.seconds[index] + costs.row_s * config.max_num_seqs

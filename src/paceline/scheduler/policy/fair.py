@@ -1,0 +1,90 @@
+"""A fair share for every tenant: whoever was served least goes first, and whoever was served most gives way.
+
+Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. Who comes back to wait
+starts at the least counter among those that wait: nobody saves up service by staying away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.policy import RequestView
+from paceline.errors import ConfigError
+from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+
+MAX_COUNTERS = 8192
+
+
+class FairShare(FirstComeFirstServed):
+    relative = True
+
+    def __init__(
+        self,
+        long_prefill_share: float,
+        weights: Mapping[str, float],
+        output_cost: float,
+        before: FairShare | None = None,
+    ) -> None:
+        super().__init__(long_prefill_share)
+        self._by_name = weights
+        self._output_cost = output_cost
+        self._weights: dict[int, float] = {} if before is None else before._weights.copy()
+        self.counters: dict[int, float] = {} if before is None else before.counters.copy()
+
+    def order(self, view: RequestView) -> NDArray[np.float64]:
+        """The tenant's counter as it will be when those of its requests that come before have been admitted."""
+        if not len(view):
+            return np.zeros(0)
+        tenants, which = np.unique(view.tenant, return_inverse=True)
+        counters, weights = np.array([(self.counter(t), self.weight(t)) for t in tenants.tolist()]).T
+        by = np.lexsort((view.order, which))
+        owner = which[by]
+        prompts = np.where(view.started[by], 0, view.num_prompt[by])
+        before = np.cumsum(prompts) - prompts
+        before -= before[np.searchsorted(owner, np.arange(len(tenants)))][owner]
+        scores = np.empty(len(view))
+        scores[by] = counters[owner] + before / weights[owner]
+        return scores
+
+    def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
+        self._weights[tenant] = self._by_name.get(name, 1.0)
+        if not waiting:
+            return
+        least = min(self.counter(other) for other in waiting)
+        self.counters[tenant] = max(self.counter(tenant), least)
+        if len(self.counters) > MAX_COUNTERS:  # who is behind all that wait would be lifted anyway
+            self.counters = {key: value for key, value in self.counters.items() if value >= least}
+            self._weights = {key: self.weight(key) for key in self.counters}
+
+    def served(
+        self, tenant: NDArray[np.int64], prompt_tokens: NDArray[np.int64], output_tokens: NDArray[np.int64]
+    ) -> None:
+        costs = prompt_tokens + self._output_cost * output_tokens
+        for key, cost in zip(tenant.tolist(), costs.tolist(), strict=True):
+            self.counters[key] = self.counter(key) + cost / self.weight(key)
+
+    def counter(self, tenant: int) -> float:
+        return self.counters.get(tenant, 0.0)
+
+    def weight(self, tenant: int) -> float:
+        return self._weights.get(tenant, 1.0)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """`alice=2,bob=0.5` as numbers by name."""
+    weights: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or not 1e-6 <= weight <= 1e6:
+            raise ConfigError(
+                f"--tenant-weights: {part!r} must be a tenant's name, = and a number from 1e-6 to 1e6"
+            )
+        weights[name] = weight
+    return weights

@@ -1,0 +1,345 @@
+"""The policies: fair shares and their accounts, slack, length, soft priorities, and an operator's own class."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import POLICIES, SchedulerConfig, StepCosts
+from paceline.core.policy import Accounting, RequestView
+from paceline.errors import ConfigError
+from paceline.scheduler.policy import make_policy
+from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
+from paceline.scheduler.policy.fair import FairShare, parse_weights
+from paceline.scheduler.policy.tail import SoftTail
+from paceline.scheduler.queue import first
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+
+def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
+    """`count` requests of 10 prompt tokens and up to 10 more that came one after another; `columns` as given."""
+    floats = ("arrival_s", "deadline_s")
+    view = RequestView(
+        now_s=now_s,
+        row=np.full(count, -1, np.int64),
+        order=np.arange(count),
+        arrival_s=np.arange(count, dtype=np.float64),
+        priority=np.zeros(count, np.int64),
+        tenant=np.zeros(count, np.int64),
+        num_prompt=np.full(count, 10, np.int64),
+        num_tokens=np.full(count, 10, np.int64),
+        max_total=np.full(count, 20, np.int64),
+        preemptions=np.zeros(count, np.int64),
+        deadline_s=np.full(count, np.inf),
+        num_computed=np.zeros(count, np.int64),
+        attained=np.zeros(count, np.int64),
+        started=np.zeros(count, np.int64),
+    )
+    given_columns: dict[str, Any] = {
+        name: np.array(values, np.float64 if name in floats else np.int64) for name, values in columns.items()
+    }
+    return replace(view, **given_columns)
+
+
+def ranked(policy: Any, view: RequestView) -> list[int]:
+    order: list[int] = first(view, policy.order(view), len(view)).tolist()
+    return order
+
+
+def fair(weights: dict[str, float] | None = None, output_cost: float = 2.0) -> FairShare:
+    return FairShare(0.5, weights or {}, output_cost)
+
+
+def serve(policy: FairShare, tenant: int, prompts: int = 0, outputs: int = 0) -> None:
+    policy.served(np.array([tenant]), np.array([prompts]), np.array([outputs]))
+
+
+# -- fair --------------------------------------------------------------------------------------------------
+
+
+def test_who_was_served_least_goes_first_and_who_was_served_most_gives_way() -> None:
+    policy = fair()
+    serve(policy, 0, prompts=100)
+    serve(policy, 1, outputs=20)
+    view = view_of(3, tenant=[0, 1, 2], started=[1, 1, 1])
+    assert ranked(policy, view) == [2, 1, 0]
+    assert policy.victim(view, 1).index == 0
+
+
+def test_requests_of_one_tenant_queue_behind_each_other() -> None:
+    """As if each were charged before the next is chosen: two tenants take turns."""
+    view = view_of(4, tenant=[0, 0, 0, 1])
+    assert ranked(fair(), view) == [0, 3, 1, 2]
+    assert fair().order(view).tolist() == [0.0, 10.0, 20.0, 0.0]
+    running = view_of(4, tenant=[0, 0, 0, 1], started=[1, 1, 1, 1])
+    assert fair().order(running).tolist() == [0.0] * 4  # charged already
+
+
+def test_a_weight_divides_what_is_charged() -> None:
+    policy = fair({"big": 4.0})
+    policy.began(0, "big", ())
+    serve(policy, 0, prompts=8, outputs=4)
+    assert policy.counter(0) == 4.0
+    assert policy.order(view_of(2, tenant=[0, 0])).tolist() == [4.0, 6.5]
+
+
+def test_who_comes_back_is_lifted_to_the_least_of_those_that_wait() -> None:
+    policy = fair()
+    for tenant, tokens in ((0, 50), (1, 70), (2, 10)):
+        serve(policy, tenant, prompts=tokens)
+    policy.began(2, "late", {0, 1})
+    assert policy.counter(2) == 50.0
+    policy.began(1, "rich", {0, 2})
+    assert policy.counter(1) == 70.0  # never lowered
+    policy.began(3, "alone", ())
+    assert policy.counter(3) == 0.0
+
+
+def test_counters_do_not_pile_up_when_names_are_made_up() -> None:
+    policy = fair()
+    serve(policy, 0, prompts=5)
+    for tenant in range(1, 30_000):
+        policy.began(tenant, f"name-{tenant}", {0})
+        serve(policy, 0, prompts=1)
+    assert len(policy.counters) < 20_000
+    assert policy.counter(0) == 30_004.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=30))
+def test_the_order_of_many_is_that_of_choosing_one_at_a_time(requests: list[tuple[int, int]]) -> None:
+    tenants, prompts = zip(*requests, strict=True)
+    policy, chosen = fair(), []
+    left = list(range(len(requests)))
+    while left:
+        best = min(left, key=lambda index: (policy.counter(tenants[index]), index))
+        serve(policy, tenants[best], prompts=prompts[best])
+        chosen.append(best)
+        left.remove(best)
+    assert ranked(fair(), view_of(len(requests), tenant=tenants, num_prompt=prompts)) == chosen
+
+
+@pytest.mark.parametrize("text", ["alice", "alice=", "=2", "alice=0", "alice=nan", "alice=-1", "a=1,b=inf"])
+def test_weights_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tenant-weights"):
+        parse_weights(text)
+
+
+def test_weights_are_read_by_name() -> None:
+    assert parse_weights(" alice=2, b=ob=0.5,") == {"alice": 2.0, "b=ob": 0.5}
+    assert parse_weights("") == {}
+
+
+def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
+    """Both always wait: what they are served stays within a request of each other, as the weights say."""
+    for weights, ratio in (("", 1.0), ("quiet=2", 2.0)):
+        config = engine_config(max_num_seqs=2, scheduling_policy="fair", tenant_weights=weights)
+        bench = Bench(config)
+        for _ in range(60):
+            bench.add(prompt(4), 4, tenant="flood")
+        for _ in range(20):
+            bench.add(prompt(4), 4, tenant="quiet")
+        bench.step(60)
+        policy = bench.state.policy
+        assert isinstance(policy, FairShare)
+        flood, quiet = (policy.counter(bench.state.tenant_index(name)) for name in ("flood", "quiet"))
+        assert {"flood", "quiet"} <= {request.tenant for request in bench.state.queue}
+        assert abs(flood - quiet) <= 2 * (4 + 2 * 4)
+        served = [bench.state.tenant_index(name) for name in ("flood", "quiet")]
+        done = np.bincount(
+            [bench.state.tenant_index(end_tenant) for end_tenant in tenants_of_finished(bench)], minlength=2
+        )
+        assert done[served[1]] == pytest.approx(ratio * done[served[0]], abs=3)
+
+
+def tenants_of_finished(bench: Bench) -> list[str]:
+    return ["flood" if number <= 60 else "quiet" for number in bench.finished]
+
+
+def test_a_prompt_is_charged_once_and_output_as_it_comes() -> None:
+    bench = Bench(engine_config(scheduling_policy="fair"))
+    rid = bench.add(prompt(6), 5, tenant="one")
+    bench.step(3)
+    bench.scheduler.preempt(rid)
+    bench.run()
+    bench.scheduler.state.service.settle()
+    policy = bench.state.policy
+    assert isinstance(policy, FairShare)
+    assert policy.counters == {0: 6 + 2 * 5.0}
+
+
+# -- deadline, tail ----------------------------------------------------------------------------------------
+
+
+def test_least_slack_goes_first_and_who_is_late_goes_last() -> None:
+    policy = LeastSlack(0.5, (0.1, 1.0), patience_s=30.0)
+    # Each needs 1 s for its prompt and 10 s for its output; it is 10 s now.
+    view = view_of(5, deadline_s=[30.0, 22.0, 20.0, np.inf, 11.0], arrival_s=[0, 0, 0, 0, 0])
+    assert policy.order(view)[:2].tolist() == [9.0, 1.0]
+    assert policy.order(view)[3] == 20.0
+    assert ranked(policy, view) == [1, 0, 3, 2, 4]
+    assert policy.victim(view, 1).index == 4
+    nearly_done = replace(view, num_tokens=np.full(5, 19), attained=np.full(5, 18))
+    assert policy.order(nearly_done)[2] == pytest.approx(10.0 - 0.1 - 1.0)
+
+
+def test_a_request_without_a_deadline_comes_first_in_the_end() -> None:
+    policy = LeastSlack(0.5, (0.0, 0.0), patience_s=30.0)
+    view = view_of(2, now_s=100.0, arrival_s=[0.0, 99.0], deadline_s=[np.inf, 100.5])
+    assert ranked(policy, view) == [0, 1]
+
+
+def test_a_first_token_may_be_due_before_the_rest() -> None:
+    policy = LeastSlack(0.5, (0.1, 1.0), patience_s=30.0, first_s=4.0)
+    view = view_of(3, deadline_s=[100.0] * 3, arrival_s=[10.0, 9.5, 6.0], num_tokens=[10, 10, 12])
+    # It takes 1 s for the prompt and 2 for the steps before it; the last has its first token.
+    assert policy.order(view).tolist() == pytest.approx([1.0, 0.5, 100.0 - 1.2 - 8.0 - 10.0])
+    late = replace(view, now_s=11.2)
+    assert ranked(policy, late) == [2, 1, 0]
+
+
+def test_what_a_token_takes_comes_from_the_table_of_steps() -> None:
+    assert token_seconds(SchedulerConfig()) == (1e-4, 0.02)
+    costs = StepCosts(sizes=(64, 1000), seconds=(0.005, 0.02), row_s=1e-5)
+    config = SchedulerConfig(step_costs=costs, max_num_seqs=50)
+    assert token_seconds(config) == pytest.approx((2e-5, 0.0055))
+    assert token_seconds(replace(config, step_target_ms=30.0)) == pytest.approx((2e-5, 0.03))
+
+
+def test_small_work_passes_large_work_and_age_passes_all() -> None:
+    policy = SoftTail(0.5)
+    view = view_of(3, arrival_s=[0.0, 5.0, 9.0], num_prompt=[5000, 100, 100])
+    assert ranked(policy, view) == [1, 0, 2]
+    later = replace(view, now_s=1000.0)
+    assert ranked(policy, replace(later, arrival_s=np.array([0.0, 990.0, 995.0])))[0] == 0
+    grown = replace(view, attained=np.array([0, 9000, 0]))
+    assert policy.victim(replace(grown, arrival_s=np.array([0.0, 5.0, 5.0])), 1).index == 1
+
+
+# -- all of them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_answers_for_nobody_and_without_changing_anything(name: str) -> None:
+    policy = make_policy(SchedulerConfig(scheduling_policy=name))
+    assert policy.order(view_of(0)).tolist() == []
+    view = view_of(6, tenant=[0, 1, 0, 2, 1, 0], deadline_s=[9, 20, 30, 40, np.inf, 12])
+    before = [column.tobytes() for column in (view.arrival_s, view.deadline_s, view.num_tokens)]
+    assert policy.order(view).tolist() == policy.order(view).tolist()
+    assert policy.victim(view, 2) == policy.victim(view, 2)
+    assert [column.tobytes() for column in (view.arrival_s, view.deadline_s, view.num_tokens)] == before
+    assert np.isfinite(policy.order(view)).all()
+    assert isinstance(policy, Accounting) == (name == "fair")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_everybody_under_pressure(name: str) -> None:
+    bench = Bench(engine_config(max_num_seqs=4, num_blocks=12, scheduling_policy=name, ageing_s=0.05))
+    for number in range(24):
+        deadline_s = 1000.0 if number % 3 else None
+        bench.add(prompt(3 + number % 9), 9, tenant=f"t{number % 3}", deadline_s=deadline_s)
+    bench.run()
+    assert len(bench.finished) == 24
+
+
+# -- changes while serving ---------------------------------------------------------------------------------
+
+
+def test_another_policy_orders_from_the_next_plan_on() -> None:
+    bench = Bench(engine_config(max_num_seqs=1))
+    bench.add(prompt(4), 2)
+    bench.step()
+    long, short = bench.add(prompt(4), 20), bench.add(prompt(4), 1)
+    bench.scheduler.set_policy("shortest", output_handicap_ms=1000.0)
+    bench.run()
+    assert list(bench.finished)[1:] == [short, long]
+
+
+def test_what_tenants_were_served_is_known_to_the_next_fair_policy() -> None:
+    bench = Bench(engine_config(scheduling_policy="fair"))
+    bench.add(prompt(6), 9, tenant="one")
+    bench.step(3)
+    bench.scheduler.set_policy("fair", tenant_weights="one=2")
+    policy = bench.state.policy
+    assert isinstance(policy, FairShare) and policy.counter(0) >= 6.0 and policy.weight(0) == 2.0
+    bench.scheduler.set_policy("fcfs")
+    bench.scheduler.set_policy("fair")
+    assert isinstance(bench.state.policy, FairShare) and bench.state.policy.counter(0) == 0.0
+    bench.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("lifo", {}), ("json:JSONDecoder", {}), ("fcfs", {"max_num_seqs": 3}), ("priority", {"ageing_s": -1.0})],
+)
+def test_a_change_that_makes_no_sense_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    bench = Bench(engine_config())
+    before, noted = bench.state.policy, list(bench.state.journal)
+    with pytest.raises(ConfigError):
+        bench.scheduler.set_policy(name, **options)
+    assert bench.state.policy is before and bench.state.journal == noted
+
+
+# -- an operator's own -------------------------------------------------------------------------------------
+
+MODULE = """
+from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+
+class LastComeFirstServed(FirstComeFirstServed):
+    def __init__(self, config):
+        super().__init__(config.long_prefill_share)
+    def order(self, view):
+        return -view.arrival_s
+
+class Half:
+    def order(self, view):
+        return view.arrival_s
+
+class Raises(LastComeFirstServed):
+    def __init__(self, config):
+        raise RuntimeError("no licence")
+
+NOT_A_CLASS = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_policies.py").write_text(MODULE)
+    (tmp_path / "own_broken.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("own_policies", "own_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "own_policies"
+
+
+def test_a_class_of_ones_own_is_loaded_by_name(own_module: str) -> None:
+    name = f"{own_module}:LastComeFirstServed"
+    bench = Bench(engine_config(max_num_seqs=1, scheduling_policy=name))
+    one, other = bench.add(prompt(3), 2, arrival_s=0.0), bench.add(prompt(3), 2, arrival_s=1.0)
+    bench.run()
+    assert list(bench.finished) == [other, one]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("no_such_policies:Thing", "cannot be imported"),
+        ("own_broken:Thing", "no_such_module_at_all"),
+        ("own_policies:Missing", "has no class Missing"),
+        ("own_policies:NOT_A_CLASS", "has no class NOT_A_CLASS"),
+        ("own_policies:Half", "lacks victim, share"),
+        ("own_policies:Raises", "no licence"),
+        (":Thing", "give the module and the class"),
+        ("own_policies:", "give the module and the class"),
+    ],
+)
+def test_what_is_wrong_with_ones_own_is_said_in_a_sentence(own_module: str, spec: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_policy(SchedulerConfig(scheduling_policy=spec))

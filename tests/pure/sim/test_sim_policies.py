@@ -1,0 +1,55 @@
+"""Policies in the simulator: the example of the reference page runs, by name, as an operator would try it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.config import POLICIES
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "policies.md"
+SMALL = ["--num-requests", "30", "--trace", "multi-tenant", "--num-blocks", "600"]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the page's policy, importable."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "page_policies.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "page_policies", raising=False)
+    return "page_policies:SmallTenantsFirst"
+
+
+def test_the_example_of_the_page_orders_as_it_says(example: str) -> None:
+    bench = Bench(engine_config(max_num_seqs=1, scheduling_policy=example))
+    crowd = [bench.add(prompt(3), 2, tenant="crowd") for _ in range(3)]
+    single = bench.add(prompt(3), 2, tenant="single")
+    bench.run()
+    assert list(bench.finished) == [single, *crowd]
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "the page's"])
+def test_every_policy_runs_in_the_simulator(name: str, example: str) -> None:
+    chosen = example if name == "the page's" else name
+    done = CliRunner().invoke(app, ["sim", *SMALL, "--scheduling-policy", chosen])
+    assert done.exit_code == 0, done.output
+    assert "30" in done.output
+
+
+@pytest.mark.parametrize("spec", ["no_such_policies:Thing", "json:JSONDecoder"])
+def test_a_class_that_is_no_policy_is_refused_with_a_sentence(spec: str) -> None:
+    done = CliRunner().invoke(app, ["sim", *SMALL, "--scheduling-policy", spec])
+    assert done.exit_code != 0
+    assert "--scheduling-policy" in str(done.output) + str(done.exception)
+
+
+def test_the_page_names_every_policy() -> None:
+    text = PAGE.read_text()
+    assert [name for name in POLICIES if f"| `{name}` |" not in text] == []
