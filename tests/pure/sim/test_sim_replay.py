@@ -76,7 +76,7 @@ def test_the_runs_contain_every_kind_of_input_decision_and_plan(runs: Runs) -> N
     for case, faults in CASE_FAULTS:
         for line in lines_of(runs.get(case, faults)[0])[1:]:
             kinds.update(entry[0] for entry in line["inputs"])
-            kinds.update(f"{kind}:{reason}" for kind, _, reason, _ in line["decisions"])
+            kinds.update(f"{kind}:{reason}" for kind, _, reason, *_ in line["decisions"])
             kinds.update(f"plan.{name}" for name in line.get("plan", ()))
             kinds["lost step"] += "plan" in line and line["result"] is None
     missing = [kind for kind in WANTED if not kinds[kind]]
