@@ -209,6 +209,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(1, "steps the host plans ahead of the device; 0 waits for each step", low=0, high=8)
     check_every: int = option(256, "steps between two checks of the invariants; 0 never checks", low=0)
+    decision_ring: int = option(
+        32_768,
+        "newest decisions kept in memory to explain requests, some 300 bytes each",
+        low=0,
+        high=1 << 24,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.audit.ring import DecisionRing
 from paceline.config import Capacity, EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
@@ -90,7 +91,14 @@ def build_engine(
     elif config.check_every:
         checker = SampledChecker(scheduler, config.check_every, _log_violation)
     return Engine(
-        scheduler, runner, clock=clock, hooks=hooks, depth=config.depth, recorder=recorder, checker=checker
+        scheduler,
+        runner,
+        clock=clock,
+        hooks=hooks,
+        depth=config.depth,
+        recorder=recorder,
+        checker=checker,
+        ring=DecisionRing(config.decision_ring),
     )
 
 

@@ -48,8 +48,8 @@ WANTED = [
     *("preempt:forced:recompute", "preempt:forced:swap", "preempt:blocks:recompute", "preempt:blocks:swap"),
     *("preempt:paused:swap", "preempt:step_failed:recompute", "resume:swap", "resume:recompute"),
     *("refuse:queue_full", "refuse:context_length_exceeded", "finish:pruned", "finish:deadline"),
-    *("finish:numerical_error", "stall:blocks", "defer:prefix", "defer:blocks", "fail:ConnectionError"),
-    *("fail:KeyError", "fail:finish hook: ZeroDivisionError"),
+    *("finish:numerical_error", "stall:blocks", "defer:prefix", "defer:blocks", "fail:request_failed"),
+    *("chunk:share", "fail:finish_hook"),
 ]
 
 
