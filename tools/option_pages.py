@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import bench_options, chat, run, run_batch, serve, sim_options
+from paceline.cli import bench_options, chat, explain, replay, run, run_batch, serve, sim_options
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
 
@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "run": run.PANELS,
     "run-batch": run_batch.PANELS,
     "sim": sim_options.PANELS,
+    "explain": explain.PANELS,
+    "replay": replay.PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
 }

@@ -124,7 +124,7 @@ class Decision(NamedTuple):
 
     `value` is the number the kind speaks of: tokens found computed (admit, resume, fork), computed before it gave
     way (preempt), scheduled (chunk, stall), put out (finish), asked for (refuse); blocks kept back for others
-    (defer). `against` is who was let in before it (admit, resume; defer for rows or blocks), who took the last
+    (defer). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
     tokens (defer for budget), who computes what it can share (defer for a prefix, fork) and who got its place
     (preempt, stall). `seconds` is how long it had waited (admit).
     """

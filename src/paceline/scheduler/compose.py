@@ -320,8 +320,9 @@ class Composer:
         if rows_left < 1:
             if not self._full:  # once for each time that the rows run out, so that a steady step pays nothing
                 self._full = True
-                self.admission.ask(self._left, state.last_in)
-                self.admission.defer(self._waiting(1, ())[0], Rule.ROWS)
+                head = self._waiting(1, ())[0]
+                self.admission.ask(self._left, state.ahead_of(head))
+                self.admission.defer(head, Rule.ROWS)
             return
         self._full = False
         view = state.queue.view(state.now_s)
@@ -386,7 +387,7 @@ class Composer:
     def _guarded(self, request: Request, admit: Callable[[Request], Rule | None]) -> Rule | None:
         """Admit one request; if that raises, it fails alone and nothing of it stays behind."""
         state = self._state
-        self.admission.ask(self._left, state.last_in)
+        self.admission.ask(self._left, state.ahead_of(request))
         mark = state.kv.delta.mark()
         try:
             reason = admit(request)

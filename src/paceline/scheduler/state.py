@@ -134,6 +134,7 @@ class SchedulerState:
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
         self.last_in: RequestId = NOBODY  # who was given a row last
+        self.earlier_in: RequestId = NOBODY  # the last one before that who is somebody else
         self.journal: Journal = []
         self.now_s = -math.inf
         self.forgives_failure = False  # the next failed step is held against nobody
@@ -159,6 +160,10 @@ class SchedulerState:
         step = self.kv.submitted + 1
         fields = (kind, request.id, reason, value, step, self.now_s, *figures, seconds, detail)
         self.decisions.append(_new(Decision, fields))  # three times as fast as calling the class
+
+    def ahead_of(self, request: Request) -> RequestId:
+        """Who was given a row last, other than the request itself."""
+        return self.last_in if self.last_in != request.id else self.earlier_in
 
     def tenant_index(self, name: str) -> int:
         """A number for a tenant, the same as long as one of its requests lives."""
@@ -230,7 +235,8 @@ class SchedulerState:
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, source))
-        self.last_in = request.id
+        if request.id != self.last_in:
+            self.earlier_in, self.last_in = self.last_in, request.id
         return row
 
     def leave_row(self, request: Request) -> None:
