@@ -16,7 +16,7 @@ import typer
 from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.serve_options import merged
-from paceline.config import SchedulerConfig, option
+from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ApiConfig, ServerConfig
 from paceline.errors import InputError
@@ -105,6 +105,7 @@ PANELS = (
             Flag(name="long_prefill_share"),
         ),
     ),
+    Panel(title="Engine", config=EngineConfig, optional=True, flags=(Flag(name="decision_ring"),)),
     *_flags(ProcessConfig, ("Engine process", ())),
     Panel(
         title="Not supported",
