@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import bench_options, chat, explain, replay, run, run_batch, serve, sim_options
+from paceline.cli import audit, bench_options, chat, explain, replay, run, run_batch, serve, sim_options
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
 
@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "sim": sim_options.PANELS,
     "explain": explain.PANELS,
     "replay": replay.PANELS,
+    "audit verify": audit.VERIFY_PANELS,
+    "audit bias": audit.BIAS_PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
 }

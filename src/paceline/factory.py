@@ -16,7 +16,7 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
-from paceline.core.recorder import StepRecorder
+from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.engine.engine import Engine
 from paceline.engine.keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
@@ -96,10 +96,26 @@ def build_engine(
         clock=clock,
         hooks=hooks,
         depth=config.depth,
-        recorder=recorder,
+        recorder=_recorders(config, recorder),
         checker=checker,
         ring=DecisionRing(config.decision_ring),
     )
+
+
+def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder | None:
+    """Who records the steps: the one given, the decision log if there is to be one, or both."""
+    if not config.decision_log:
+        return given
+    from paceline.audit.trail_db import Retention, TrailDb
+    from paceline.audit.trail_writer import TrailWriter
+
+    retention = Retention(
+        max_bytes=config.decision_log_bytes,
+        max_files=config.decision_log_files,
+        max_age_s=config.decision_log_days * 86400.0,
+    )
+    trail = TrailWriter(TrailDb(config.decision_log, retention))
+    return trail if given is None else BothRecorders(given, trail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

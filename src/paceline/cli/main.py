@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
+from paceline.cli.audit import add_audit
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
 from paceline.cli.doctor import add_doctor
@@ -65,6 +66,7 @@ add_models(app)
 add_sim(app)
 add_explain(app)
 add_replay(app)
+add_audit(app)
 add_bench(app)
 add_doctor(app)
 

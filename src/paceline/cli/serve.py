@@ -65,6 +65,13 @@ def _flags(config: type, *titles: tuple[str, tuple[str, ...]]) -> list[Panel]:
     return panels
 
 
+TRAIL = (
+    Flag(name="decision_ring"),
+    Flag(name="decision_log", metavar="DIR"),
+    Flag(name="decision_log_bytes"),
+    Flag(name="decision_log_files"),
+    Flag(name="decision_log_days"),
+)
 PANELS = (
     Panel(
         title="Server",
@@ -105,7 +112,7 @@ PANELS = (
             Flag(name="long_prefill_share"),
         ),
     ),
-    Panel(title="Engine", config=EngineConfig, optional=True, flags=(Flag(name="decision_ring"),)),
+    Panel(title="Engine", config=EngineConfig, optional=True, flags=TRAIL),
     *_flags(ProcessConfig, ("Engine process", ())),
     Panel(
         title="Not supported",
