@@ -10,7 +10,18 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import bench_options, chat, keys_options, run, run_batch, serve, sim_options
+from paceline.cli import (
+    audit,
+    bench_options,
+    chat,
+    explain,
+    keys_options,
+    replay,
+    run,
+    run_batch,
+    serve,
+    sim_options,
+)
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
 
@@ -21,6 +32,10 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "run": run.PANELS,
     "run-batch": run_batch.PANELS,
     "sim": sim_options.PANELS,
+    "explain": explain.PANELS,
+    "replay": replay.PANELS,
+    "audit verify": audit.VERIFY_PANELS,
+    "audit bias": audit.BIAS_PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
     "keys add": keys_options.ADD_PANELS,

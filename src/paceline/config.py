@@ -226,6 +226,16 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(1, "steps the host plans ahead of the device; 0 waits for each step", low=0, high=8)
     check_every: int = option(256, "steps between two checks of the invariants; 0 never checks", low=0)
+    decision_ring: int = option(
+        32_768,
+        "newest decisions kept in memory to explain requests, some 300 bytes each",
+        low=0,
+        high=1 << 24,
+    )
+    decision_log: str = option("", "folder for a log of all decisions that shows when it was changed")
+    decision_log_bytes: int = option(64 << 20, "size at which the next file begins", low=1 << 16)
+    decision_log_files: int = option(16, "files that are kept; the oldest go", low=2)
+    decision_log_days: float = option(30.0, "age at which a file goes", low=0.001)
 
     def __post_init__(self) -> None:
         check_options(self)

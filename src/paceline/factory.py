@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.audit.ring import DecisionRing
 from paceline.config import Capacity, EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
-from paceline.core.recorder import StepRecorder
+from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.engine.engine import Engine
 from paceline.engine.keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
@@ -90,8 +91,31 @@ def build_engine(
     elif config.check_every:
         checker = SampledChecker(scheduler, config.check_every, _log_violation)
     return Engine(
-        scheduler, runner, clock=clock, hooks=hooks, depth=config.depth, recorder=recorder, checker=checker
+        scheduler,
+        runner,
+        clock=clock,
+        hooks=hooks,
+        depth=config.depth,
+        recorder=_recorders(config, recorder),
+        checker=checker,
+        ring=DecisionRing(config.decision_ring),
     )
+
+
+def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder | None:
+    """Who records the steps: the one given, the decision log if there is to be one, or both."""
+    if not config.decision_log:
+        return given
+    from paceline.audit.trail_db import Retention, TrailDb
+    from paceline.audit.trail_writer import TrailWriter
+
+    retention = Retention(
+        max_bytes=config.decision_log_bytes,
+        max_files=config.decision_log_files,
+        max_age_s=config.decision_log_days * 86400.0,
+    )
+    trail = TrailWriter(TrailDb(config.decision_log, retention))
+    return trail if given is None else BothRecorders(given, trail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

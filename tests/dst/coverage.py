@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from paceline.config import EngineConfig
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
+from tests.dst.settings import Trouble
+from tests.dst.truth import Truth, can_tell
 
 
 class Coverage:
-    """Counts what happened; also the recorder of the run, which may pass everything on to another."""
+    """Counts what happened; also the recorder of the run, which passes everything on to others."""
 
-    def __init__(self, further: StepRecorder | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        trouble: Trouble,
+        make_recorder: Callable[[EngineConfig], StepRecorder] | None = None,
+    ) -> None:
         self.counts: Counter[str] = Counter()
-        self._further = further
+        self.truth = Truth(config) if can_tell(config, trouble) else None
+        recorder = make_recorder(config) if make_recorder is not None else None
+        self._further = [each for each in (recorder, self.truth) if each is not None]
 
     def step(self, record: StepRecord) -> None:
         counts, plan = self.counts, record.plan
@@ -27,9 +37,11 @@ class Coverage:
         for decision in record.decisions:
             if decision.kind is DecisionKind.RESUME:
                 counts["resume"] += 1
-        if self._further is not None:
-            self._further.step(record)
+        for recorder in self._further:
+            recorder.step(record)
 
     def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        if self._further is not None:
-            self._further.close(inputs, decisions)
+        for recorder in self._further:
+            recorder.close(inputs, decisions)
+        if self.truth is not None:
+            self.counts["figures of decisions"] = self.truth.num_checked

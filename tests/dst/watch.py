@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.core.events import Finished
+from paceline.core.events import Finished, Rule
 from paceline.core.plan import StepResult, StepTimes
 from paceline.core.request import BlockKey, FinishReason, Request, RequestState
 from paceline.core.sampling import SamplingParams
@@ -78,7 +78,7 @@ class AdmissionWatch:
             seen += (group.reserved, group.bounds())
         return seen
 
-    def _watched(self, request: Request) -> str | None:
+    def _watched(self, request: Request) -> Rule | None:
         before = (self.state(), request.state, request.row)
         try:
             reason = self._admit(request)

@@ -45,7 +45,7 @@ class World:
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(make_recorder(self.config) if make_recorder is not None else None)
+        self.coverage = Coverage(self.config, self.trouble, make_recorder)
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)

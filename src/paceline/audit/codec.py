@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig, StepCosts
-from paceline.core.events import Decision
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     RUNNING_ON,
     BlockAppends,
@@ -59,6 +59,8 @@ ADD_FIELDS: tuple[tuple[str, object], ...] = (
     ("num_tokens", None),  # None: as many as num_prompt
     ("together", 1),
 )
+NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
+_DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
 NEVER_LOGGED = frozenset({"tokens", "sampling"})
 _ALIGNED = (RowJoins, RowSpans, BlockAppends, BlockCopies, RowCopies, Swaps)  # no rows: every column is empty
 _FEW = 24  # entries that are looked at faster one by one
@@ -191,7 +193,19 @@ def decode_time(value: Json) -> float:
 
 
 def encode_decision(decision: Decision) -> list[Json]:
-    return [decision.kind.value, int(decision.request), decision.reason, int(decision.value)]
+    """The fields of a decision in their order; defaults at the end are left out."""
+    kind, request, reason, value, step, time_s, *figures = decision
+    encoded = [kind.value, int(request), reason.value, int(value), step, plain(time_s), *map(plain, figures)]
+    while len(encoded) > NEVER_SHORTER and encoded[-1] == _DECISION_DEFAULTS[len(encoded) - 1]:
+        encoded.pop()
+    return encoded
+
+
+def decode_decision(value: Json) -> Decision:
+    """What `encode_decision` was given."""
+    kind, request, reason, *rest = value
+    decision = Decision(DecisionKind(kind), RequestId(request), Rule(reason), *rest)
+    return decision._replace(time_s=decode_time(decision.time_s), seconds=decode_time(decision.seconds))
 
 
 # -- plans -------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from paceline.core.plan import StepWork
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import ConfigError, InputError
 
-VERSION = 1
+VERSION = 2
+OLDEST = 1  # of which plans and results can be read; its decisions lack what explains them
 _BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
 
 
@@ -139,6 +140,7 @@ class RunLog:
         self.damage: InputError | None = None  # with `allow_cut`: why the last iteration stopped early
         self._allow_cut = allow_cut
         self.header = self._read_header()
+        self.version: int = self.header["v"]
 
     @property
     def config(self) -> EngineConfig:
@@ -186,7 +188,7 @@ class RunLog:
         self, number: int, text: str, num_steps: int, last_seq: int | None
     ) -> LoggedStep | LoggedEnd:
         try:
-            read = _read_line(number, text)
+            read = _read_line(number, text, self.version)
             if self.end is not None:
                 raise ValueError("it stands after the end of the run")
             if isinstance(read, LoggedStep) and last_seq is not None and read.seq != last_seq + 1:
@@ -211,7 +213,7 @@ class RunLog:
         try:
             header = json.loads(first)
             version = header["v"]
-            is_header = header["kind"] == "header" and type(version) is int and version >= 1
+            is_header = header["kind"] == "header" and type(version) is int and version >= OLDEST
         except _BROKEN:
             is_header = False
         if not is_header:
@@ -222,6 +224,14 @@ class RunLog:
                 "use a newer Paceline"
             )
         return cast(dict[str, Json], header)
+
+    def check_decisions(self) -> None:
+        """Raise unless the log says why: one of an older version can serve a cost model, no replay and no story."""
+        if self.version < VERSION:
+            raise InputError(
+                f"{self.path} is a run log of version {self.version}, whose decisions do not say what explains "
+                f"them: record the run again (this program writes version {VERSION})"
+            )
 
 
 def read_run_log(path: str | Path, *, allow_cut: bool = False) -> RunLog:
@@ -260,13 +270,13 @@ def _line(fields: dict[str, Json]) -> str:
     return dumps({"v": VERSION, **fields})
 
 
-def _read_line(number: int, text: str) -> LoggedStep | LoggedEnd:
+def _read_line(number: int, text: str, version: int) -> LoggedStep | LoggedEnd:
     if not text.endswith("\n"):
         raise ValueError("no end of line")
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("it is not an object")
-    if value["v"] != VERSION:
+    if value["v"] != version:
         raise ValueError(f"its version is {value['v']!r}")
     inputs, decisions = _entries(value, "inputs"), _entries(value, "decisions")
     text = text[:-1]

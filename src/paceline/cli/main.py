@@ -14,12 +14,15 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
+from paceline.cli.audit import add_audit
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
 from paceline.cli.doctor import add_doctor
+from paceline.cli.explain import add_explain
 from paceline.cli.keys import add_keys
 from paceline.cli.models import add_models
 from paceline.cli.options import dashed
+from paceline.cli.replay import add_replay
 from paceline.cli.run import add_run
 from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
@@ -63,6 +66,9 @@ add_run_batch(app)
 add_models(app)
 add_keys(app)
 add_sim(app)
+add_explain(app)
+add_replay(app)
+add_audit(app)
 add_bench(app)
 add_doctor(app)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import BUDGET, KV_BLOCKS
-from paceline.config import KVConfig, ModelConfig, SchedulerConfig, option
+from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig, option
 from paceline.errors import InputError, InvalidRequest
 from paceline.llm.arguments import split_arguments
 
@@ -113,7 +113,11 @@ TALKING = (SAMPLING, seed_panel("another one each time"), MODEL, *ENGINE)
 
 def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the user gave of the options `LLM` and `AsyncLLM` take, checked as far as that needs no model."""
-    known = {spec.name for config in (ModelConfig, KVConfig, SchedulerConfig) for spec in fields(config)}
+    known = {
+        spec.name
+        for config in (ModelConfig, KVConfig, SchedulerConfig, EngineConfig)
+        for spec in fields(config)
+    }
     given = {name: value for name, value in values.items() if name in known and value is not None}
     split_arguments(None, given)
     return given

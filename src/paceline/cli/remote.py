@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from paceline.cli.answer import Answer, Conversation, Show
 from paceline.core.sampling import SamplingParams
@@ -84,6 +84,10 @@ class Remote:
             connection.close()
         answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
         return answer
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """What the server tells about one of this key's requests."""
+        return self._ask("GET", f"/v1/requests/{quote(request_id, safe='')}/explain")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         connection, response = self._open(method, path, body)

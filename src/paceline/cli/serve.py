@@ -17,7 +17,7 @@ from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, see
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.serve_options import merged
 from paceline.cli.shared_flags import POLICY
-from paceline.config import SchedulerConfig, option
+from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ApiConfig, ServerConfig
 from paceline.errors import InputError
@@ -66,6 +66,13 @@ def _flags(config: type, *titles: tuple[str, tuple[str, ...]]) -> list[Panel]:
     return panels
 
 
+TRAIL = (
+    Flag(name="decision_ring"),
+    Flag(name="decision_log", metavar="DIR"),
+    Flag(name="decision_log_bytes"),
+    Flag(name="decision_log_files"),
+    Flag(name="decision_log_days"),
+)
 PANELS = (
     Panel(
         title="Server",
@@ -106,6 +113,7 @@ PANELS = (
             Flag(name="long_prefill_share"),
         ),
     ),
+    Panel(title="Engine", config=EngineConfig, optional=True, flags=TRAIL),
     *_flags(ProcessConfig, ("Engine process", ())),
     Panel(
         title="Not supported",

@@ -8,7 +8,7 @@ request that comes or goes inside a step, and a tuple costs less than half of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -73,10 +73,71 @@ class DecisionKind(Enum):
     FAIL = "fail"
 
 
+class Rule(StrEnum):
+    """Why a decision was made: the whole set, so that whoever reads a decision knows every reason there is."""
+
+    # admit, resume, fork
+    FITS = "fits"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"  # resume: its KV comes back from the host; defer: its KV is still being copied out
+    SHARES = "shares its parent's blocks"
+    # defer, stall, chunk
+    ROWS = "rows"
+    BUDGET = "budget"
+    PREFIX = "prefix"  # another request is computing what it can share
+    BLOCKS = "blocks"
+    RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
+    SHARE = "share"  # others wait: one prompt takes no more of a step
+    # preempt: for what, and what becomes of its KV
+    BLOCKS_RECOMPUTE = "blocks:recompute"
+    BLOCKS_SWAP = "blocks:swap"
+    FORCED_RECOMPUTE = "forced:recompute"
+    FORCED_SWAP = "forced:swap"
+    PAUSED_RECOMPUTE = "paused:recompute"
+    PAUSED_SWAP = "paused:swap"
+    STEP_FAILED = "step_failed:recompute"
+    # finish; what is not named here stands under abort or error, with its detail
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+    PRUNED = "pruned"
+    NUMERICAL_ERROR = "numerical_error"
+    INTERNAL_ERROR = "internal_error"
+    ENGINE_FAILED = "engine_failed"
+    # refuse
+    QUEUE_FULL = "queue_full"
+    CONTEXT_LENGTH = "context_length_exceeded"
+    KV_CAPACITY = "kv_capacity"
+    # fail: code that was asked about this request alone raised
+    REQUEST_FAILED = "request_failed"
+    FINISH_HOOK = "finish_hook"
+
+
+NO_NUMBER = -1  # a figure that does not bear on a decision
+NOBODY = RequestId(-1)  # no request has this number
+
+
 class Decision(NamedTuple):
-    """One scheduling decision and the reason for it. `value` is the number the reason speaks of."""
+    """One scheduling decision and what explains it. A figure that does not bear on it is `NO_NUMBER`.
+
+    `value` is the number the kind speaks of: tokens found computed (admit, resume, fork), computed before it gave
+    way (preempt), scheduled (chunk, stall), put out (finish), asked for (refuse); blocks kept back for others
+    (defer). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
+    tokens (defer for budget), who computes what it can share (defer for a prefix, fork) and who got its place
+    (preempt, stall). `seconds` is how long it had waited (admit).
+    """
 
     kind: DecisionKind
     request: RequestId
-    reason: str
+    reason: Rule
     value: int = 0
+    step: int = 0  # number of the plan it belongs to, or that comes after it
+    time_s: float = 0.0
+    budget_left: int = NO_NUMBER  # tokens
+    blocks_free: int = NO_NUMBER  # that it might have, in the layer group that is shortest
+    blocks_needed: int = NO_NUMBER
+    against: RequestId = NOBODY
+    seconds: float = 0.0
+    detail: str = ""  # what the rule leaves open: the name of an error, the word of an abort

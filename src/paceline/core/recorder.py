@@ -38,6 +38,23 @@ class StepRecorder(Protocol):
         ...
 
 
+class BothRecorders:
+    """Tells two."""
+
+    def __init__(self, one: StepRecorder, other: StepRecorder) -> None:
+        self._one, self._other = one, other
+
+    def step(self, record: StepRecord) -> None:
+        self._one.step(record)
+        self._other.step(record)
+
+    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
+        try:
+            self._one.close(inputs, decisions)
+        finally:
+            self._other.close(inputs, decisions)
+
+
 class NoRecorder:
     """Keeps nothing."""
 

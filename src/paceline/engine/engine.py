@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.audit.ring import DecisionRing
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
@@ -51,6 +52,7 @@ class Engine:
         depth: int = 1,
         recorder: StepRecorder | None = None,
         checker: StepChecker | None = None,
+        ring: DecisionRing | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
@@ -59,6 +61,7 @@ class Engine:
         self._clock = clock
         self._hooks = hooks
         self._recorder = recorder
+        self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
         self._underway: deque[Underway] = deque()
         self._failures = 0
@@ -136,6 +139,11 @@ class Engine:
     def prune(self, request_id: RequestId) -> bool:
         return self.scheduler.prune(request_id)
 
+    def decisions_of(self, request_id: RequestId) -> list[Decision]:
+        """What is still known about a request, live or ended: its newest decisions, oldest first."""
+        latest = self.scheduler.state.decisions  # since the last plan
+        return self._ring.of(request_id) + [each for each in latest if each.request == request_id]
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def step(self) -> StepEvents:
@@ -188,6 +196,7 @@ class Engine:
 
     def _submit(self, plan: StepPlan) -> bool:
         inputs, decisions = self.scheduler.take_journal(), self.scheduler.take_decisions()
+        self._ring.add(decisions)
         t_plan = self.scheduler.state.now_s
         try:
             pending = self._runner.submit(plan)

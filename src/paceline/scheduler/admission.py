@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.events import DecisionKind
-from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestState
+from paceline.core.events import NO_NUMBER, DecisionKind, Rule
+from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.manager import Match, Needs
 from paceline.scheduler.modes import BatchShape
-from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.state import Figures, SchedulerState
 
 # Reasons for which a request is not admitted, in the order they are looked at.
-NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP, NO_BLOCKS = "rows", "budget", "prefix", "swap", "blocks"
+NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
+_ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # members of an enum are looked up slowly
 # Who waits for a prefix or for its own copy waits for no room: others may pass meanwhile.
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
 
@@ -35,13 +36,18 @@ class Admission:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._deferred: dict[RequestId, Rule] = {}  # reason each passed-over request was last given
+        # What the last question was answered from, for the record.
+        self.budget_left = self.needed = self.free = NO_NUMBER
+        self._kept = 0  # blocks that are free and kept back for others
+        self.against = state.last_in
 
     def rows_left(self) -> int:
         rows = self._state.rows
         return min(self._state.most_rows - rows.num_live, rows.num_free)
 
-    def refusal(self, request: Request) -> str | None:
-        """Why a waiting request cannot be admitted now, or None. Changes nothing."""
+    def refusal(self, request: Request) -> Rule | None:
+        """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
         if self.rows_left() < 1:
             return NO_ROOM_ROWS
         if request.host_places:
@@ -49,9 +55,26 @@ class Admission:
         beginning = self._beginning(request)
         if beginning is None:
             return BEHIND_PREFIX
-        return None if self._fits(request, self._cost(request, beginning)) else NO_BLOCKS
+        return self._lacks(request, self._cost(request, beginning))
 
-    def admit(self, request: Request) -> str | None:
+    def ask(self, budget_left: int, against: RequestId) -> None:
+        """A question begins: so many tokens are left, and this is the request to compare with."""
+        self.budget_left, self.against = budget_left, against
+        self.needed = self.free = NO_NUMBER
+        self._kept = 0
+
+    def defer(self, request: Request, reason: Rule) -> None:
+        """Put on record that a request has to wait, once for each reason in turn."""
+        if self._deferred.get(request.id) != reason:
+            if len(self._deferred) > 4 * len(self._state.requests) + 1024:
+                self._deferred = {}
+            self._deferred[request.id] = reason
+            self._state.decide(DecisionKind.DEFER, request, reason, self._kept, self._figures())
+
+    def _figures(self) -> Figures:
+        return self.budget_left, self.free, self.needed, self.against
+
+    def admit(self, request: Request) -> Rule | None:
         """Give a waiting request a row and its beginning; returns the reason when it has to wait."""
         state = self._state
         if self.rows_left() < 1:
@@ -61,8 +84,9 @@ class Admission:
         beginning = self._beginning(request)
         if beginning is None:
             return BEHIND_PREFIX
-        if not self._fits(request, self._cost(request, beginning)):
-            return NO_BLOCKS
+        reason = self._lacks(request, self._cost(request, beginning))
+        if reason is not None:
+            return reason
         fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
         source = beginning.parent_row if fresh_branch else NO_ROW
         row = self._seat(request, beginning.num_computed, source)
@@ -70,30 +94,34 @@ class Admission:
             state.kv.share(beginning.parent_row, row, beginning.num_computed)
             state.rows.share([row, beginning.parent_row])
             state.counters.forked += 1
-            state.decide(DecisionKind.FORK, request, "shares its parent's blocks", beginning.num_computed)
+            assert request.parent is not None
+            figures = (self.budget_left, self.free, self.needed, request.parent)
+            state.decide(DecisionKind.FORK, request, Rule.SHARES, beginning.num_computed, figures)
         else:
             state.kv.adopt(row, beginning.match)
         self._after_seating(request, beginning.num_computed)
         return None
 
-    def admit_padded(self, request: Request, shape: BatchShape) -> str | None:
+    def admit_padded(self, request: Request, shape: BatchShape) -> Rule | None:
         """Give a request its row in a padded batch: all slots of the rectangle are taken at once."""
+        kv = self._state.kv
+        self.free, self.needed = kv.room(), kv.blocks_for(shape.slots)
         row = self._seat(request, 0, NO_ROW)
         rows = self._state.rows
         rows.pad[row] = rows.pad_left[row] = shape.padded_len - request.num_tokens
-        self._state.kv.extend(row, shape.slots)
+        kv.extend(row, shape.slots)
         self._after_seating(request, 0)
         return None
 
-    def _swap_refusal(self, request: Request) -> str | None:
+    def _swap_refusal(self, request: Request) -> Rule | None:
         """Why a swapped request cannot come back now, or None."""
         kv = self._state.kv
         if kv.is_moving(request.id):
             return BEHIND_SWAP
         cost = kv.cost(kv.match((), 1), request.num_tokens)
-        return None if self._fits(request, cost) else NO_BLOCKS
+        return self._lacks(request, cost)
 
-    def _bring_back(self, request: Request) -> str | None:
+    def _bring_back(self, request: Request) -> Rule | None:
         """Start copying a swapped request's blocks back; it runs when the copy has completed."""
         reason = self._swap_refusal(request)
         if reason is not None:
@@ -107,7 +135,7 @@ class Admission:
         request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
         if self._protects(request):
             self._reserve(request)
-        state.decide(DecisionKind.RESUME, request, "swap", request.num_computed)
+        state.decide(DecisionKind.RESUME, request, Rule.SWAP, request.num_computed, self._figures())
         return None
 
     def _seat(self, request: Request, num_computed: int, source: int) -> int:
@@ -128,9 +156,11 @@ class Admission:
             state.service.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
-            state.decide(DecisionKind.ADMIT, request, "fits", num_computed)
+            waited_s = state.now_s - request.arrival_s
+            figures = (self.budget_left, self.free, self.needed, self.against)
+            state.decide(_ADMIT, request, _FITS, num_computed, figures, seconds=waited_s)
         else:
-            state.decide(DecisionKind.RESUME, request, "recompute", num_computed)
+            state.decide(DecisionKind.RESUME, request, Rule.RECOMPUTE, num_computed, self._figures())
         if state.kv.caching and state.config.defer_shared_prefix:
             computing, owner = state.computing, request.id
             for key in request.keys[num_computed // state.kv.block_size :]:
@@ -150,6 +180,7 @@ class Admission:
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.upper[parent.row]
             if still and done < common:
+                self.against = parent.id
                 return None  # more of what it can share is being computed
             if shared > cached and state.kv.can_share(parent.row, shared):
                 return Beginning(shared, match, parent.row)
@@ -163,7 +194,10 @@ class Admission:
         if not self._state.computing or num_blocks >= len(request.keys):
             return False
         shareable = (num_blocks + 1) * kv.block_size < request.num_tokens
-        return shareable and request.keys[num_blocks].key in self._state.computing
+        if not shareable or request.keys[num_blocks].key not in self._state.computing:
+            return False
+        self.against = self._state.computing[request.keys[num_blocks].key]
+        return True
 
     def _cost(self, request: Request, beginning: Beginning) -> Needs:
         kv = self._state.kv
@@ -172,31 +206,41 @@ class Admission:
             return (fresh + 1,) * len(kv.groups)  # one more for the copy of the shared last block
         return kv.cost(beginning.match, request.num_tokens)
 
-    def _fits(self, request: Request, cost: Needs) -> bool:
-        """Room for the whole prompt, beside what running prompts still need and what is reserved."""
+    def _lacks(self, request: Request, cost: Needs) -> Rule | None:
+        """None: room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
         full = state.kv.full_need(request.max_total)
         reserved = self._reserved_full()
         promised = self._promised() if state.prefilling else 0
         if self._protects(request):
-            return self._fits_for_good(full, reserved, promised)
+            return self._lacks_for_good(full, reserved, promised)
         watermark = state.config.watermark if state.rows.num_live else 0.0
+        least = self.free = 1 << 62
         for group, need, most, taken in zip(state.kv.groups, cost, full, reserved, strict=True):
-            usable = group.pool.usable
-            if most + taken > usable or need + promised + int(usable * watermark) > group.free_for(None):
-                return False
-        return True
+            usable, free = group.pool.usable, group.free_for(None)
+            kept = promised + int(usable * watermark)
+            if free - need - kept < least:
+                least = free - need - kept
+                self.needed, self.free, self._kept = need, free, kept
+            if most + taken > usable:
+                self.needed, self.free, self._kept = most, usable - taken, 0
+                return Rule.RESERVE
+            if need + kept > free:
+                return Rule.BLOCKS
+        return None
 
-    def _fits_for_good(self, full: Needs, reserved: Needs, promised: int) -> bool:
-        """Room to set a request's full length aside, with enough left that somebody else can complete beside it."""
+    def _lacks_for_good(self, full: Needs, reserved: Needs, promised: int) -> Rule | None:
+        """None: room to set its full length aside, with enough left that somebody else can complete beside it."""
         for group, most, taken in zip(self._state.kv.groups, full, reserved, strict=True):
             usable = group.pool.usable
             need = min(most + 1, usable)
-            if need > group.free_for(None) - promised or (taken and taken + need > usable // 2):
-                return False
-            if self._largest_unreserved(group.index) + taken + need > usable:
-                return False
-        return True
+            free = group.free_for(None) - promised
+            half = usable // 2 - taken if taken else usable
+            beside = usable - taken - self._largest_unreserved(group.index)
+            self.needed, self.free, self._kept = need, min(free, half, beside), promised
+            if need > self.free:
+                return Rule.RESERVE
+        return None
 
     def _promised(self) -> int:
         """Blocks the prompts under way still need."""

@@ -6,8 +6,20 @@ Decides nothing: whoever makes a plan, the composer or a snapshot, has decided b
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.core.plan import EMPTY, NO_JOINS, NO_ROW_COPIES, NO_SPANS, RowCopies, RowJoins, RowSpans, i32
+from paceline.core.plan import (
+    EMPTY,
+    NO_JOINS,
+    NO_ROW_COPIES,
+    NO_SPANS,
+    SAME_ROWS,
+    RowCopies,
+    RowJoins,
+    RowSet,
+    RowSpans,
+    i32,
+)
 from paceline.core.request import NO_ROW
 from paceline.scheduler.state import Join, SchedulerState
 
@@ -48,3 +60,19 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         num_tokens=i32(join.request.num_tokens for join in forks),
     )
     return joined, copies
+
+
+def row_changes(last: NDArray[np.bool_], mask: NDArray[np.bool_], leaves: list[int]) -> RowSet:
+    """The decode rows `mask` as a change against those of the last plan."""
+    if not leaves and mask.tobytes() == last.tobytes():
+        return SAME_ROWS
+    if len(last) < len(mask):
+        last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
+    if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
+        last = last.copy()
+        last[leaves] = False
+    changed = mask != last
+    return RowSet(
+        added=(changed & mask).nonzero()[0].astype(np.int32),
+        removed=(changed & last).nonzero()[0].astype(np.int32),
+    )

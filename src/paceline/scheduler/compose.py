@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import DecisionKind
-from paceline.core.plan import EMPTY, SAME_ROWS, RowSet, StepPlan, StepWork, i32
-from paceline.core.request import NO_ROW, Request
+from paceline.core.events import NOBODY, DecisionKind, Rule
+from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
+from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
-from paceline.scheduler.columns import build_joins, build_spans
+from paceline.scheduler.columns import build_joins, build_spans, row_changes
 from paceline.scheduler.pace import make_pace, paced_budget
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
@@ -34,7 +34,7 @@ class Composer:
         self.pace = make_pace(state.config)
         self._last_mask = _NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
-        self._deferred: dict[int, str] = {}  # reason each passed-over request was last given
+        self._full = False  # all rows were taken when somebody waited, and that is on record
         self._spans: dict[int, int] = {}
         self.budget = self.tokens_left = 0  # of the last plan
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
@@ -189,21 +189,31 @@ class Composer:
             chosen = pick_victim(state, short) if short > kv.coming() else None
             if chosen is None:
                 break
-            preempt(state, chosen[0], swap=chosen[1], reason="blocks")
+            figures = (self._left, kv.room(), short, self._gains(chosen[0], crossing, shared))
+            preempt(state, chosen[0], swap=chosen[1], reason="blocks", figures=figures)
         needy = set(crossing.tolist()) | set(shared)
         kept = self._prompt_need() if self._prompt_goes_first() else 0
         room = [group.free_for(None) - kept for group in kv.groups]
+        served = NOBODY
         for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
             # In some groups a block may be set aside for it; what slid out of a window is not set aside again.
             own = [row not in shared and int(group.reserved_for[row]) > 0 for group in kv.groups]
             if all(mine or left > 0 for mine, left in zip(own, room, strict=True)):
                 room = [left - (not mine) for mine, left in zip(own, room, strict=True)]
+                served = RequestId(rows.request_id.item(row))
                 continue
             mask[row] = False
             request = rows.requests[row]
             assert request is not None
-            state.decide(DecisionKind.STALL, request, "blocks", int(rows.upper[row]))
+            figures = (self._left, max(0, min(room)), 1, served)
+            state.decide(DecisionKind.STALL, request, Rule.BLOCKS, int(rows.upper[row]), figures)
         return mask, crossing[mask[crossing]], [row for row in shared if mask[row]]
+
+    def _gains(self, victim: Request, crossing: NDArray[np.int64], shared: list[int]) -> RequestId:
+        """The first in order of those who need a block: the victim gives way to it."""
+        needy = {*crossing.tolist(), *shared, *(self._prompts()[:1] if self._prompt_need() else ())}
+        ordered = self._state.in_order(np.array(sorted(needy - {victim.row}), np.int64))
+        return RequestId(self._state.rows.request_id.item(ordered[0])) if len(ordered) else NOBODY
 
     def _prompt_goes_first(self) -> bool:
         oldest = first_in_order(self._state)
@@ -245,11 +255,11 @@ class Composer:
             self._left -= pad
             self._products += pad * pad // 2
         upper = rows.upper.item(row)
-        count = min(rows.known.item(row) - upper, limit - pad)
+        count = wanted = min(rows.known.item(row) - upper, limit - pad)
         if count > 0:
             count = self._give_room(row, upper, count)
         if count > 0:
-            self._advance(row, upper, count)
+            self._advance(row, upper, count, wanted, limit - pad)
 
     def _give_room(self, row: int, upper: int, count: int) -> int:
         """Blocks for up to `count` tokens of a row from `upper` on; how many there is room for."""
@@ -277,17 +287,20 @@ class Composer:
             return 0
         return count
 
-    def _advance(self, row: int, upper: int, count: int) -> None:
+    def _advance(self, row: int, upper: int, count: int, wanted: int, limit: int) -> None:
+        """Schedule `count` known tokens, where `wanted` were to be, and no more than `limit`."""
         state = self._state
         rows = state.rows
         request = rows.requests[row]
         assert request is not None
         rows.upper[row] = upper + count
         self._spans[row] = self._spans.get(row, 0) + count
-        self._left -= count
+        before, self._left = self._left, self._left - count
         self._products += count * (upper + rows.pad.item(row)) + count * (count + 1) // 2
         if upper + count < rows.known.item(row):
-            state.decide(DecisionKind.CHUNK, request, "budget", count)
+            reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
+            figures = (self._left, state.kv.room(row), state.kv.missing(row, rows.known.item(row)), NOBODY)
+            state.decide(DecisionKind.CHUNK, request, reason, count, figures)
             return
         del state.prefilling[request.id]
         self._logit_rows += 1
@@ -305,7 +318,13 @@ class Composer:
         state = self._state
         rows_left = self.admission.rows_left()
         if rows_left < 1:
+            if not self._full:  # once for each time that the rows run out, so that a steady step pays nothing
+                self._full = True
+                head = self._waiting(1, ())[0]
+                self.admission.ask(self._left, state.ahead_of(head))
+                self.admission.defer(head, Rule.ROWS)
             return
+        self._full = False
         view = state.queue.view(state.now_s)
         limit = min(state.mode.admit_limit(view, state.rows.num_live), rows_left)
         if limit < 1:
@@ -335,13 +354,16 @@ class Composer:
         """Admit each; False as soon as one has to wait for room: nobody passes it."""
         for request in batch:
             if self._left < 1:
-                self._defer(request, NO_BUDGET)
+                last = next(reversed(self._spans), None)
+                took = NOBODY if last is None else RequestId(self._state.rows.request_id.item(last))
+                self.admission.ask(self._left, took)
+                self.admission.defer(request, NO_BUDGET)
                 return False
             reason = self._guarded(request, self.admission.admit)
             if request.id in self._state.prefilling:
                 self._span(request.row, min(self._left, cap))
             elif reason is not None:
-                self._defer(request, reason)
+                self.admission.defer(request, reason)
                 if reason not in PASSABLE:
                     return False
                 self.passed.add(request.id)
@@ -362,9 +384,10 @@ class Composer:
             if request.row != NO_ROW:
                 self._span(request.row, self._left)
 
-    def _guarded(self, request: Request, admit: Callable[[Request], str | None]) -> str | None:
+    def _guarded(self, request: Request, admit: Callable[[Request], Rule | None]) -> Rule | None:
         """Admit one request; if that raises, it fails alone and nothing of it stays behind."""
         state = self._state
+        self.admission.ask(self._left, state.ahead_of(request))
         mark = state.kv.delta.mark()
         try:
             reason = admit(request)
@@ -379,13 +402,6 @@ class Composer:
         kv = self._state.kv
         return count * kv.blocks_for(slots) <= kv.room()
 
-    def _defer(self, request: Request, reason: str) -> None:
-        if self._deferred.get(request.id) != reason:
-            if len(self._deferred) > 4 * len(self._state.requests) + 1024:
-                self._deferred = {}
-            self._deferred[request.id] = reason
-            self._state.decide(DecisionKind.DEFER, request, reason, self._left)
-
     # -- the plan ------------------------------------------------------------------------------------------
 
     def _plan(self, mask: Mask) -> StepPlan:
@@ -395,7 +411,8 @@ class Composer:
         advancing = self._decode_count
         if state.mode.keeps_finished:
             advancing = int(np.count_nonzero(self._advancing))
-        decode_rows = self._change(mask)
+        decode_rows = row_changes(self._last_mask, mask, state.leaves)
+        self._last_mask = mask
         if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
@@ -431,20 +448,3 @@ class Composer:
         state.kv.submitted = seq
         state.flights.append(Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work))
         return plan
-
-    def _change(self, mask: Mask) -> RowSet:
-        """The decode rows as a change against the last plan."""
-        last, leaves = self._last_mask, self._state.leaves
-        self._last_mask = mask
-        if not leaves and mask.tobytes() == last.tobytes():
-            return SAME_ROWS
-        if len(last) < len(mask):
-            last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
-        if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
-            last = last.copy()
-            last[leaves] = False
-        changed = mask != last
-        return RowSet(
-            added=(changed & mask).nonzero()[0].astype(np.int32),
-            removed=(changed & last).nonzero()[0].astype(np.int32),
-        )

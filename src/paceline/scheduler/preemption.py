@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.core.events import DecisionKind
+from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import Request, RequestState
-from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.state import NO_FIGURES, Figures, SchedulerState
 
 
-def preempt(state: SchedulerState, request: Request, *, swap: bool, reason: str) -> None:
+def preempt(
+    state: SchedulerState, request: Request, *, swap: bool, reason: str, figures: Figures = NO_FIGURES
+) -> None:
     """A running request gives way; it comes back at its old place in the order."""
-    put_aside(state, request, swap=swap, reason=reason)
+    put_aside(state, request, swap=swap, reason=reason, figures=figures)
     state.kv.settle()
     if not request.is_terminal:
         request.preemptions += 1
         state.counters.preempted += 1
 
 
-def put_aside(state: SchedulerState, request: Request, *, swap: bool, reason: str) -> None:
+def put_aside(
+    state: SchedulerState, request: Request, *, swap: bool, reason: str, figures: Figures = NO_FIGURES
+) -> None:
     """Free a request's row and blocks: SWAPPED when its KV went to host places, else WAITING to recompute."""
     row = request.row
     computed = int(state.rows.computed[row])
@@ -34,7 +38,8 @@ def put_aside(state: SchedulerState, request: Request, *, swap: bool, reason: st
         return
     swap = swap and not state.mode.keeps_finished  # a padded batch starts over together
     swapped = swap and computed > 0 and state.kv.can_swap_out(row, computed)
-    state.decide(DecisionKind.PREEMPT, request, f"{reason}:{'swap' if swapped else 'recompute'}", computed)
+    rule = Rule(f"{reason}:{'swap' if swapped else 'recompute'}")
+    state.decide(DecisionKind.PREEMPT, request, rule, computed, figures)
     request.reserved = False
     if swapped:
         request.host_places = state.kv.swap_out(row, computed, request.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import DecisionKind
+from paceline.core.events import DecisionKind, Rule
 from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.delta import KVDelta
@@ -89,7 +89,7 @@ def _restart(state: SchedulerState, row: int, took_part: bool) -> None:
     if request.state is RequestState.BLOCKED:  # was being swapped in
         request.blocked = None
         request.move(RequestState.RUNNING)
-    state.decide(DecisionKind.PREEMPT, request, "step_failed:recompute", int(rows.computed[row]))
+    state.decide(DecisionKind.PREEMPT, request, Rule.STEP_FAILED, int(rows.computed[row]))
     state.kv.release(row)
     request.reserved = False
     request.num_computed = 0

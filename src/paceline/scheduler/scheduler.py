@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.core.events import Decision, DecisionKind, StepEvents
+from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
@@ -93,10 +93,10 @@ class Scheduler:
         num_tokens = sum(request.num_tokens for request in requests)
         config, queue = state.config, state.queue
         if len(queue) + len(requests) > config.max_queue:
-            self._reject(requests, "queue_full")
+            self._reject(requests, Rule.QUEUE_FULL)
             raise QueueFull(f"{len(queue)} requests are waiting; the queue takes {config.max_queue}")
         if queue.num_tokens + num_tokens > config.max_queue_tokens:
-            self._reject(requests, "queue_full")
+            self._reject(requests, Rule.QUEUE_FULL)
             raise QueueFull(
                 f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
                 f"the queue takes {config.max_queue_tokens}"
@@ -325,14 +325,14 @@ class Scheduler:
             raise InvalidRequest(f"request {request.id} is already known")
         longest = state.config.max_model_len
         if request.max_total > longest:
-            self._reject([request], "context_length_exceeded")
+            self._reject([request], Rule.CONTEXT_LENGTH)
             raise NeverFits(
                 f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
                 f"and {request.sampling.max_tokens} more are asked for",
                 param="max_tokens",
             )
         if not state.kv.can_ever_hold(request.max_total):
-            self._reject([request], "kv_capacity")
+            self._reject([request], Rule.KV_CAPACITY)
             slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
             raise NeverFits(
                 f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
@@ -340,13 +340,16 @@ class Scheduler:
                 param="max_tokens",
             )
 
-    def _reject(self, requests: Sequence[Request], reason: str) -> None:
+    def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
+        kv = self.state.kv
+        usable = min(group.pool.usable for group in kv.groups)
         for request in requests:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1
             self.state.counters.rejected += 1
             self._note_add(request, len(requests))
-            self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total)
+            figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NOBODY)
+            self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total, figures)
 
     def _accept(self, request: Request, together: int) -> None:
         state = self.state

@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 
 from paceline.config import SchedulerConfig
 from paceline.core.clock import Clock
-from paceline.core.events import Decision, DecisionKind, Finished, LogprobEvent, TokenEvents
+from paceline.core.events import (
+    NO_NUMBER,
+    NOBODY,
+    Decision,
+    DecisionKind,
+    Finished,
+    LogprobEvent,
+    Rule,
+    TokenEvents,
+)
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
@@ -30,7 +39,15 @@ from paceline.scheduler.service import Service
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
+_new = tuple.__new__
+_FINISH = DecisionKind.FINISH  # members of an enum are looked up slowly
 Journal = list[tuple[object, ...]]
+# Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
+Figures = tuple[int, int, int, RequestId]
+NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
+_USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
+_FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
+_ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES)}
 FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 
@@ -118,6 +135,8 @@ class SchedulerState:
         self.counters = Counters()
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
+        self.last_in: RequestId = NOBODY  # who was given a row last
+        self.earlier_in: RequestId = NOBODY  # the last one before that who is somebody else
         self.journal: Journal = []
         self.now_s = -math.inf
         self.forgives_failure = False  # the next failed step is held against nobody
@@ -128,8 +147,25 @@ class SchedulerState:
 
     # -- small questions -----------------------------------------------------------------------------------
 
-    def decide(self, kind: DecisionKind, request: Request, reason: str, value: int = 0) -> None:
-        self.decisions.append(Decision(kind, request.id, reason, value))
+    def decide(
+        self,
+        kind: DecisionKind,
+        request: Request,
+        reason: Rule,
+        value: int = 0,
+        figures: Figures = NO_FIGURES,
+        *,
+        seconds: float = 0.0,
+        detail: str = "",
+    ) -> None:
+        """Put a decision on record, with the step it belongs to and what explains it."""
+        step = self.kv.submitted + 1
+        fields = (kind, request.id, reason, value, step, self.now_s, *figures, seconds, detail)
+        self.decisions.append(_new(Decision, fields))  # three times as fast as calling the class
+
+    def ahead_of(self, request: Request) -> RequestId:
+        """Who was given a row last, other than the request itself."""
+        return self.last_in if self.last_in != request.id else self.earlier_in
 
     def tenant_index(self, name: str) -> int:
         """A number for a tenant, the same as long as one of its requests lives."""
@@ -216,6 +252,8 @@ class SchedulerState:
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, source))
+        if request.id != self.last_in:
+            self.earlier_in, self.last_in = self.last_in, request.id
         return row
 
     def leave_row(self, request: Request) -> None:
@@ -295,9 +333,15 @@ class SchedulerState:
         try:
             self.hooks.finish(request)
         except Exception as error:
-            self.decide(DecisionKind.FAIL, request, f"finish hook: {type(error).__name__}")
+            self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = num_tokens - request.num_prompt
-        self.decide(DecisionKind.FINISH, request, detail or reason.value, num_output)
+        rule = _ENDINGS.get(
+            detail or reason._value_
+        )  # every request comes here: the property costs ten times as much
+        if rule is None:  # what a caller says of an abort may be anything
+            self.decide(DecisionKind.FINISH, request, Rule(reason.value), num_output, detail=detail)
+        else:
+            self.decide(_FINISH, request, rule, num_output)
         sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
         queue_s = max(0.0, started_s - request.arrival_s)
@@ -305,7 +349,7 @@ class SchedulerState:
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""
-        self.decide(DecisionKind.FAIL, request, type(error).__name__)
+        self.decide(DecisionKind.FAIL, request, Rule.REQUEST_FAILED, detail=type(error).__name__)
         if request.row != NO_ROW:
             self.kv.quarantine(request.row)
         self.end(request, FinishReason.ERROR, "internal_error")

@@ -81,6 +81,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "context_length_exceeded": Entry(400, BAD, "The request is longer than the model's context."),
     "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
     "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
+    "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
     # Load.
     "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
     "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),

@@ -40,6 +40,12 @@ class UnknownModel(InvalidRequest):
     code = "model_not_found"
 
 
+class UnknownRequestId(InvalidRequest):
+    """Nobody with this key has sent such a request lately (404)."""
+
+    code = "request_not_found"
+
+
 class UnsupportedRoute(PacelineError):
     """A route of the OpenAI API that this server does not have (404)."""
 

@@ -20,11 +20,19 @@ from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
+from paceline.server.explanations import Explanations
 from paceline.server.failures import ContextTooLong, PriorityNotPermitted
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
-from paceline.serving.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
+from paceline.serving.client import (
+    EngineClient,
+    EngineInfo,
+    EngineState,
+    EngineStream,
+    EngineUnavailable,
+    NumberedStream,
+)
 from paceline.text.tokenizer import Tokenizer
 
 # A shorter prompt is tokenised faster than another thread takes over.
@@ -89,6 +97,7 @@ class Service:
         self.settings = settings or ServiceSettings()
         self.observer: Observer = observer or NoObserver()
         self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
+        self.explanations = Explanations(client)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -245,12 +254,23 @@ class Service:
             for _, stream in started:
                 stream.close()
             raise
+        self.explanations.note(call.id, call.caller, _numbers(started))
         return started
 
 
 def _longest_answers(prepared: Sequence[PreparedRequest]) -> int:
     """Tokens of all answers, if each gets as long as it may."""
     return sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
+
+
+def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[int]:
+    """What the engine knows the branches of a request by."""
+    return [
+        stream.first + index
+        for prompt, stream in started
+        if isinstance(stream, NumberedStream)
+        for index in range(prompt.sampling.n)
+    ]
 
 
 def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -> RequestRecord:

@@ -11,30 +11,22 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from paceline.config_process import ProcessConfig
+from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
 from paceline.serving.channel import HEADER, Rejects
 from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable
+from paceline.serving.questions import Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
 
 _logger = logging.getLogger("paceline")
-
-
-class Sender(Protocol):
-    """The way to an engine; see `link`."""
-
-    def send(self, payload: bytes) -> None: ...
-
-    @property
-    def num_unsent_bytes(self) -> int: ...
 
 
 class AsyncEngine:
@@ -50,6 +42,7 @@ class AsyncEngine:
         self._streams: dict[int, Stream] = {}  # by their first branch
         self._branches: dict[int, Branch] = {}  # those that have not ended
         self._undelivered: list[Stream] = []  # with news of the frame that is being read
+        self._questions = Questions()
         self._next_id = 1
         self._heard_s = time.monotonic()
         self._is_draining = False
@@ -117,6 +110,15 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
+    async def explain(self, number: int) -> list[Decision]:
+        """See `ExplainingClient`."""
+        return await self._questions.ask(self._ready_sender(), number)
+
+    def explained(self, answer: frames.Explained) -> None:
+        """The engine's answer to a question."""
+        self.heard()
+        self._questions.answer(answer)
+
     # -- for the supervisor --------------------------------------------------------------------------------
 
     def attach(self, sender: Sender) -> None:
@@ -153,6 +155,7 @@ class AsyncEngine:
         self._sender = None
         self._state = EngineState.LOST
         self._stats = EngineStats()
+        self._questions.give_up(message)
         self.fail_all(EngineUnavailable(message))
 
     def stopped(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
+from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError
@@ -125,6 +126,24 @@ class DirectStream(Protocol):
         """From now on, news that find the reader waiting in `take` go to `on_news`.
 
         When that says no, the reader's `take` returns, with nothing; what it was given counts as taken.
+        """
+
+
+@runtime_checkable
+class NumberedStream(Protocol):
+    """A stream whose request the engine knows by numbers: `first`, and one more for each further branch."""
+
+    first: int
+
+
+@runtime_checkable
+class ExplainingClient(Protocol):
+    """An engine that remembers why it did what it did."""
+
+    async def explain(self, number: int) -> list[Decision]:
+        """The newest decisions about a branch, oldest first; none when nothing is known any more.
+
+        Raises EngineUnavailable when the engine does not answer, QueueFull when too many ask at once.
         """
 
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from paceline.config_process import ProcessConfig
@@ -64,7 +65,10 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
-    return EngineService(loaded.engine, channel, configure, info.vocab_size, logs).run()
+    code = EngineService(loaded.engine, channel, configure, info.vocab_size, logs).run()
+    with suppress(Exception):  # everybody has been answered; what is left is the rest of a log
+        loaded.engine.close()
+    return code
 
 
 class LoadingBeats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from paceline.serving.refusals import refusal_of
 FAREWELL_S = 1.0  # how long the last news may take to leave
 OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
+MOST_TOLD = 256  # newest decisions in one answer: it has to fit into a frame
 NUMERICAL_ERROR = "numerical_error"
 MOST_STEPS_WITHOUT_A_NUMBER = (
     2  # in a row, and for all their rows: weights that were damaged are loaded again
@@ -54,6 +56,7 @@ class EngineService:
         self._channel = channel
         self._vocab_size = vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
+        self._answers: deque[frames.Explained] = deque()
         self._stepper = Stepper(engine, self._tell)
         self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s
@@ -120,6 +123,8 @@ class EngineService:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
         while self._outbox and self._channel.is_free:
             self._channel.send(frames.encode(self._outbox.take()))
+        while self._answers and self._channel.is_free:
+            self._channel.send(frames.encode(self._answers.popleft()))
         self._logs.send(self._channel)
 
     # -- what the other side asks for ----------------------------------------------------------------------
@@ -138,6 +143,10 @@ class EngineService:
                 self._engine.abort(RequestId(branch))
         elif isinstance(message, frames.FinishAt):
             self._engine.scheduler.finish_at(RequestId(message.branch), message.num_output)
+        elif isinstance(message, frames.Explain):
+            known = self._engine.decisions_of(RequestId(message.branch))[-MOST_TOLD:]
+            told = [frames.ToldDecision.of(decision) for decision in known]
+            self._answers.append(frames.Explained(message.question, told))
         elif isinstance(message, frames.Ping):
             self._next_report_s = 0.0
         elif isinstance(message, frames.Stop):

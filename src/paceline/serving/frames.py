@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import ModelConfig
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.sampling import SamplingParams
 from paceline.serving.client import EngineInfo, EngineStats
 
@@ -101,6 +102,13 @@ class FinishAt(msgspec.Struct, tag="finish_at", array_like=True, frozen=True):
     num_output: Count
 
 
+class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
+    """Asks what was decided about a branch. `question` comes back with the answer."""
+
+    question: Count
+    branch: RequestNumber
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -109,7 +117,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -178,6 +186,37 @@ class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
     stats: EngineStats | None = None
 
 
+class ToldDecision(msgspec.Struct, array_like=True, frozen=True):
+    """A `Decision`, field by field."""
+
+    kind: DecisionKind
+    request: int
+    reason: Rule
+    value: int
+    step: int
+    time_s: float
+    budget_left: int
+    blocks_free: int
+    blocks_needed: int
+    against: int
+    seconds: float
+    detail: str
+
+    @classmethod
+    def of(cls, decision: Decision) -> ToldDecision:
+        return cls(*decision)
+
+    def decision(self) -> Decision:
+        return Decision(*(getattr(self, name) for name in self.__struct_fields__))
+
+
+class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
+    """The newest decisions about a branch, oldest first; none when nothing is known any more."""
+
+    question: int
+    decisions: list[ToldDecision]
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The engine gives up; every request has been answered. The process exits with 70."""
 
@@ -191,7 +230,7 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Loading | Ready | LoadFailed | News | Failed | Log
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

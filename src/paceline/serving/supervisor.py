@@ -222,6 +222,9 @@ class EngineProcess:
         if isinstance(frame, frames.News):
             self.client.take(frame)
             return
+        if isinstance(frame, frames.Explained):
+            self.client.explained(frame)
+            return
         if isinstance(frame, frames.Log):
             _engine_logger.log(frame.level, "%s", frame.message)
             return

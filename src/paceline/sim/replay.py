@@ -18,6 +18,7 @@ from paceline.audit.codec import (
     Generations,
     Json,
     decode_add,
+    decode_decision,
     decode_keys,
     decode_result,
     decode_time,
@@ -29,7 +30,7 @@ from paceline.audit.codec import (
 from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
 from paceline.core.clock import ManualClock
-from paceline.core.events import Decision, DecisionKind
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
@@ -40,7 +41,6 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 MAX_SHOWN = 120  # characters of a value in a message
-FINISH_HOOK = "finish hook: "  # how the decision about a failed finish hook begins
 NOTHING = "nothing"
 
 
@@ -79,6 +79,7 @@ def replay(
 
     `policy` is for a run that was given a policy of its own instead of one its config names.
     """
+    log.check_decisions()
     replayer = _Replayer(log, policy)
     if isinstance(output, str | Path) and Path(output).resolve() == log.path.resolve():
         raise InputError(f"{output} is the log to replay; write the replay to another file")
@@ -286,16 +287,15 @@ class _RecordedHooks:
         return ()
 
     def finish(self, request: Request) -> None:
-        self._fail_again(request, FINISH_HOOK)
+        self._fail_again(request, Rule.FINISH_HOOK)
 
-    def _fail_again(self, request: Request, prefix: str = "") -> None:
+    def _fail_again(self, request: Request, rule: Rule = Rule.REQUEST_FAILED) -> None:
         """A hook that raised is on record: the failure was the next thing decided."""
         at = len(self.state.decisions)
         if at < len(self._decisions):
-            kind, owner, reason, *_ = self._decisions[at]
-            is_finish = str(reason).startswith(FINISH_HOOK)
-            if kind == DecisionKind.FAIL.value and owner == request.id and is_finish == bool(prefix):
-                raise type(str(reason).removeprefix(prefix), (Exception,), {})
+            decision = decode_decision(self._decisions[at])
+            if decision.kind is DecisionKind.FAIL and decision[1:3] == (request.id, rule):
+                raise type(decision.detail, (Exception,), {})
 
 
 _COMMANDS: dict[str, Callable[..., object]] = {

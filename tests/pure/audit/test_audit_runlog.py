@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,10 +16,10 @@ import numpy as np
 import pytest
 
 from paceline import __version__
-from paceline.audit.codec import config_of, plain
+from paceline.audit.codec import config_of, decode_decision, encode_decision, plain
 from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header, step_samples
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
-from paceline.core.events import Decision, DecisionKind
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     BlockAppends,
     RowJoins,
@@ -87,7 +88,9 @@ def joining(seq: int = 1) -> StepRecord:
         inputs=[add, branch, ("abort", 0.6, 3, "abort"), ("keys", 0.7, 1, keys)],
         plan=plan,
         result=result(seq, [0, 1], generation=i32([1, 3]), times=StepTimes(start_s=0.75, end_s=1.0)),
-        decisions=[Decision(DecisionKind.ADMIT, RequestId(1), "fits", 8)],
+        decisions=[
+            Decision(DecisionKind.ADMIT, RequestId(1), Rule.FITS, 8, seq, 0.75, 100, 7, 2, RequestId(4), 0.5)
+        ],
     )
 
 
@@ -108,7 +111,7 @@ def write_log(path: Path, records: Sequence[StepRecord], **header: object) -> Pa
     writer: StepRecorder = RunLogWriter(path, run_header(CONFIG, **header))
     for record in records:
         writer.step(record)
-    writer.close([("idle", 2.0)], [Decision(DecisionKind.DEFER, RequestId(9), "rows", 1)])
+    writer.close([("idle", 2.0)], [Decision(DecisionKind.DEFER, RequestId(9), Rule.ROWS, 1, 2, 2.0, 55)])
     return path
 
 
@@ -118,7 +121,7 @@ def write_log(path: Path, records: Sequence[StepRecord], **header: object) -> Pa
 def test_the_lines_of_a_log(tmp_path: Path) -> None:
     lines = write_log(tmp_path / "run.jsonl", [joining()]).read_text().splitlines()
     assert lines[1] == (
-        '{"v":1,"seq":1,"t_plan":0.75,"t_done":1.0,"inputs":['
+        '{"v":2,"seq":1,"t_plan":0.75,"t_done":1.0,"inputs":['
         '["add",0.5,{"id":1,"num_prompt":9,"max_tokens":11,"arrival_s":0.25,"keys":["00010203","ff00"]}],'
         '["add",0.5,{"id":2,"num_prompt":5,"max_tokens":10,"arrival_s":0.5,"tenant":"a","priority":-1,'
         '"deadline_s":9.5,"parent":1,"needs_host":true,"adapter":2,"num_tokens":6,"together":2}],'
@@ -128,15 +131,17 @@ def test_the_lines_of_a_log(tmp_path: Path) -> None:
         '"decode_rows":{"removed":[4]},"new_blocks":{"row":[0,1],"index":[1,0],"block":[7,8]},'
         '"work":{"prefill_tokens":6,"prefill_context_products":24,"logit_rows":2}},'
         '"result":{"rows":"0,1","count":"1,1","times":[0.75,1.0]},'
-        '"decisions":[["admit",1,"fits",8]]}'
+        '"decisions":[["admit",1,"fits",8,1,0.75,100,7,2,4,0.5]]}'
     )
-    assert lines[2] == '{"v":1,"kind":"end","inputs":[["idle",2.0]],"decisions":[["defer",9,"rows",1]]}'
+    assert (
+        lines[2] == '{"v":2,"kind":"end","inputs":[["idle",2.0]],"decisions":[["defer",9,"rows",1,2,2.0,55]]}'
+    )
 
 
 def test_the_header_holds_the_whole_config(tmp_path: Path) -> None:
     log = read_run_log(write_log(tmp_path / "run.jsonl", [], seed=7, note={"trace": Path("a/b"), "x": [1]}))
     assert list(log.header) == ["v", "kind", "config", "note", "seed", "version"]
-    assert (log.header["v"], log.header["version"], log.header["seed"]) == (1, __version__, 7)
+    assert (log.header["v"], log.header["version"], log.header["seed"]) == (2, __version__, 7)
     assert log.header["note"] == {"trace": "a/b", "x": [1]}
     assert log.config == CONFIG
     config = log.header["config"]
@@ -282,15 +287,15 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
         (b"", "is not a Paceline run log: it is empty"),
         (b"hello\n", "is not a Paceline run log: its first line is not a header"),
         (b"[1,2]\n", "its first line is not a header"),
-        (b'{"v":1,"seq":1}\n', "its first line is not a header"),
+        (b'{"v":2,"seq":1}\n', "its first line is not a header"),
         (b'{"v":"1","kind":"header"}\n', "its first line is not a header"),
         (b'{"v":true,"kind":"header"}\n', "its first line is not a header"),
         (b"[" * 100_000, "its first line is not a header"),
         (b"\xff\xfe\x00\x01\n", "its first line is not a header"),
         (b"\x1f\x8b\x08\x00 and then noise", "its first line cannot be read"),
         (
-            b'{"v":2,"kind":"header"}\n',
-            "run log of version 2; this program reads version 1: use a newer Paceline",
+            b'{"v":3,"kind":"header"}\n',
+            "run log of version 3; this program reads version 2: use a newer Paceline",
         ),
     ],
 )
@@ -313,8 +318,8 @@ def read_into(seen: list[int], log: RunLog) -> None:
         seen.append(step.seq)
 
 
-STEP = '{"v":1,"seq":3,"t_plan":1.0,"t_done":2.0,"inputs":[],"plan":{},"result":null,"decisions":[]}'
-END = '{"v":1,"kind":"end","inputs":[],"decisions":[]}'
+STEP = '{"v":2,"seq":3,"t_plan":1.0,"t_done":2.0,"inputs":[],"plan":{},"result":null,"decisions":[]}'
+END = '{"v":2,"kind":"end","inputs":[],"decisions":[]}'
 
 
 @pytest.mark.parametrize(
@@ -325,7 +330,7 @@ END = '{"v":1,"kind":"end","inputs":[],"decisions":[]}'
         ("\0\0\0\0", "line 4 is cut off"),
         ("{broken}\n", r"line 4 is broken: not JSON \(Expecting property name"),
         ("[]\n", "line 4 is broken: it is not an object"),
-        (STEP.replace('"v":1', '"v":2') + "\n", "line 4 is broken: its version is 2"),
+        (STEP.replace('"v":2', '"v":1') + "\n", "line 4 is broken: its version is 1"),
         (STEP.replace('"plan":{},', "") + "\n", "line 4 is broken: 'plan' is missing"),
         (STEP.replace('"plan":{}', '"plan":[]') + "\n", "line 4 is broken: 'seq', 'plan' or 'result'"),
         (
@@ -405,3 +410,23 @@ def test_samples_with_broken_times(times: str, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("[0.75,1.0]", times))
     with pytest.raises(InputError, match="line 2 is broken"):
         step_samples(read_run_log(path))
+
+
+def test_a_log_of_the_version_before_serves_a_cost_model_and_nothing_that_asks_why(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", [joining()])
+    path.write_text(path.read_text().replace('{"v":2,', '{"v":1,'))
+    log = read_run_log(path)
+    assert [work.prefill_tokens for work, _ in step_samples(log)] == [6]
+    with pytest.raises(InputError, match=r"run\.jsonl is a run log of version 1.*record the run again"):
+        log.check_decisions()
+    read_run_log(write_log(tmp_path / "new.jsonl", [])).check_decisions()
+
+
+def test_a_decision_comes_back_as_it_was() -> None:
+    short = Decision(DecisionKind.FINISH, RequestId(3), Rule.STOP, 7, 4, 1.5)
+    full = Decision(
+        DecisionKind.FAIL, RequestId(3), Rule.FINISH_HOOK, 0, 4, math.inf, 1, 2, 3, RequestId(9), 0.25, "Bad"
+    )
+    assert encode_decision(short) == ["finish", 3, "stop", 7, 4, 1.5]
+    for decision in (short, full):
+        assert decode_decision(json.loads(json.dumps(encode_decision(decision)))) == decision

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.config import StepCosts
-from paceline.core.events import Decision, DecisionKind
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.invariants import INVARIANTS
@@ -272,12 +272,12 @@ def who_fits_is_left_out(scene: Scene) -> None:
 
 @breaks("the_last_in_order_gives_way")
 def an_older_request_gives_way(scene: Scene) -> None:
-    scene.decisions.append(Decision(DecisionKind.PREEMPT, RequestId(1), "blocks:recompute"))
+    scene.decisions.append(Decision(DecisionKind.PREEMPT, RequestId(1), Rule.BLOCKS_RECOMPUTE))
 
 
 @breaks("nobody_is_passed_over", crowded)
 def a_younger_request_is_admitted_first(scene: Scene) -> None:
-    scene.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), "fits"))
+    scene.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), Rule.FITS))
 
 
 @breaks("the_first_always_progresses")

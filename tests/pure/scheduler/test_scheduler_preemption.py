@@ -147,7 +147,7 @@ def test_it_waits_until_its_full_length_can_be_reserved() -> None:
     bench.step()
     assert bench.states()[other] is RequestState.RUNNING
     assert bench.states()[request] is RequestState.WAITING
-    assert bench.reasons(DecisionKind.DEFER, request) == ["blocks"]
+    assert bench.reasons(DecisionKind.DEFER, request) == ["reserve"]
     bench.run()
 
 

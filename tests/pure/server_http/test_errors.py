@@ -21,6 +21,7 @@ from paceline.serving.client import EngineUnavailable
         (EngineFailed("x"), 503, "server_error", "engine_unavailable"),
         (EngineUnavailable("x", code="starting"), 503, "server_error", "starting"),
         (EngineUnavailable("x", code="made-up"), 503, "server_error", "engine_unavailable"),
+        (failures.UnknownRequestId("x"), 404, "not_found_error", "request_not_found"),
         (failures.UnknownModel("x"), 404, "not_found_error", "model_not_found"),
         (failures.ConcurrencyExceeded("x"), 429, "rate_limit_error", "concurrency_exceeded"),
         (failures.QueueTimeout("x"), 503, "server_error", "queue_timeout"),

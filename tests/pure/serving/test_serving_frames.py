@@ -55,6 +55,7 @@ TO_ENGINE = [
     frames.Add(1, b"\x01\0\0\0", frames.Sampling.of(SAMPLING), "tenant", -2, 12.5, None),
     frames.Abort((1, 2, 3)),
     frames.FinishAt(4, 17),
+    frames.Explain(3, 4),
     frames.Ping(),
     frames.Stop(),
 ]

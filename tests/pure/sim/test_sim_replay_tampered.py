@@ -205,6 +205,6 @@ def test_a_replay_does_not_overwrite_its_log(runs: Runs, tmp_path: Path) -> None
     ],
 )
 def test_a_header_without_a_usable_config(header: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_lines(tmp_path / "run.jsonl", [{"v": 1, "kind": "header", **header}])
+    write_lines(tmp_path / "run.jsonl", [{"v": 2, "kind": "header", **header}])
     with pytest.raises(InputError, match=message):
         replay(read_run_log(tmp_path / "run.jsonl"))

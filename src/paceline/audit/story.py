@@ -1,0 +1,222 @@
+"""The story of a request: its decisions as plain sentences, and the same as values for JSON.
+
+Pure: decisions in, sentences out. Repeated decisions of a kind (the parts of a long prompt, a row that stalls for
+several steps) become one sentence. Where the decisions come from, a ring or a log, is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.request import RequestId
+
+_CAUSES = {
+    "blocks": "blocks were short",
+    "forced": "it was told to",
+    "paused": "it was paused",
+    "step_failed": "the step it was in failed",
+}
+_ENDS = {
+    Rule.STOP: "reached a stop",
+    Rule.LENGTH: "reached its length",
+    Rule.DEADLINE: "was ended: its deadline had passed",
+    Rule.PRUNED: "was pruned",
+    Rule.ABORT: "was aborted",
+    Rule.ERROR: "failed",
+    Rule.NUMERICAL_ERROR: "failed: the model computed numbers that are not finite",
+    Rule.INTERNAL_ERROR: "failed inside the engine",
+    Rule.ENGINE_FAILED: "failed with the engine",
+}
+_REFUSALS = {
+    Rule.QUEUE_FULL: "the queue was full",
+    Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
+    Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
+}
+
+
+def story(decisions: Iterable[Decision]) -> list[str]:
+    """Sentences about one request, in the order in which things happened."""
+    told: list[str] = []
+    past: list[Decision] = []
+    for _, same in groupby(decisions, key=lambda decision: (decision.kind, decision.reason)):
+        run = list(same)
+        told.append(_TELLERS[run[0].kind](run, past))
+        past += run
+    return told
+
+
+def story_values(decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The same for JSON: the sentences, and each decision with the figures that bear on it, by name."""
+    return {"sentences": story(decisions), "decisions": [decision_values(each) for each in decisions]}
+
+
+def decision_values(decision: Decision) -> dict[str, Any]:
+    """A decision by name, without what does not bear on it."""
+    values: dict[str, Any] = {
+        **decision._asdict(),
+        "kind": decision.kind.value,
+        "reason": decision.reason.value,
+    }
+    silent: dict[str, Any] = {"budget_left": NO_NUMBER, "blocks_free": NO_NUMBER, "blocks_needed": NO_NUMBER}
+    silent |= {"against": NOBODY, "detail": ""}
+    if decision.kind is not DecisionKind.ADMIT:
+        silent["seconds"] = 0.0
+    return {name: value for name, value in values.items() if name not in silent or value != silent[name]}
+
+
+# -- sentences ---------------------------------------------------------------------------------------------
+
+
+def _admit(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    ahead = f", after {_named(decision.against)}" if decision.against != NOBODY else ""
+    return (
+        f"waited {_seconds(decision.seconds)} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
+        f"{_found(decision)}"
+    )
+
+
+def _resume(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    left = next((each for each in reversed(past) if each.kind is DecisionKind.PREEMPT), None)
+    waited = "" if left is None else f" after {_seconds(decision.time_s - left.time_s)}"
+    if decision.reason is Rule.SWAP:
+        how = f"{_count(decision.value, 'token')} of KV copied back from host memory"
+    else:
+        lost = 0 if left is None else max(0, left.value - decision.value)
+        how = f"recomputed {_count(lost, 'token')}, {_were(decision.value, 'token')} still in the cache"
+    return f"came back at step {decision.step}{waited}: {how} ({_room(decision)})"
+
+
+def _fork(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    return (
+        f"branched off {_named(decision.against)} at step {decision.step} and shares the KV of "
+        f"{_count(decision.value, 'token')} with it"
+    )
+
+
+def _defer(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    start = f"had to wait at step {decision.step}: "
+    who, named = decision.against, _named(decision.against)
+    if decision.reason is Rule.ROWS:
+        return f"{start}all rows were taken{f', the last by {named}' if who != NOBODY else ''}"
+    if decision.reason is Rule.BUDGET:
+        by = f"the prompt of {named} took the last of them" if who != NOBODY else "running requests took them"
+        return f"{start}the step had no tokens left, {by}"
+    if decision.reason is Rule.PREFIX:
+        return f"{start}{named} was computing a beginning that it can share"
+    if decision.reason is Rule.SWAP:
+        return f"{start}its own KV was still being copied to host memory"
+    kept = f" ({decision.value:,} kept for others)" if decision.value else ""
+    ahead = f", {named} was ahead" if who != NOBODY else ""
+    what = "needed" if decision.reason is Rule.BLOCKS else "needed for its full length"
+    return (
+        f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
+    )
+
+
+def _chunk(run: list[Decision], past: list[Decision]) -> str:
+    why = {
+        Rule.BUDGET: "the step's tokens were used up",
+        Rule.SHARE: "others were waiting, and one prompt takes no more of a step",
+        Rule.BLOCKS: "blocks were short",
+    }[run[0].reason]
+    steps = sorted({decision.step for decision in run})
+    tokens = _count(sum(decision.value for decision in run), "token")
+    if len(steps) == 1:
+        return f"computed {tokens} of its prompt at step {steps[0]} and no more: {why}"
+    return f"computed {tokens} of its prompt in parts from step {steps[0]} to step {steps[-1]}: {why}"
+
+
+def _stall(run: list[Decision], past: list[Decision]) -> str:
+    decision, last = run[0], run[-1]
+    when = (
+        f"at step {decision.step}"
+        if last.step == decision.step
+        else f"from step {decision.step} to step {last.step}"
+    )
+    ahead = f", {_named(decision.against)} got one before it" if decision.against != NOBODY else ""
+    return f"stood still {when}: a block was needed, {_free(decision.blocks_free)}{ahead}"
+
+
+def _preempt(run: list[Decision], past: list[Decision]) -> str:
+    parts = [_gave_way(decision) for decision in run]
+    return "; ".join(parts)
+
+
+def _gave_way(decision: Decision) -> str:
+    cause, kind = decision.reason.value.split(":")
+    to = f" to {_named(decision.against)}" if decision.against != NOBODY else ""
+    why = _CAUSES[cause]
+    if cause == "blocks":
+        why = f"{_count(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} too few"
+    after = "copied to host memory" if kind == "swap" else "to be recomputed"
+    return f"gave way at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after})"
+
+
+def _finish(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    detail = f" ({decision.detail})" if decision.detail else ""
+    after = _count(decision.value, "token")
+    return f"{_ENDS[decision.reason]}{detail} before step {decision.step}, after {after} of output"
+
+
+def _refuse(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[0]
+    return f"was refused: {_REFUSALS[decision.reason]} ({_were(decision.value, 'token')} asked for)"
+
+
+def _fail(run: list[Decision], past: list[Decision]) -> str:
+    what = "letting go of it" if run[0].reason is Rule.FINISH_HOOK else "handling it"
+    return f"{what} raised {run[0].detail}; no other request was touched"
+
+
+_TELLERS: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = {
+    DecisionKind.ADMIT: _admit,
+    DecisionKind.RESUME: _resume,
+    DecisionKind.FORK: _fork,
+    DecisionKind.DEFER: _defer,
+    DecisionKind.CHUNK: _chunk,
+    DecisionKind.STALL: _stall,
+    DecisionKind.PREEMPT: _preempt,
+    DecisionKind.FINISH: _finish,
+    DecisionKind.REFUSE: _refuse,
+    DecisionKind.FAIL: _fail,
+}
+
+
+# -- words -------------------------------------------------------------------------------------------------
+
+
+def _room(decision: Decision) -> str:
+    needed, free = _count(decision.blocks_needed, "block"), decision.blocks_free
+    return f"{needed} needed, {free} free, {_count(decision.budget_left, 'token')} of the step left"
+
+
+def _found(decision: Decision) -> str:
+    return f"; {_were(decision.value, 'token')} in the cache already" if decision.value else ""
+
+
+def _named(request_id: RequestId) -> str:
+    return f"request {request_id}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _were(number: int, noun: str) -> str:
+    return f"{_count(number, noun)} {'was' if number == 1 else 'were'}"
+
+
+def _free(number: int) -> str:
+    return f"{number:,} {'was' if number == 1 else 'were'} free"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"

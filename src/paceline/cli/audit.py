@@ -1,0 +1,116 @@
+"""`paceline audit verify | bias`: whether a decision log is whole, and whether groups were treated alike.
+
+Owns flags, tables and exit codes; the chain is in `audit.trail_db`, the comparison in `audit.bias`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import InputError
+
+HELP = "Look at the decision log that a server keeps with --decision-log."
+VERIFY_HELP = """
+Walk the chain of a decision log: every entry holds the hash of the one before it, so that what was changed, taken out
+or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
+
+\b
+  paceline audit verify decisions/
+  paceline audit verify decisions/ --head HASH
+
+Entries cut off at the end show only with --head: note the hash that is printed, and give it the next time.
+"""
+BIAS_HELP = """
+Compare how long requests waited and how often they gave way, between keys, classes or lengths of prompts: each group
+with all others, by a rank test, corrected for the number of comparisons.
+
+\b
+  paceline audit bias decisions/ --by key,class,length
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What `paceline audit verify` takes."""
+
+    folder: str = option("", "folder of the decision log")
+    head: str = option("", "hash of the last entry, as it was printed before: it must still be there")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasOptions:
+    """What `paceline audit bias` takes."""
+
+    folder: str = option("", "folder of the decision log")
+    by: str = option("key,class,length", "key, class, length; several, separated by commas")
+    json: bool = option(False, "print one JSON object")
+
+
+_FOLDER = Flag(name="folder", metavar="DIR", is_argument=True)
+VERIFY_PANELS = (
+    Panel(title="Log", config=VerifyOptions, flags=(_FOLDER, Flag(name="head", metavar="HASH"))),
+)
+BIAS_PANELS = (Panel(title="Log", config=BiasOptions, flags=(_FOLDER, Flag(name="by"), Flag(name="json"))),)
+
+
+def add_audit(app: typer.Typer) -> None:
+    audit = typer.Typer(name="audit", help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    add_command(audit, "verify", _verify, VERIFY_PANELS, VERIFY_HELP)
+    add_command(audit, "bias", _bias, BIAS_PANELS, BIAS_HELP)
+    app.add_typer(audit)
+
+
+def _verify(values: Mapping[str, Any]) -> None:
+    options = VerifyOptions(**values)
+
+    from paceline.audit.trail_db import verify
+
+    found = verify(_named(options.folder), options.head)
+    if found.problem:
+        typer.echo(f"broken: {found.problem}; entries {found.first} to {found.last} before it are whole")
+        raise typer.Exit(1)
+    if not found.last:
+        typer.echo("whole: there is no entry yet")
+        return
+    removed = "" if found.first == 1 else f"; {found.first - 1:,} before them were removed by age or number"
+    typer.echo(f"whole: entries {found.first:,} to {found.last:,}{removed}")
+    typer.echo(f"head: {found.head}")
+
+
+def _bias(values: Mapping[str, Any]) -> None:
+    options = BiasOptions(**values)
+
+    from paceline.audit.bias import compare, requests_of
+    from paceline.audit.trail_db import read_entries
+
+    requests = requests_of(body for _, body, _, _ in read_entries(_named(options.folder)))
+    found = compare(requests, [part.strip() for part in options.by.split(",") if part.strip()])
+    if options.json:
+        shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    typer.echo(f"{len(requests):,} requests")
+    if not found:
+        typer.echo("no two groups are large enough to be compared")
+        return
+    typer.echo(
+        f"{'by':<8}{'group':<24}{'of':<13}{'requests':>9}{'mean':>11}{'others':>11}{'higher':>8}{'chance':>10}"
+    )
+    for each in found:
+        typer.echo(
+            f"{each.by:<8}{each.group[:23]:<24}{each.measure:<13}{each.count:>9,}{each.mean:>11.4f}"
+            f"{each.mean_others:>11.4f}{each.higher:>8.0%}{each.chance:>10.2g}"
+        )
+
+
+def _named(folder: str) -> str:
+    if not folder:
+        raise InputError("say which log: the folder that was given to --decision-log")
+    return folder

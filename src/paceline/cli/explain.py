@@ -1,0 +1,94 @@
+"""`paceline explain`: the story of one request, from a run log or from a server.
+
+Owns the flags and what is printed; what a log knows is in `audit.explain`, the sentences in `audit.story`. A server
+tells only the key that sent a request; the key comes from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import InputError
+
+HELP = """
+Say why a request waited, gave way or was refused: its decisions as sentences, each with the figures it was made from.
+
+\b
+  paceline sim --rate 20 --log run.jsonl.gz
+  paceline explain 17 --log run.jsonl.gz
+  paceline explain chatcmpl-3f2a... --url http://localhost:8000
+
+A server is asked with the key in PACELINE_API_KEY, and tells only about requests of that key.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """What `paceline explain` takes."""
+
+    request: str = option("", "number of the request in a log, or the id of a server's answer")
+    log: str = option("", "run log it is in")
+    url: str = option("", "server it was sent to")
+    json: bool = option(False, "print one JSON object: the sentences, and every decision by name")
+
+
+PANELS = (
+    Panel(
+        title="Request",
+        config=ExplainOptions,
+        flags=(
+            Flag(name="request", metavar="ID", is_argument=True),
+            Flag(name="log", metavar="FILE"),
+            Flag(name="url", metavar="URL"),
+            Flag(name="json"),
+        ),
+    ),
+)
+
+
+def add_explain(app: typer.Typer) -> None:
+    add_command(app, "explain", _run, PANELS, HELP)
+
+
+def _run(given: Mapping[str, Any]) -> None:
+    options = ExplainOptions(**given)
+    if not options.request:
+        raise InputError("say which request: paceline explain 17 --log run.jsonl.gz")
+    if bool(options.log) == bool(options.url):
+        raise InputError("say where the request is: --log FILE names a run log, --url URL a server")
+    values, sentences = _from_server(options) if options.url else _from_log(options)
+    if options.json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        for sentence in sentences:
+            typer.echo(sentence)
+
+
+def _from_log(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
+    if not options.request.isascii() or not options.request.isdigit():
+        raise InputError(f"{options.request} is no number; a run log numbers its requests")
+
+    from paceline.audit.explain import explain_from_log
+    from paceline.audit.runlog import read_run_log
+
+    found = explain_from_log(read_run_log(options.log), int(options.request))
+    return found.values(), found.sentences()
+
+
+def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
+    from paceline.cli.remote import Remote
+
+    values = Remote(options.url, None).explain(options.request)
+    sentences: list[str] = []
+    for branch in values["branches"]:
+        if len(values["branches"]) > 1:
+            sentences.append(f"branch {branch['index']} (request {branch['number']}):")
+        sentences += branch["sentences"]
+    return values, sentences

@@ -1,0 +1,97 @@
+"""`paceline replay`: run a recorded schedule again and say whether it comes out the same.
+
+Owns the flags, what is printed and the exit code: 0 when every plan is identical, 1 when one is not, 2 when the
+file is no log that can be replayed. The replay itself is in `sim.replay`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import InputError
+
+if TYPE_CHECKING:
+    from paceline.audit.runlog import RunLog
+    from paceline.sim.replay import ReplayReport
+
+HELP = """
+Run a recorded schedule again: the scheduler gets every input and every result of a run log at its recorded time,
+and each of its plans and decisions must be the recorded one. Says "identical", or names the first difference.
+
+\b
+  paceline sim --rate 20 --log run.jsonl.gz
+  paceline replay run.jsonl.gz
+
+Exits with 0 when everything is identical, 1 when something differs, 2 when the file cannot be replayed.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What `paceline replay` takes."""
+
+    log: str = option("", "run log to repeat")
+    output: str = option("", "write the log of the replay there: the same bytes if nothing differs")
+    allow_cut: bool = option(False, "replay the steps before a line that is broken or cut off")
+    json: bool = option(False, "print what was found as one JSON object")
+
+
+PANELS = (
+    Panel(
+        title="Replay",
+        config=ReplayOptions,
+        flags=(
+            Flag(name="log", metavar="LOG", is_argument=True),
+            Flag(name="output", metavar="FILE"),
+            Flag(name="allow_cut"),
+            Flag(name="json"),
+        ),
+    ),
+)
+
+
+def add_replay(app: typer.Typer) -> None:
+    add_command(app, "replay", _run, PANELS, HELP)
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    options = ReplayOptions(**values)
+    if not options.log:
+        raise InputError("say which log to replay: paceline replay run.jsonl.gz")
+
+    from paceline.audit.runlog import read_run_log
+    from paceline.sim.replay import replay
+
+    log = read_run_log(options.log, allow_cut=options.allow_cut)
+    report = replay(log, output=options.output or None)
+    typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
+    if not report.is_equal:
+        raise typer.Exit(1)
+
+
+def _sentence(log: RunLog, report: ReplayReport) -> str:
+    steps = f"{report.num_steps:,} step{'' if report.num_steps == 1 else 's'}"
+    if report.difference is not None:
+        return f"different after {steps} that were identical: {report.difference}"
+    if log.damage is not None:
+        return f"identical: {steps}, up to the damage ({log.damage})"
+    return f"identical: {steps}{'' if report.complete else '; the log was not closed'}"
+
+
+def _as_json(log: RunLog, report: ReplayReport) -> str:
+    difference = None if report.difference is None else asdict(report.difference)
+    values = {
+        "identical": report.is_equal,
+        "num_steps": report.num_steps,
+        "complete": report.complete,
+        "difference": difference,
+        "damage": None if log.damage is None else str(log.damage),
+    }
+    return json.dumps(values, indent=2)

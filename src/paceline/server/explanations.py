@@ -1,0 +1,53 @@
+"""Whose requests the engine knows by which numbers, so that they can be explained to those who sent them.
+
+Keeps the newest requests of all callers, a bounded number, and asks the engine for the rest. Who asks for a request of
+somebody else hears what they would hear of one that never was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.audit.story import story_values
+from paceline.server.call import Caller
+from paceline.server.failures import UnknownRequestId
+from paceline.serving.client import EngineClient, EngineUnavailable, ExplainingClient
+
+MOST_REQUESTS = 8192  # some 200 bytes each
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+class Explanations:
+    """The requests that can still be explained."""
+
+    def __init__(self, client: EngineClient, most: int = MOST_REQUESTS) -> None:
+        self._client = client
+        self._most = most
+        self._known: OrderedDict[str, tuple[str, tuple[int, ...]]] = OrderedDict()
+
+    def note(self, request_id: str, caller: Caller, numbers: Iterable[int]) -> None:
+        """A request has been handed to the engine under these numbers, one for each of its branches."""
+        self._known[request_id] = (caller.tenant, tuple(numbers))
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    async def explain(self, request_id: str, caller: Caller) -> dict[str, Any]:
+        """The story of each branch. Raises UnknownRequestId."""
+        own = request_id
+        for prefix in _PREFIXES:
+            own = own.removeprefix(prefix)
+        tenant, numbers = self._known.get(own, ("", ()))
+        if not numbers or tenant != caller.tenant:
+            raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
+        if not isinstance(self._client, ExplainingClient):
+            raise EngineUnavailable("this engine does not explain its requests")
+        branches = []
+        for index, number in enumerate(numbers):
+            decisions = await self._client.explain(number)
+            if decisions:
+                branches.append({"index": index, "number": number, **story_values(decisions)})
+        if not branches:
+            raise UnknownRequestId("nothing is known about this request any more")
+        return {"id": own, "object": "request.explanation", "branches": branches}

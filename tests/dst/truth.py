@@ -1,0 +1,333 @@
+"""Whether decisions tell the truth: what they say is worked out again from inputs, plans and results alone.
+
+Keeps its own picture of who sits where, which blocks each row holds and which rest behind a step under way, and
+compares it with every admission, deferral, preemption and ending on record. Takes from the decisions nothing but
+who joined: a plan knows rows, not requests; the sizes of the two have to agree. Knows engines with one layer group,
+rows that come and go one by one, no swaps, and nothing that fails; others are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config import Capacity, EngineConfig
+from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
+from paceline.core.plan import StepPlan, StepResult
+from paceline.core.recorder import Inputs, StepRecord
+from paceline.scheduler.invariants import InvariantViolation
+from tests.dst.settings import Trouble
+
+NAME = "T1"
+_OFF_ITS_ROW = (
+    "abort",
+    "expired",
+    "preempt",
+    "pause",
+    "finish_at",
+)  # what comes later is not for it any more
+_JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
+
+
+def can_tell(config: EngineConfig, trouble: Trouble) -> bool:
+    """Whether runs like this one are understood here."""
+    plain = config.scheduler.mode == "continuous" and len(config.kv.groups) == 1
+    return plain and not (
+        config.kv.num_host_blocks or trouble.cursed or trouble.alloc_failure or trouble.step_failure
+    )
+
+
+@dataclass(slots=True)
+class Known:
+    """A request as its add describes it, and what has become of it."""
+
+    num_prompt: int
+    max_total: int
+    num_tokens: int
+    parent: int | None
+    keys: tuple[bytes, ...]
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Seat:
+    """A row and who sits there."""
+
+    owner: int
+    generation: int
+    known: int  # tokens it joined with
+    upper: int  # tokens scheduled
+    table: dict[int, int] = field(default_factory=dict)
+
+
+class Truth:
+    """Looks at the records of one run, in order."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.num_checked = 0
+        self._config = config
+        self._size = config.kv.block_size
+        self._usable = (config.kv.groups[0].num_blocks or config.kv.num_blocks) - 1
+        self._num_rows = Capacity.of(config).num_rows
+        self._requests: dict[int, Known] = {}
+        self._seats: dict[int, Seat] = {}
+        self._decoding: set[int] = set()
+        self._fences: list[tuple[int, frozenset[int]]] = []
+        self._resting: list[tuple[int, int]] = []  # rows that may not be used before a step is done
+        self._results: dict[int, StepResult] = {}
+        self._deaf: set[int] = set()  # requests that have been taken off their rows since the last plan
+        self._holders: dict[bytes, int] = {}  # how many requests were added with a first key
+        self._let_in: list[int] = [int(NOBODY), int(NOBODY)]  # the last two, who are not the same
+        self._completed = 0
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def step(self, record: StepRecord) -> None:
+        plan = record.plan
+        self._take_inputs(record.inputs)
+        gone = {int(d.request) for d in record.decisions if d.reason is Rule.BLOCKS_RECOMPUTE}
+        self._leave(plan, [row for row in plan.leaves.tolist() if self._seats[row].owner not in gone])
+        self._endings(record.decisions)
+        self._preemptions(record)
+        self._decode(plan)
+        joined = [decision for decision in record.decisions if decision.kind in _JOINED]
+        self._prompts(plan, joined)
+        for decision in record.decisions:
+            # Who was asked when there was no plan was asked in a picture that no plan shows.
+            if decision.kind is DecisionKind.DEFER and decision.time_s == record.t_plan:
+                self._check_deferral(decision, plan)
+        for row, count in zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True):
+            self._seats[row].upper += count
+        self._deaf.clear()
+        if record.result is not None:
+            self._results[plan.seq] = record.result
+
+    def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
+        self._take_inputs(inputs)
+        self._endings(decisions)
+
+    # -- the picture ---------------------------------------------------------------------------------------
+
+    def _take_inputs(self, inputs: Inputs) -> None:
+        entries: Any = inputs
+        for kind, _, *values in entries:
+            if kind == "add":
+                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, _ = values
+                self._requests[request] = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, keys)
+                for key in keys[:1]:
+                    self._holders[key] = self._holders.get(key, 0) + 1
+            elif kind == "done":
+                self._done(int(values[0]))
+            elif kind in _OFF_ITS_ROW:
+                self._deaf.add(values[0])
+            elif kind == "keys":
+                self._requests[values[0]].keys += values[1]
+            if kind == "finish_at":
+                known = self._requests[values[0]]
+                known.num_tokens = known.num_prompt + values[1]
+
+    def _done(self, seq: int) -> None:
+        self._completed = seq
+        self._settle()
+        result = self._results.pop(seq)
+        columns = (result.rows, result.generation, result.count, result.finite)
+        for row, generation, count, finite in zip(*(column.tolist() for column in columns), strict=True):
+            seat = self._seats.get(row)
+            if seat is None or seat.generation != generation or seat.owner in self._deaf:
+                continue
+            known = self._requests[seat.owner]
+            if finite and known.num_tokens < known.max_total:
+                known.num_tokens += count
+            else:
+                self._deaf.add(seat.owner)
+
+    def _settle(self) -> None:
+        self._fences = [fence for fence in self._fences if fence[0] > self._completed]
+        self._resting = [resting for resting in self._resting if resting[0] > self._completed]
+
+    def _leave(self, plan: StepPlan, rows: Sequence[int]) -> None:
+        for row in rows:
+            seat = self._seats.pop(row)
+            self._decoding.discard(row)
+            self._fences.append((plan.seq - 1, frozenset(seat.table.values())))
+            self._resting.append((plan.seq - 1, row))
+        self._settle()
+
+    def _decode(self, plan: StepPlan) -> None:
+        """Decoding rows and prompts under way come before those who join."""
+        joining = set(plan.joins.row.tolist())
+        for row, index, source, target in _copies(plan):
+            self._fences.append((plan.seq, frozenset((source,))))
+            if row not in joining:
+                self._seats[row].table[index] = target
+        self._decoding -= set(plan.decode_rows.removed.tolist())
+        self._decoding |= set(plan.decode_rows.added.tolist())
+        spans = set(plan.spans.row.tolist())
+        for row, index, block in _appends(plan):
+            if row not in spans and row not in joining:
+                self._seats[row].table[index] = block
+        for row in self._decoding:
+            self._seats[row].upper += 1
+
+    def _prompts(self, plan: StepPlan, joined: Sequence[Decision]) -> None:
+        """Prompts and new rows in the order in which they were given blocks."""
+        joins = plan.joins
+        columns = (joins.row, joins.generation, joins.num_tokens, joins.num_computed, joins.limit)
+        waiting = {entry[0]: entry for entry in zip(*(column.tolist() for column in columns), strict=True)}
+        if len(waiting) != len(joined):
+            raise InvariantViolation(NAME, f"{len(waiting)} rows joined and {len(joined)} decisions say so")
+        who = dict(zip(waiting, joined, strict=True))
+        spans = {*plan.spans.row.tolist(), *waiting}
+        appends = [entry for entry in _appends(plan) if entry[0] in spans]
+        for row, index, block in appends:
+            if row in waiting:
+                own = [each for each in appends if each[0] == row]
+                self._check_join(who[row], waiting.pop(row), own, plan)
+                copied = [(index, target) for other, index, _, target in _copies(plan) if other == row]
+                # Its copy of a block that it shares is taken before anybody else is asked.
+                self._fences += [(plan.seq, frozenset((target,))) for _, target in copied]
+            self._seats[row].table[index] = block
+        for row, entry in waiting.items():
+            raise InvariantViolation(NAME, f"request {who[row].request} joined with nothing: {entry}")
+        for row, index, _, target in _copies(plan):
+            self._seats[row].table[index] = target
+
+    def _free(self) -> int:
+        held: set[int] = set()
+        for seat in self._seats.values():
+            held.update(seat.table.values())
+        for _, blocks in self._fences:
+            held |= blocks
+        return self._usable - len(held)
+
+    @property
+    def _has_reserved(self) -> bool:
+        most = self._config.scheduler.max_preemptions
+        return any(self._requests[seat.owner].preemptions >= most > 0 for seat in self._seats.values())
+
+    # -- what is said --------------------------------------------------------------------------------------
+
+    def _same(self, decision: Decision, what: str, said: object, found: object) -> None:
+        self.num_checked += 1
+        if said != found:
+            raise InvariantViolation(
+                NAME,
+                f"{decision.kind.value} of {decision.request}: {what} is {said}, and was {found}: {decision}",
+            )
+
+    def _check_join(
+        self, decision: Decision, join: tuple[int, ...], own: list[tuple[int, int, int]], plan: StepPlan
+    ) -> None:
+        row, generation, num_tokens, num_computed, limit = join
+        known = self._requests[decision.request]
+        self._same(decision, "its step", decision.step, plan.seq)
+        self._same(decision, "its length", known.max_total, limit)
+        self._same(decision, "what is computed", decision.value, num_computed)
+        self._same(decision, "the request ahead", decision.against, self._ahead_of(decision.request))
+        if not self._has_reserved and known.preemptions < (self._config.scheduler.max_preemptions or 1 << 30):
+            self._same(decision, "blocks free", decision.blocks_free, self._free())
+            needs = {
+                self._need(
+                    num_tokens, [block for _, index, block in own if index * self._size < num_computed]
+                )
+            }
+            if known.parent is not None:
+                needs.add(self._blocks(num_tokens) - self._blocks(num_computed) + 1)
+            self._same(decision, "blocks needed", decision.blocks_needed in needs, True)
+        self._seats[row] = Seat(decision.request, generation, num_tokens, num_computed)
+        if decision.request != self._let_in[1]:
+            self._let_in = [self._let_in[1], decision.request]
+
+    def _need(self, num_tokens: int, found: list[int]) -> int:
+        """New blocks, and those found in the cache that nobody holds."""
+        held = {block for seat in self._seats.values() for block in seat.table.values()}
+        held |= {block for _, blocks in self._fences for block in blocks}
+        return self._blocks(num_tokens) - len(found) + sum(block not in held for block in found)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def _ahead_of(self, request: int) -> int:
+        return self._let_in[1] if self._let_in[1] != request else self._let_in[0]
+
+    def _check_deferral(self, decision: Decision, plan: StepPlan) -> None:
+        config, known = self._config.scheduler, self._requests[decision.request]
+        if decision.step != plan.seq or decision.request in [seat.owner for seat in self._seats.values()]:
+            raise InvariantViolation(NAME, f"request {decision.request} was let in: {decision}")
+        if decision.reason is Rule.ROWS:
+            taken = len(self._seats) >= config.max_num_seqs or (
+                len(self._seats) + len(self._resting) >= self._num_rows
+            )
+            self._same(decision, "that all rows are taken", True, taken)
+            self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
+        elif decision.reason is Rule.BUDGET and config.step_costs is None:
+            carried = plan.work.decode_rows + plan.work.prefill_tokens
+            self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
+        elif decision.reason is Rule.PREFIX:
+            other = self._requests.get(decision.against)
+            shares = other is not None and set(other.keys) & set(known.keys)
+            self._same(
+                decision, "who computes its prefix", True, bool(shares) or decision.against == known.parent
+            )
+        elif decision.reason is Rule.BLOCKS and not self._has_reserved:
+            self._check_shortage(decision, known, plan)
+
+    def _check_shortage(self, decision: Decision, known: Known, plan: StepPlan) -> None:
+        """What prompts take after the deferral they were promised before it: the difference of the two stays."""
+        scheduled = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
+        promised = sum(
+            max(0, self._blocks(seat.known) - len(seat.table))
+            for row, seat in self._seats.items()
+            if seat.upper + scheduled.get(row, 0) < seat.known
+        )
+        watermark = int(self._usable * self._config.scheduler.watermark) if self._seats else 0
+        left = self._free() - promised - watermark
+        self._same(decision, "blocks left for it", decision.blocks_free - decision.value, left)
+        self._same(decision, "that it needs more", True, decision.blocks_needed > left)
+        self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
+        if (
+            not known.preemptions
+            and all(self._holders[key] == 1 for key in known.keys[:1])
+            and known.parent is None
+        ):
+            self._same(decision, "blocks needed", decision.blocks_needed, self._blocks(known.num_tokens))
+
+    def _preemptions(self, record: StepRecord) -> None:
+        plan = record.plan
+        rows = {seat.owner: row for row, seat in self._seats.items()}
+        given = {*plan.new_blocks.row.tolist(), *plan.block_copies.row.tolist()}
+        for decision in record.decisions:
+            if decision.kind is not DecisionKind.PREEMPT:
+                continue
+            if decision.reason is Rule.BLOCKS_RECOMPUTE:
+                if not self._has_reserved:
+                    self._same(decision, "blocks free", decision.blocks_free, self._free())
+                if decision.against != NOBODY:
+                    gains = rows.get(decision.against)
+                    stays = gains in given or gains not in plan.decode_rows.added
+                    self._same(decision, "who got its place", True, gains is not None and stays)
+                    self._same(decision, "that it is another", True, decision.against != decision.request)
+                self._leave(plan, [rows[decision.request]])
+            if decision.reason.value.partition(":")[0] in ("blocks", "forced"):
+                self._requests[decision.request].preemptions += 1
+
+    def _endings(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            known = self._requests.get(decision.request)
+            if decision.kind is not DecisionKind.FINISH or known is None:
+                continue
+            self._same(decision, "its output", decision.value, known.num_tokens - known.num_prompt)
+            if decision.reason is Rule.LENGTH:
+                self._same(decision, "its length", known.num_tokens, known.max_total)
+
+
+def _appends(plan: StepPlan) -> list[tuple[int, int, int]]:
+    new = plan.new_blocks
+    return list(zip(new.row.tolist(), new.index.tolist(), new.block.tolist(), strict=True))
+
+
+def _copies(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    copies = plan.block_copies
+    columns = (copies.row, copies.index, copies.source, copies.target)
+    return list(zip(*(column.tolist() for column in columns), strict=True))

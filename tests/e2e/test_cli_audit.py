@@ -1,0 +1,83 @@
+"""A server keeps a decision log; `paceline audit` looks at it, as an operator does."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.audit.trail_db import trail_files
+from tests.e2e.client_server import KEY, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.e2e.model_cli import COMMAND
+
+NUM_REQUESTS = 10  # of each key
+
+
+def audit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "audit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def complete(server: ClientServer, key: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps({"model": MODEL, "prompt": "hello there", "max_tokens": 3})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/completions", body, headers)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("audit")
+    with client_server(folder, "--decision-log", str(folder / "decisions")) as server:
+        server.wait_for(200)
+        for _ in range(NUM_REQUESTS):
+            complete(server, KEY)
+            complete(server, NARROW_KEY)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    return folder / "decisions"
+
+
+def test_the_log_of_a_server_that_was_stopped_is_whole(log: Path) -> None:
+    done = audit("verify", log)
+    assert done.returncode == 0, done.stderr
+    first, head = done.stdout.splitlines()
+    # Two decisions and a line about each request, at least.
+    assert first.startswith("whole: entries 1 to ") and int(first.rsplit(" ", 1)[1]) >= 6 * NUM_REQUESTS
+    assert audit("verify", log, "--head", head.removeprefix("head: ")).returncode == 0
+    assert audit("verify", log, "--head", "f" * 64).returncode == 1
+
+
+def test_groups_are_compared(log: Path) -> None:
+    done = audit("bias", log, "--by", "key", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["num_requests"] == 2 * NUM_REQUESTS
+    assert {each["measure"] for each in found["comparisons"]} == {"delay_s", "preemptions"}
+    assert {each["count"] for each in found["comparisons"]} == {NUM_REQUESTS}
+    told = audit("bias", log).stdout.splitlines()
+    assert told[0] == f"{2 * NUM_REQUESTS} requests" and told[1].split()[:3] == ["by", "group", "of"]
+
+
+def test_a_change_is_named(log: Path) -> None:
+    connection = sqlite3.connect(trail_files(log)[0])
+    connection.executescript("DROP TRIGGER no_update; UPDATE entries SET body = '{}' WHERE seq = 5")
+    connection.close()
+    done = audit("verify", log)
+    assert (done.returncode, done.stdout) == (
+        1,
+        "broken: entry 5 was changed; entries 1 to 4 before it are whole\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["verify", "bias"])
+def test_mistakes_are_answered_with_a_sentence(command: str, tmp_path: Path) -> None:
+    for arguments, message in (((), "say which log"), ((tmp_path,), "holds no decision log")):
+        done = audit(command, *arguments)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,109 @@
+"""GET /v1/requests/{id}/explain: the story of a request, for the key that sent it and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.request import RequestId
+from paceline.server.call import Caller
+from paceline.server.explanations import Explanations
+from paceline.server.failures import UnknownRequestId
+from paceline.serving.client import EngineUnavailable
+from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
+
+ROUTE = "/v1/requests/{id}/explain"
+ME, OTHER = Caller(tenant="me"), Caller(tenant="other")
+
+
+class RememberingClient(FakeClient):
+    """Numbers its requests and knows how each began."""
+
+    known = True
+
+    def submit(self, *given: Any, **more: Any) -> FakeStream:
+        stream = super().submit(*given, **more)
+        stream.first = 10 * len(self.streams)  # type: ignore[attr-defined]
+        return stream
+
+    async def explain(self, number: int) -> list[Decision]:
+        decided = Decision(
+            DecisionKind.ADMIT, RequestId(number), Rule.FITS, 0, 3, 1.0, 9, 8, 2, RequestId(4), 0.5
+        )
+        return [decided] if self.known else []
+
+
+def api() -> Api:
+    made = Api(says("hello"))
+    made.client = made.service.client = client = RememberingClient(made.client.script)
+    made.service.explanations = Explanations(client)
+    return made
+
+
+def chat(made: Api, caller: Caller = ME, **more: Any) -> str:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more}
+    return str(made.ask("/v1/chat/completions", body, caller=caller)["id"])
+
+
+def explain(made: Api, request_id: str, caller: Caller = ME) -> Any:
+    return made.ask(ROUTE, method="GET", path={"id": request_id}, caller=caller)
+
+
+def test_the_story_of_a_request() -> None:
+    made = api()
+    found = explain(made, chat(made))
+    assert (found["id"], found["object"]) == ("id1", "request.explanation")
+    [branch] = found["branches"]
+    assert (branch["index"], branch["number"]) == (0, 10)
+    assert branch["sentences"][0].startswith("waited 500 ms and was admitted at step 3, after request 4")
+    assert branch["decisions"][0]["blocks_free"] == 8
+    assert explain(made, "id1") == explain(made, "resp_id1") == found
+
+
+def test_every_branch_is_told() -> None:
+    made = api()
+    request_id = chat(made, n=2)
+    assert [branch["number"] for branch in explain(made, request_id)["branches"]] == [10, 11]
+
+
+@pytest.mark.parametrize("request_id, caller", [("chatcmpl-id1", OTHER), ("chatcmpl-id2", ME), ("", ME)])
+def test_a_request_of_somebody_else_is_as_unknown_as_one_that_never_was(
+    request_id: str, caller: Caller
+) -> None:
+    made = api()
+    chat(made)
+    with pytest.raises(UnknownRequestId, match="this key has sent no request of that id"):
+        explain(made, request_id, caller)
+
+
+def test_what_the_engine_has_forgotten_is_unknown_too() -> None:
+    made = api()
+    request_id = chat(made)
+    made.client.known = False  # type: ignore[attr-defined]
+    with pytest.raises(UnknownRequestId, match="any more"):
+        explain(made, request_id)
+
+
+def test_only_the_newest_requests_are_kept() -> None:
+    async def test() -> None:
+        kept = Explanations(RememberingClient(says("x")), most=2)
+        for number in range(3):
+            kept.note(f"r{number}", ME, [number])
+        assert (await kept.explain("r2", ME))["branches"]
+        with pytest.raises(UnknownRequestId):
+            await kept.explain("r0", ME)
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_remembers_nothing_says_so() -> None:
+    async def test() -> None:
+        kept = Explanations(FakeClient(says("x")))
+        kept.note("r", ME, [1])
+        with pytest.raises(EngineUnavailable, match="does not explain"):
+            await kept.explain("r", ME)
+
+    asyncio.run(test())
