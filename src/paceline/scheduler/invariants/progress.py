@@ -60,7 +60,9 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
     if not victims:
         return None
     joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
-    rows, foremost = state.rows, first_in_order(state)
+    # Who has joined since may go before everybody; the one that was spared was first among those that ran.
+    ran = [row for row in look.live.tolist() if row not in joined and not state.rows.done[row]]
+    rows, foremost = state.rows, int(state.in_order(np.array(ran, np.int64))[0]) if ran else None
     charged = _tenants_admitted(look) if is_relative(state.policy) else set()
     for row in look.live.tolist():
         request = rows.requests[row]
