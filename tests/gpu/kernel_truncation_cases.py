@@ -45,7 +45,8 @@ def random_logits(slots: int, vocabulary: int) -> Tensor:
     for slot in range(slots):
         kind = slot % 6
         if kind == 1:
-            logits[slot] = -torch.rand(vocabulary).log() * 1.5 - 30  # all negative, with a long tail
+            tail = -(1 - torch.rand(vocabulary)).log()  # of numbers above 0: every logit is finite
+            logits[slot] = tail * 1.5 - 30
         elif kind == 2:
             logits[slot] = logits[slot].round() * torch.tensor([-0.0, 1.0])[torch.arange(vocabulary) % 2]
         elif kind == 3:

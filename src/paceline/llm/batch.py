@@ -18,7 +18,7 @@ from paceline.llm.prompts import PreparedRequest
 
 # Steps' worth of prompt tokens that wait at least. One is enough to begin with: others are added while the device
 # computes it. Where prompts begin alike few of their tokens are computed, and a step that has room left wants more.
-FIRST_FED, STEPS_FED = 1, 4
+FIRST_FED, STEPS_FED, MOST_FED = 1, 4, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,10 @@ def run_requests(
                     return
                 interrupts.check()
                 changed = collector.take(step())
-                has_room = engine.scheduler.composer.tokens_left > 0
-                fed = min(2 * fed, max_open) if fed >= STEPS_FED and has_room else max(fed, STEPS_FED)
+                if fed < STEPS_FED:
+                    fed = STEPS_FED
+                elif engine.scheduler.composer.tokens_left > 0:
+                    fed = min(2 * fed, MOST_FED)
                 yield from [output for output in changed if output.finished]
         except BaseException:
             _abort_all(front)

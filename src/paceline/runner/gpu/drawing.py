@@ -104,13 +104,20 @@ class DeviceDraw:
         """The columns and tokens of rows that joined are on the device: count what their rules must know."""
         counted = [row for row in rows if row in self._places]
         if counted:
-            memory = self._memory
-            known = KnownTokens(
-                tokens=memory.columns.tokens,
-                length=memory.columns.length,
-                num_prompt=memory.column("num_prompt"),
-            )
-            fill_seen(self._pool, self._sent(counted, torch.int32), memory.column("place"), known)
+            self._count_known(counted)
+
+    def warm_up(self) -> None:
+        """Launch what is launched beside a step's own kernels, for nobody's row, which has no rules."""
+        self._count_known([self._memory.nobody])
+
+    def _count_known(self, rows: list[int]) -> None:
+        memory = self._memory
+        known = KnownTokens(
+            tokens=memory.columns.tokens,
+            length=memory.columns.length,
+            num_prompt=memory.column("num_prompt"),
+        )
+        fill_seen(self._pool, self._sent(rows, torch.int32), memory.column("place"), known)
 
     def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
         if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
