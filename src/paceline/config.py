@@ -23,6 +23,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none")
+DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
+LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
 
 def option(
@@ -122,6 +124,23 @@ class SchedulerConfig:
     step_patience_s: float = option(
         0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
     )
+    dial: float | None = option(
+        None,
+        "from 0, least latency between tokens, to 1, most throughput; can be turned while serving",
+        low=0.0,
+        high=1.0,
+        kind=float,
+    )
+    target_itl_p99_ms: float | None = option(
+        None,
+        "milliseconds between tokens that a controller holds the p99 to, by turning the dial itself",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+    )
+    target_ttft_p99_ms: float | None = option(
+        None, "the same for the time to the first token", low=LEAST_TARGET_MS, high=MOST_TARGET_MS, kind=float
+    )
     max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
     scheduling_policy: str = option(
         "fcfs", "who goes first and who gives way", choices=(*POLICIES, OWN_CLASS)
@@ -167,6 +186,17 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        given = [name for name in DIAL_OPTIONS if getattr(self, name) is not None]
+        flags = [f"--{name.replace('_', '-')}" for name in given]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
+        if given and self.mode != "continuous":
+            raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
+
+    @property
+    def has_dial(self) -> bool:
+        """Whether the dial is set from the start."""
+        return any(getattr(self, name) is not None for name in DIAL_OPTIONS)
 
     @property
     def keeps_pace(self) -> bool:

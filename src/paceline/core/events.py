@@ -71,6 +71,7 @@ class DecisionKind(Enum):
     FINISH = "finish"
     REFUSE = "refuse"
     FAIL = "fail"
+    DIAL = "dial"  # about no request: the limits of steps were moved
 
 
 class Rule(StrEnum):
@@ -113,6 +114,12 @@ class Rule(StrEnum):
     # fail: code that was asked about this request alone raised
     REQUEST_FAILED = "request_failed"
     FINISH_HOOK = "finish_hook"
+    # dial
+    OPERATOR = "operator"  # it was set
+    OVER_TARGET = "over target"
+    UNDER_TARGET = "under target"
+    OUT_OF_REACH = "out of reach"  # the target is not held although the dial is at its end
+    WITHIN_REACH = "within reach"
 
 
 NO_NUMBER = -1  # a figure that does not bear on a decision
@@ -124,7 +131,8 @@ class Decision(NamedTuple):
 
     `value` is the number the kind speaks of: tokens found computed (admit, resume, fork), computed before it gave
     way (preempt), scheduled (chunk, stall), put out (finish), asked for (refuse); blocks kept back for others
-    (defer). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
+    (defer); thousandths of the dial (dial, which is about nobody, has what was seen in `seconds` and the rest in
+    `detail`). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
     tokens (defer for budget), who computes what it can share (defer for a prefix, fork) and who got its place
     (preempt, stall). `seconds` is how long it had waited (admit).
     """

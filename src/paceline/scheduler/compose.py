@@ -16,7 +16,7 @@ from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
 from paceline.scheduler.columns import build_joins, build_spans, row_changes
-from paceline.scheduler.pace import make_pace, paced_budget
+from paceline.scheduler.pace import make_pace, step_budget
 from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import Flight, SchedulerState
@@ -58,8 +58,8 @@ class Composer:
             state.kv.settle()
         mask = self._decode()
         prompts = self._prompts()
-        if self.pace is not None and (prompts or len(state.queue)):
-            self.budget = paced_budget(state, self.pace, mask, prompts)
+        if state.keeps_pace and (prompts or len(state.queue)):
+            self.budget = step_budget(state, self.pace, mask, prompts)
             self._left = self.budget - self._decode_count
         if prompts:
             cap = self._cap(len(prompts))
@@ -243,7 +243,7 @@ class Composer:
         state = self._state
         if self._left < 1 or not (num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished)):
             return self.budget
-        return state.policy.share(state.queue.view(state.now_s), self.budget)
+        return state.share(state.queue.view(state.now_s), self.budget)
 
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""

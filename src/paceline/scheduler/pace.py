@@ -24,8 +24,7 @@ class Pace:
     """The duration steps aim at, and the size that keeps it."""
 
     def __init__(self, config: SchedulerConfig, costs: StepCosts) -> None:
-        assert config.step_target_ms
-        self._target_s = config.step_target_ms / 1e3
+        self._target_s = (config.step_target_ms or 0.0) / 1e3
         self._stretch, self._patience_s = config.step_stretch, config.step_patience_s
         self._most = config.max_num_batched_tokens
         self._costs = costs
@@ -37,14 +36,23 @@ class Pace:
         pressure = min(max(waited_s / self._patience_s - 1.0, 0.0), 1.0)
         return self._target_s * (1.0 + (self._stretch - 1.0) * pressure)
 
-    def budget(self, rows: int, context: int, prompt: tuple[int, int], waited_s: float) -> int:
+    def budget(
+        self,
+        rows: int,
+        context: int,
+        prompt: tuple[int, int],
+        waited_s: float,
+        held_s: float | None = None,
+    ) -> int:
         """Tokens the next step may carry with `rows` decoding rows that read `context` tokens.
 
-        `prompt` says of the first prompt under way how many of its tokens are computed and how many are not.
+        `prompt` says of the first prompt under way how many of its tokens are computed and how many are not. `held_s`
+        is what a dial asks for: it takes the place of the target and is never stretched.
         """
         costs = self._costs
         sizes, seconds = costs.sizes, costs.seconds
-        left_s = self.target_s(waited_s) / self.ratio - costs.context_s * context - costs.row_s * rows
+        target_s = self.target_s(waited_s) if held_s is None else held_s
+        left_s = target_s / self.ratio - costs.context_s * context - costs.row_s * rows
         least = bisect_left(sizes, rows + sizes[0])  # prompts go on, however much the others read
         if least == len(sizes):
             return min(rows + sizes[0], self._most)
@@ -79,22 +87,28 @@ class Pace:
             self.ratio += LEARNING * (seen - self.ratio)
 
 
-def make_pace(config: SchedulerConfig) -> Pace | None:
-    """None: a step may always carry the most tokens there may be."""
-    if not config.keeps_pace or config.step_costs is None:
+def make_pace(config: SchedulerConfig, *, dialled: bool = False) -> Pace | None:
+    """None: nothing makes the tokens of a step follow from its duration."""
+    if config.step_costs is None or not (config.keeps_pace or config.has_dial or dialled):
         return None
     return Pace(config, config.step_costs)
 
 
-def paced_budget(state: SchedulerState, pace: Pace, mask: NDArray[np.bool_], prompts: list[int]) -> int:
+def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_], prompts: list[int]) -> int:
     """The budget of the step being composed, of its decoding rows and those that compute prompts, in order."""
-    rows = state.rows
+    rows, limits = state.rows, state.dial.limits
+    if pace is None:  # a dial, and nothing is known of what steps cost
+        assert limits is not None
+        return limits.step_tokens(
+            mask.tobytes().count(1), state.dial.fewest, state.config.max_num_batched_tokens
+        )
     context = int(np.dot(rows.upper[: len(mask)], mask))
     done = rest = 0
     if prompts:
         done = rows.upper.item(prompts[0])
         rest = rows.known.item(prompts[0]) - done
-    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state))
+    held_s = None if limits is None else limits.target_s
+    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), held_s)
 
 
 def _longest_wait(state: SchedulerState) -> float:

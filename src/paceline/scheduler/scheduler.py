@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.core.dial import DialSetting
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import (
@@ -25,6 +26,8 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.dial import steer
+from paceline.scheduler.pace import make_pace
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
@@ -60,6 +63,8 @@ class Scheduler:
         if self.composer.pace is not None:
             self.composer.pace.learn(self.state.flights[0].work, result.times)
         apply_result(self.state, result)
+        if self.state.dial.watches:
+            steer.judge(self.state)
 
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
@@ -191,6 +196,15 @@ class Scheduler:
         self._tick()
         self._note("policy", name, tuple(sorted(options.items())))
         self.state.use_policy(config, policy)
+
+    def set_dial(self, setting: DialSetting) -> None:
+        """Another place between latency and throughput, a target to hold, or off."""
+        steer.check_turn(self.state)
+        self._tick()
+        self._note("dial", setting.kind.value, setting.value)
+        steer.turn(self.state, setting)
+        if self.composer.pace is None:
+            self.composer.pace = make_pace(self.state.config, dialled=True)
 
     def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
         """Force a running request to give way. False when it does not run, is reserved, or has ended."""

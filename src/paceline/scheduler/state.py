@@ -31,6 +31,7 @@ from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
+from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
@@ -124,6 +125,7 @@ class SchedulerState:
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.queue = WaitingQueue()
         self.service = Service(policy, self.queue)
+        self.dial = Dial(config, rows.num_rows)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -224,7 +226,8 @@ class SchedulerState:
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
         """Another policy from now on; one that keeps accounts is told of everybody there is."""
         self.service.settle()
-        self.config, self.policy = config, policy
+        self.config = self.dial.config = config
+        self.policy = policy
         self.service = Service(policy, self.queue)
         if self.service.accounts is not None:
             for name in dict.fromkeys(request.tenant for request in self.requests.values()):
@@ -271,7 +274,18 @@ class SchedulerState:
     @property
     def most_rows(self) -> int:
         """How many rows there may be now."""
-        return self._fewer_rows if self.now_s < self._fewer_until_s else self.config.max_num_seqs
+        most = self._fewer_rows if self.now_s < self._fewer_until_s else self.config.max_num_seqs
+        return most if self.dial.limits is None else min(most, self.dial.limits.rows)
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether the tokens of a step with prompts follow from anything but the config's constant."""
+        return self.config.keeps_pace or self.dial.limits is not None
+
+    def share(self, view: RequestView, budget: int) -> int:
+        """Most tokens one prompt may take of a step while others could use them."""
+        limits = self.dial.limits
+        return self.policy.share(view, budget) if limits is None else max(1, int(budget * limits.share))
 
     def halve_rows(self) -> bool:
         """Fewer rows for a minute; the step that failed for their number is held against nobody."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
+from paceline.scheduler.dial import steer
 from paceline.scheduler.state import Flight, SchedulerState
 
 Index = NDArray[np.int64]
@@ -63,7 +64,8 @@ def _deliver(
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
     after = before + 1
-    rows.outputs[at, before - rows.known[at]] = tokens
+    place = before - rows.known[at]
+    rows.outputs[at, place] = tokens
     rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
     if state.service.accounts is not None:
@@ -75,7 +77,12 @@ def _deliver(
     )
     if flight.spans:  # who computes known tokens may get its first
         for row in at[index == 0].tolist():
-            _owner(state, row).first_token_s = state.now_s
+            request = _owner(state, row)
+            request.first_token_s = state.now_s
+            if state.dial.watches:
+                state.dial.first_token(state.now_s - request.arrival_s)
+    if state.dial.watches:
+        steer.delivered(state, flight, at, place)
     endings = finished.tobytes()
     if flight.at_length or STOPPED in endings or AT_LENGTH in endings:
         stopped = finished == STOPPED

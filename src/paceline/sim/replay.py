@@ -30,6 +30,7 @@ from paceline.audit.codec import (
 from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
 from paceline.core.clock import ManualClock
+from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
@@ -302,6 +303,7 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "abort": Scheduler.abort,
     "finish_at": Scheduler.finish_at,
     "priority": Scheduler.set_priority,
+    "dial": lambda scheduler, kind, value: scheduler.set_dial(DialSetting(kind=DialKind(kind), value=value)),
     "policy": lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),
     "deadline": lambda scheduler, request, time_s: scheduler.set_deadline(request, _time_or_none(time_s)),
     "preempt": lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),

@@ -78,7 +78,6 @@ class InvariantChecker:
         self._num_added = 0
         self._silent = 0
         config, budget = scheduler.state.config, scheduler.state.config.fewest_step_tokens
-        self._patience = -(-config.max_model_len // budget) + config.max_num_seqs + SILENT_STEPS
         self._padding = 0
         if scheduler.state.mode.keeps_finished:
             self._padding = -(-config.max_num_seqs * 2 * config.max_model_len // budget)
@@ -243,7 +242,11 @@ class InvariantChecker:
     def _progress(self, plan: StepPlan | None) -> None:
         """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
         self._silent = self._silent + 1 if plan is not None else 0
-        if self._silent > self._patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
+        if self._silent < SILENT_STEPS:
+            return
+        config, fewest = self._scheduler.state.config, self._scheduler.state.dial.fewest
+        patience = -(-config.max_model_len // fewest) + config.max_num_seqs + SILENT_STEPS
+        if self._silent > patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
             self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
             self.flush()
 

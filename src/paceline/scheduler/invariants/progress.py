@@ -138,7 +138,7 @@ def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
     if look.plan is None or not len(state.queue) or look.scheduler.composer.tokens_left > 0:
         return None
     view = state.queue.view(state.now_s)
-    share = state.policy.share(view, look.scheduler.composer.budget)
+    share = state.share(view, look.scheduler.composer.budget)
     if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
     head = _head(look)

@@ -141,7 +141,7 @@ _NONE: list[int] = []
 
 @sweep("S14", moment=PLANNED)
 def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
-    writes, config = frames.writes, frames.state.config
+    writes, config, fewest = frames.writes, frames.state.config, frames.state.dial.fewest
     planned = writes.decoding.astype(np.int64)  # how often each row is planned: [plan, row]
     for number, (step, one) in enumerate(zip(writes.steps, writes.plans, strict=True)):
         plan, work, scheduled = one.plan, one.plan.work, _NONE
@@ -155,7 +155,7 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
         allowed = one.flight.budget
         if allowed > config.max_num_batched_tokens:
             yield step, f"{allowed} tokens are allowed, {config.max_num_batched_tokens} at most may be"
-        if allowed < min(work.decode_rows + config.fewest_step_tokens, config.max_num_batched_tokens):
+        if allowed < min(work.decode_rows + fewest, config.max_num_batched_tokens):
             yield (
                 step,
                 f"{allowed} tokens are allowed, too few for the prompts beside {work.decode_rows} rows",

@@ -1,0 +1,213 @@
+"""The dial of one engine: what it is set to, where it stands, what it has seen, and the limits that follow.
+
+Told of every delivery of tokens while it is on, and asked once a step whether it is time to move. Knows times only as
+numbers it is given: the engine's clock, so that a replay sees and moves the same. Who puts a move on record, and who
+keeps the limits, is the business of `steer` and of those that compose steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import SchedulerConfig
+from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, setting_of
+from paceline.scheduler.dial.control import Controller, Law
+from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
+from paceline.scheduler.dial.window import Window
+
+P99 = 0.99
+SLICE_S = 1.0  # least time between two judgements
+LEAST_GAPS, LEAST_FIRSTS = 200, 20  # values without which nothing is judged
+AHEAD = 0.97  # of a target, for the first place where step costs are known: steps vary
+BEYOND = 1.3  # of a target: longer steps than that are never tried where step costs are known
+BINDING = 0.01  # share of tokens whose step was cut by the limits: only then is it they that make the p99
+TOO_SHORT = {DialKind.ITL: 0.10, DialKind.TTFT: 0.40}
+
+Index = NDArray[np.int64]
+Waits = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The dial has looked: from where to where it moved, and what it saw."""
+
+    before: float
+    after: float
+    seen_s: float
+    word_before: DialWord
+    word: DialWord
+
+
+class Dial:
+    """Off until it is set."""
+
+    def __init__(self, config: SchedulerConfig, num_rows: int) -> None:
+        self.config = config
+        self._range = Range(config)
+        self._last_s = np.full(num_rows, np.nan)  # when each row got its last token
+        self._gaps, self._firsts = Window(), Window()
+        self._due_s = 0.0
+        self._controller: Controller | None = None
+        self.setting = OFF
+        self.position = self._place_of_config()
+        self.limits: Limits | None = None  # None: those of the config
+        self.moves = 0
+        self.reason = ""
+        self.fewest = config.fewest_step_tokens  # prompt tokens that every step so far was allowed
+        setting = setting_of(config)
+        if setting is not None:
+            self.set(setting)
+
+    @property
+    def watches(self) -> bool:
+        return self.limits is not None
+
+    @property
+    def word(self) -> DialWord:
+        if self._controller is not None:
+            return self._controller.word
+        return DialWord.OFF if self.limits is None else DialWord.FIXED
+
+    def set(self, setting: DialSetting) -> None:
+        """Another setting from now on. A target begins where the dial stands, or where step costs say it is held."""
+        if self.limits is None:
+            self._last_s[:] = np.nan
+        self.setting, self.moves, self.reason = setting, 0, ""
+        self._controller = None
+        self._gaps.clear()
+        self._firsts.clear()
+        self._due_s = 0.0
+        if setting.kind is DialKind.OFF:
+            self.position, self.limits = self._place_of_config(), None
+            return
+        position = self.position
+        if setting.kind is DialKind.POSITION:
+            position = round(setting.value, 4)
+        else:
+            law = self._law(setting)
+            self._controller = Controller(law)
+            if setting.kind is DialKind.ITL and self._range.by_time:
+                position = self._range.position_of(law.target_s * AHEAD)
+            position = min(max(position, law.low), law.high)
+        self.fewest = min(self.fewest, self._range.fewest)
+        self._stand(position)
+
+    # -- what is seen --------------------------------------------------------------------------------------
+
+    def tokens(self, rows: Index, place: Index, now_s: float, *, is_full: bool) -> None:
+        """Rows got a token, their `place`-th since they joined; `is_full`: the step was cut by its limits.
+
+        The first since a row joined has no gap here: waiting for a row is not what the dial can shorten.
+        """
+        gaps = now_s - self._last_s[rows]
+        self._last_s[rows] = now_s
+        gaps = gaps[(place > 0) & np.isfinite(gaps)]
+        if len(gaps):
+            self._gaps.add(gaps, marked=is_full)
+
+    def first_token(self, seconds: float) -> None:
+        self._firsts.add(np.array([seconds]))
+
+    # -- moving --------------------------------------------------------------------------------------------
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self._due_s
+
+    def judge(self, now_s: float, *, rows: int, waits: Waits) -> Judgement | None:
+        """Look at the window and move. `rows` are taken now; `waits` is how long each request has waited so far."""
+        controller, limits = self._controller, self.limits
+        assert limits is not None
+        of_gaps = self.setting.kind is not DialKind.TTFT
+        window, least = (self._gaps, LEAST_GAPS) if of_gaps else (self._firsts, LEAST_FIRSTS)
+        enough = window.total + (0 if of_gaps else len(waits)) >= least
+        seen_s = window.quantile(P99, None if of_gaps else waits) if enough else None
+        if seen_s is None:
+            return None
+        self._due_s = now_s + SLICE_S
+        before, word_before = self.position, self.word
+        if controller is not None:
+            crowded = self.position < ROWS_PART and len(waits) > 0 and rows >= limits.rows
+            binds = not of_gaps or crowded or window.marked_share >= BINDING
+            self._stand(controller.judge(before, seen_s, binds=binds, settled=rows <= limits.rows))
+            self.reason = self._reason(seen_s) if controller.word is DialWord.UNREACHABLE else ""
+        if self.position != before:
+            self.moves += 1
+            self._gaps.clear()
+            self._firsts.clear()
+        else:
+            self._gaps.turn()
+            self._firsts.turn()
+        return Judgement(
+            before=before, after=self.position, seen_s=seen_s, word_before=word_before, word=self.word
+        )
+
+    def status(self) -> DialStatus:
+        config, limits = self.config, self.limits
+        gaps, firsts = (window.quantile(P99) for window in (self._gaps, self._firsts))
+        target_s = (config.step_target_ms or 0.0) / 1e3 if config.keeps_pace else None
+        if limits is not None:
+            target_s = limits.target_s
+        return DialStatus(
+            setting=self.setting,
+            word=self.word,
+            reason=self.reason,
+            position=self.position,
+            itl_p99_ms=_milliseconds(gaps),
+            ttft_p99_ms=_milliseconds(firsts),
+            step_target_ms=_milliseconds(target_s),
+            max_step_tokens=config.max_num_batched_tokens if limits is None else limits.tokens,
+            prompt_share=config.long_prefill_share if limits is None else limits.share,
+            max_rows=config.max_num_seqs if limits is None else limits.rows,
+            moves=self.moves,
+            reversals=0 if self._controller is None else self._controller.reversals,
+        )
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _stand(self, position: float) -> None:
+        self.position, self.limits = position, self._range.at(position)
+
+    def _place_of_config(self) -> float:
+        config = self.config
+        if config.keeps_pace and config.step_target_ms:
+            return self._range.position_of(config.step_target_ms / 1e3)
+        return 1.0
+
+    def _law(self, setting: DialSetting) -> Law:
+        target_s = setting.target_s
+        assert target_s is not None
+        if setting.kind is DialKind.TTFT:
+            tightens, low, high = 1, ROWS_PART, 1.0
+        else:
+            high = self._range.position_of(target_s * BEYOND) if self._range.by_time else 1.0
+            tightens, low = -1, 0.0
+        return Law(
+            target_s=target_s,
+            tightens=tightens,
+            slope=self._range.slope,
+            low=low,
+            high=high,
+            too_short=TOO_SHORT[setting.kind],
+        )
+
+    def _reason(self, seen_s: float) -> str:
+        limits = self.limits
+        assert limits is not None
+        seen = f"the p99 seen is {seen_s * 1e3:.4g} ms"
+        if self.setting.kind is DialKind.TTFT:
+            return (
+                f"{seen} although every step gives prompts all it may ({limits.tokens:,} tokens); "
+                "send fewer requests, add an engine or raise the target"
+            )
+        shortest = "" if limits.target_s is None else f" ({limits.target_s * 1e3:.3g} ms with prompts)"
+        return (
+            f"{seen} although steps are as short as they can be{shortest} and no more than {limits.rows:,} "
+            "rows may run; raise the target or take a smaller model"
+        )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

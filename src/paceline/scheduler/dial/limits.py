@@ -1,0 +1,82 @@
+"""What a place of the dial means: how long steps with prompts take, how much of one a prompt gets, how many rows run.
+
+From 1 down to a quarter, steps become shorter, by equal factors for equal turns; below that they are as short as they
+can be, and there are fewer rows. So whoever turns the dial down gives up throughput first where it buys the most.
+Pure: a config in, limits out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from paceline.config import SchedulerConfig
+
+ROWS_PART = 0.25  # of the dial; above it all rows may run
+ROWS_SPAN = 8.0  # at 0 there is one row for so many
+SMALLEST_SHARE = 0.25  # of a step's tokens for one prompt while others wait, at 0; all of them at 1
+TOKENS_SPAN = 16  # without step costs: the largest step has so many times the tokens of the smallest
+HEADROOM = 1.5  # the longest step: so much longer than the largest size of the table, for what its rows read
+PLACES = 4  # decimals of a position: what is on record is all there is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What steps are held to."""
+
+    target_s: float | None  # of a step with prompts; None: no step costs are known
+    tokens: int  # most of a step
+    share: float  # of these for one prompt while others wait
+    rows: int
+
+    def step_tokens(self, rows: int, fewest: int, most: int) -> int:
+        """Most tokens of a step with so many decoding rows: prompts go on, however many rows there are."""
+        return min(max(self.tokens, rows + fewest), most)
+
+
+class Range:
+    """From the shortest step to the longest, and from few rows to all."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        costs, most = config.step_costs, config.max_num_batched_tokens
+        self.by_time = costs is not None
+        self._most, self._rows = most, config.max_num_seqs
+        if costs is not None:
+            last = max(bisect_right(costs.sizes, most) - 1, 0)
+            low, high = max(costs.seconds[0], 1e-6), costs.seconds[last] * HEADROOM
+            self.fewest = min(costs.sizes[0], most)
+        else:
+            self.fewest = max(1, most // TOKENS_SPAN)
+            low, high = float(self.fewest), float(most)
+        self.low, self.high = low, max(high, low)
+        self._span = math.log(self.high / self.low)
+
+    @property
+    def slope(self) -> float:
+        """How the logarithm of a step's length grows with the position, above the rows' part."""
+        return max(self._span / (1.0 - ROWS_PART), 0.1)
+
+    def at(self, position: float) -> Limits:
+        turned = max(0.0, position - ROWS_PART) / (1.0 - ROWS_PART)
+        length = self.low * math.exp(turned * self._span)
+        missing = max(0.0, ROWS_PART - position) / ROWS_PART
+        rows = max(1, round(self._rows * math.exp(-missing * math.log(ROWS_SPAN))))
+        return Limits(
+            target_s=round(length, 7) if self.by_time else None,
+            tokens=self._most if self.by_time else min(max(1, round(length)), self._most),
+            share=round(SMALLEST_SHARE + (1.0 - SMALLEST_SHARE) * position, PLACES),
+            rows=rows,
+        )
+
+    def position_of(self, length: float) -> float:
+        """Where steps have this length: seconds, or tokens where no costs are known."""
+        if self._span <= 0.0 or length <= 0.0:
+            return 1.0 if length >= self.high else ROWS_PART
+        turned = math.log(length / self.low) / self._span
+        return rounded(ROWS_PART + (1.0 - ROWS_PART) * turned, ROWS_PART, 1.0)
+
+
+def rounded(position: float, low: float = 0.0, high: float = 1.0) -> float:
+    """A position within bounds, as it is put on record."""
+    return round(min(max(position, low), high), PLACES)
