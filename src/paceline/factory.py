@@ -196,7 +196,7 @@ def _on_cpu(
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
-    if config.scheduler.step_target_ms:  # else the budget of a CPU keeps steps short already
+    if config.scheduler.step_target_ms or config.scheduler.has_dial:  # else the budget keeps steps short already
         costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
@@ -224,7 +224,8 @@ def _on_gpu(
     parts = build.load_parts(checkpoint, device, dtype)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
     runner = build.make_runner(model, config, spec, parts, ends, device, kv_dtype)
-    if given.get("step_target_ms") or (interactive and "max_num_batched_tokens" not in given):
+    wanted = given.get("step_target_ms") or config.scheduler.has_dial
+    if wanted or (interactive and "max_num_batched_tokens" not in given):
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),

@@ -16,7 +16,7 @@ import typer
 from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.serve_options import merged
-from paceline.cli.shared_flags import POLICY
+from paceline.cli.shared_flags import DIAL, POLICY
 from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ApiConfig, ServerConfig
@@ -108,6 +108,7 @@ PANELS = (
         optional=True,
         flags=(
             Flag(name="step_target_ms", default="7.1 steps of 64 decoding rows on a GPU, none on a CPU"),
+            *DIAL,
             *POLICY,
             Flag(name="watermark"),
             Flag(name="long_prefill_share"),

@@ -17,6 +17,12 @@ FORMING = (
     Flag(name="static_order"),
     Flag(name="long_prefill_share"),
 )
+# Between latency and throughput; one of them at most.
+DIAL = (
+    Flag(name="dial", default="off"),
+    Flag(name="target_itl_p99_ms", default="none"),
+    Flag(name="target_ttft_p99_ms", default="none"),
+)
 # Who goes first.
 POLICY = (
     Flag(name="scheduling_policy"),

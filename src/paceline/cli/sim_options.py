@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.cli.options import Flag, Panel
-from paceline.cli.shared_flags import FORMING, POLICY, depth_panel
+from paceline.cli.shared_flags import DIAL, FORMING, POLICY, depth_panel
 from paceline.config import KVConfig, SchedulerConfig, check_options, option
 
 BUILT_IN_REQUESTS = 2_000
@@ -120,6 +120,7 @@ PANELS = (
             Flag(name="step_target_ms", default="none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
+            *DIAL,
             Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
             *POLICY,
             *FORMING,

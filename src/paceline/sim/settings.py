@@ -126,7 +126,7 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
-    if scheduler.step_target_ms or scheduler.scheduling_policy == "deadline":
+    if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
 

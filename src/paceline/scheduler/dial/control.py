@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 from paceline.core.dial import DialWord
-from paceline.scheduler.dial.limits import rounded
+from paceline.scheduler.dial.limits import ROWS_PART, rounded
 
 TOO_LONG = 0.04  # logarithm of what was seen over the target, above which is corrected
+MISSED = 0.14  # the same (15 %), above which rows are taken away, and at the end of the dial a target counts as missed
 GAIN, RELAXING = 0.7, 0.4  # of the way that would bring it to the target, and of the way back
 LARGEST_MOVE = 0.12  # of the dial, at once
 LONGEST_REST = 64  # judgements between two attempts to relax
@@ -30,6 +31,8 @@ class Law:
     low: float  # the ends of the dial that this target may use
     high: float
     too_short: float  # logarithm below which it may be relaxed
+    largest_relaxing: float  # of the dial, at once
+    fewest: int  # values without which it is not relaxed: a p99 of few is too short
 
 
 class Controller:
@@ -45,7 +48,9 @@ class Controller:
         self._quiet = 0  # judgements since the last move
         self._at_end = 0
 
-    def judge(self, position: float, seen_s: float, *, binds: bool, settled: bool) -> float:
+    def judge(
+        self, position: float, seen_s: float, num_seen: int, *, binds: bool = True, settled: bool = True
+    ) -> float:
         """Where to stand now. `binds`: limits of the dial made it so. `settled`: rows are as few as they may be."""
         law = self.law
         error = math.log(max(seen_s, 1e-9) / law.target_s)
@@ -59,17 +64,24 @@ class Controller:
         if error >= -law.too_short or not binds:
             self.word = DialWord.HOLDING if error >= -law.too_short else DialWord.SLACK
             return position
-        if self._rest:
+        if self._rest or num_seen < law.fewest:
             self.word = DialWord.HOLDING
             return position
-        moved = self._moved(position, -law.tightens * RELAXING * -error)
+        turn = min(RELAXING * -error / law.slope, law.largest_relaxing)
+        moved = rounded(position - law.tightens * turn, law.low, law.high)
         self.word = DialWord.CORRECTING if moved != position else DialWord.SLACK
         if moved != position:
             self._last_relaxed, self._quiet = True, 0
         return moved
 
     def _tighten(self, position: float, error: float, *, settled: bool) -> float:
-        end = self.law.low if self.law.tightens < 0 else self.law.high
+        law = self.law
+        end = law.low if law.tightens < 0 else law.high
+        # Rows are dear: they are not taken away for what is nearly held.
+        is_last_resort = law.tightens < 0 and position <= ROWS_PART
+        if error <= MISSED and (position == end or is_last_resort):
+            self.word, self._at_end = DialWord.HOLDING, 0
+            return position
         if position == end:
             self._at_end += 1
             self.word = DialWord.UNREACHABLE if self._at_end >= TRIES else DialWord.CORRECTING
@@ -81,9 +93,6 @@ class Controller:
             self.reversals += 1
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._last_relaxed, self._quiet = False, 0
-        return self._moved(position, self.law.tightens * GAIN * error)
-
-    def _moved(self, position: float, by: float) -> float:
-        law = self.law
-        turn = min(max(by / law.slope, -LARGEST_MOVE), LARGEST_MOVE)
-        return rounded(position + turn, law.low, law.high)
+        turn = min(GAIN * error / law.slope, LARGEST_MOVE)
+        lowest = ROWS_PART if law.low < ROWS_PART < position else law.low  # a stop on the way to fewer rows
+        return rounded(position + law.tightens * turn, lowest, law.high)

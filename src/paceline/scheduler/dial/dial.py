@@ -19,8 +19,11 @@ from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
 from paceline.scheduler.dial.window import Window
 
 P99 = 0.99
-SLICE_S = 1.0  # least time between two judgements
-LEAST_GAPS, LEAST_FIRSTS = 200, 20  # values without which nothing is judged
+JUDGED_EVERY_S = 1.0
+# Of each target: seconds of a slice of the window, values without which nothing is judged and nothing is relaxed.
+SLICE_S = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
+FEWEST = {DialKind.ITL: (200, 400), DialKind.TTFT: (50, 150)}
+LARGEST_RELAXING = {DialKind.ITL: 0.06, DialKind.TTFT: 0.03}
 AHEAD = 0.97  # of a target, for the first place where step costs are known: steps vary
 BEYOND = 1.3  # of a target: longer steps than that are never tried where step costs are known
 BINDING = 0.01  # share of tokens whose step was cut by the limits: only then is it they that make the p99
@@ -49,7 +52,7 @@ class Dial:
         self._range = Range(config)
         self._last_s = np.full(num_rows, np.nan)  # when each row got its last token
         self._gaps, self._firsts = Window(), Window()
-        self._due_s = 0.0
+        self._due_s = self._turn_s = 0.0  # when it looks again, and when the next slice begins
         self._controller: Controller | None = None
         self.setting = OFF
         self.position = self._place_of_config()
@@ -79,7 +82,7 @@ class Dial:
         self._controller = None
         self._gaps.clear()
         self._firsts.clear()
-        self._due_s = 0.0
+        self._due_s = self._turn_s = 0.0
         if setting.kind is DialKind.OFF:
             self.position, self.limits = self._place_of_config(), None
             return
@@ -120,26 +123,30 @@ class Dial:
         """Look at the window and move. `rows` are taken now; `waits` is how long each request has waited so far."""
         controller, limits = self._controller, self.limits
         assert limits is not None
-        of_gaps = self.setting.kind is not DialKind.TTFT
-        window, least = (self._gaps, LEAST_GAPS) if of_gaps else (self._firsts, LEAST_FIRSTS)
-        enough = window.total + (0 if of_gaps else len(waits)) >= least
-        seen_s = window.quantile(P99, None if of_gaps else waits) if enough else None
+        kind = DialKind.TTFT if self.setting.kind is DialKind.TTFT else DialKind.ITL
+        of_gaps = kind is DialKind.ITL
+        window, beside = (self._gaps, None) if of_gaps else (self._firsts, waits)
+        num_seen = window.total + (0 if beside is None else len(beside))
+        seen_s = window.quantile(P99, beside) if num_seen >= FEWEST[kind][0] else None
         if seen_s is None:
             return None
-        self._due_s = now_s + SLICE_S
+        self._due_s = now_s + JUDGED_EVERY_S
         before, word_before = self.position, self.word
         if controller is not None:
             crowded = self.position < ROWS_PART and len(waits) > 0 and rows >= limits.rows
             binds = not of_gaps or crowded or window.marked_share >= BINDING
-            self._stand(controller.judge(before, seen_s, binds=binds, settled=rows <= limits.rows))
+            settled = not of_gaps or rows <= limits.rows
+            self._stand(controller.judge(before, seen_s, window.total, binds=binds, settled=settled))
             self.reason = self._reason(seen_s) if controller.word is DialWord.UNREACHABLE else ""
         if self.position != before:
             self.moves += 1
             self._gaps.clear()
             self._firsts.clear()
-        else:
+            self._turn_s = now_s + SLICE_S[kind]
+        elif now_s >= self._turn_s:
             self._gaps.turn()
             self._firsts.turn()
+            self._turn_s = now_s + SLICE_S[kind]
         return Judgement(
             before=before, after=self.position, seen_s=seen_s, word_before=word_before, word=self.word
         )
@@ -183,7 +190,9 @@ class Dial:
             tightens, low, high = 1, ROWS_PART, 1.0
         else:
             high = self._range.position_of(target_s * BEYOND) if self._range.by_time else 1.0
-            tightens, low = -1, 0.0
+            # Fewer rows do not help where the shortest step with prompts is too long by itself.
+            hopeless = self._range.by_time and self._range.low >= target_s
+            tightens, low = -1, ROWS_PART if hopeless else 0.0
         return Law(
             target_s=target_s,
             tightens=tightens,
@@ -191,6 +200,8 @@ class Dial:
             low=low,
             high=high,
             too_short=TOO_SHORT[setting.kind],
+            largest_relaxing=LARGEST_RELAXING[setting.kind],
+            fewest=FEWEST[setting.kind][1],
         )
 
     def _reason(self, seen_s: float) -> str:
