@@ -196,7 +196,8 @@ def _on_cpu(
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
-    if config.scheduler.step_target_ms or config.scheduler.has_dial:  # else the budget keeps steps short already
+    # Without either, the budget of a CPU keeps steps short already.
+    if config.scheduler.step_target_ms or config.scheduler.has_dial:
         costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)

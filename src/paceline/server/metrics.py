@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from paceline.core.dial import DialStatus, DialWord
 from paceline.server.call import Caller, RequestRecord
 from paceline.server.tenant import CLASSES, LIMITS
 from paceline.serving.client import EngineClient, EngineState, EngineUnavailable
@@ -29,7 +30,7 @@ E2E_BUCKETS = (
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
-METHODS = ("GET", "HEAD", "POST")
+METHODS = ("GET", "HEAD", "POST", "PUT")
 
 
 class Histogram:
@@ -163,6 +164,22 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
     yield "engine_heartbeat_age_seconds", "Time since the engine was heard of.", client.heartbeat_age_s
+    yield from dial_gauges(stats.dial)
+
+
+def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
+    """Where the dial stands; a target or a p99 that there is not is 0."""
+    target_s = dial.setting.target_s or 0.0
+    yield "dial_on", "1 when the dial is set.", float(dial.word is not DialWord.OFF)
+    yield "dial_position", "From 0, least latency, to 1, most throughput.", dial.position
+    yield "dial_target_seconds", "The p99 it holds, of tokens or of first tokens.", target_s
+    yield "dial_itl_p99_seconds", "Seen lately by the dial.", (dial.itl_p99_ms or 0.0) / 1e3
+    yield "dial_ttft_p99_seconds", "Seen lately by the dial.", (dial.ttft_p99_ms or 0.0) / 1e3
+    yield "dial_unreachable", "1 while its target cannot be held.", float(dial.word is DialWord.UNREACHABLE)
+    yield "dial_step_target_seconds", "Length of a step with prompts.", (dial.step_target_ms or 0.0) / 1e3
+    yield "dial_max_step_tokens", "Most tokens of a step.", dial.max_step_tokens
+    yield "dial_max_rows", "Most rows at a time.", dial.max_rows
+    yield "dial_moves", "Moves since it was set.", dial.moves
 
 
 def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:

@@ -15,13 +15,22 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.config_process import ProcessConfig
+from paceline.core.dial import DialSetting
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
 from paceline.serving.channel import HEADER, Rejects
-from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable
+from paceline.serving.client import (
+    Ending,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    EngineUnavailable,
+    PolicyChange,
+    Steering,
+)
 from paceline.serving.questions import Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
@@ -43,6 +52,8 @@ class AsyncEngine:
         self._branches: dict[int, Branch] = {}  # those that have not ended
         self._undelivered: list[Stream] = []  # with news of the frame that is being read
         self._questions = Questions()
+        self._dial: DialSetting | None = None  # as it was set while serving
+        self._policy: PolicyChange | None = None
         self._next_id = 1
         self._heard_s = time.monotonic()
         self._is_draining = False
@@ -114,7 +125,18 @@ class AsyncEngine:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        assert isinstance(told, frames.Explained)
         return [decision.decision() for decision in told.decisions]
+
+    async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
+        """See `SteeringClient`."""
+        sender = self._ready_sender()
+        told = await self._questions.ask(sender, lambda question: _steer(question, dial, policy))
+        assert isinstance(told, frames.Steered)
+        if told.refusal is not None:
+            raise error_of(told.refusal)
+        self._dial, self._policy = dial or self._dial, policy or self._policy
+        return told.steering
 
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
@@ -133,6 +155,8 @@ class AsyncEngine:
         self._info = info
         self._state = EngineState.READY
         self.heard()
+        if self._sender is not None and (self._dial or self._policy):  # an engine in the place of another
+            self._sender.send(frames.encode(_steer(0, self._dial, self._policy)))
 
     def heard(self) -> None:
         """A sign of life."""
@@ -315,6 +339,13 @@ class AsyncEngine:
         self._streams.pop(stream.first, None)
         for branch in stream.branches:
             self._branches.pop(branch.id, None)
+
+
+def _steer(question: int, dial: DialSetting | None, policy: PolicyChange | None) -> frames.Steer:
+    """What is asked of an engine, or nothing but how it stands."""
+    setting = None if dial is None else (dial.kind, dial.value)
+    change = None if policy is None else (policy.name, dict(policy.options))
+    return frames.Steer(question, setting, change)
 
 
 def _column(tokens: Sequence[int]) -> bytes:

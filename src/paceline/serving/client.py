@@ -6,11 +6,12 @@ line, text never does. Everything here belongs to one event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
+from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -70,6 +71,7 @@ class EngineStats:
     violations: int = 0  # invariants found broken
     failed_steps: int = 0
     rejected_frames: int = 0  # messages between the processes that were not understood, on either side
+    dial: DialStatus = field(default_factory=DialStatus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,34 @@ class ExplainingClient(Protocol):
         """The newest decisions about a branch, oldest first; none when nothing is known any more.
 
         Raises EngineUnavailable when the engine does not answer, QueueFull when too many ask at once.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChange:
+    """Another policy, with those of its options that are to change too."""
+
+    name: str
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steering:
+    """How an engine is steered."""
+
+    dial: DialStatus
+    policy: str
+    policy_options: dict[str, float | str | None]
+
+
+@runtime_checkable
+class SteeringClient(Protocol):
+    """An engine whose dial and policy can be changed while it serves."""
+
+    async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
+        """Change what is given, and hear how it stands. What was changed also holds for an engine started anew.
+
+        Raises InvalidRequest for what the engine does not take, EngineUnavailable when it does not answer.
         """
 
 

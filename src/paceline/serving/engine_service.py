@@ -27,6 +27,7 @@ from paceline.serving.client import EngineStats
 from paceline.serving.engine_logs import LogQueue
 from paceline.serving.outbox import Outbox
 from paceline.serving.refusals import refusal_of
+from paceline.serving.steering import steer
 
 FAREWELL_S = 1.0  # how long the last news may take to leave
 OLDEST_SUBMISSION_S = 3600.0
@@ -147,6 +148,8 @@ class EngineService:
             known = self._engine.decisions_of(RequestId(message.branch))[-MOST_TOLD:]
             told = [frames.ToldDecision.of(decision) for decision in known]
             self._answers.append(frames.Explained(message.question, told))
+        elif isinstance(message, frames.Steer):
+            self._answers.append(steer(self._engine.scheduler, message))
         elif isinstance(message, frames.Ping):
             self._next_report_s = 0.0
         elif isinstance(message, frames.Stop):
@@ -241,6 +244,7 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
         failed_steps=state.counters.failed_steps,
         rejected_frames=rejected_frames,
+        dial=state.dial.status(),
     )
 
 

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from paceline.config import ModelConfig
+from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.sampling import SamplingParams
-from paceline.serving.client import EngineInfo, EngineStats
+from paceline.serving.client import EngineInfo, EngineStats, Steering
 
 ID = np.dtype("<i8")
 TOKEN = np.dtype("<i4")
@@ -109,6 +110,14 @@ class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
     branch: RequestNumber
 
 
+class Steer(msgspec.Struct, tag="steer", array_like=True, frozen=True):
+    """Sets the dial, changes the policy, or asks how they stand. `question` comes back with the answer."""
+
+    question: Count
+    dial: tuple[DialKind, float] | None = None
+    policy: tuple[str, dict[str, float | str]] | None = None
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -117,7 +126,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -217,6 +226,14 @@ class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
     decisions: list[ToldDecision]
 
 
+class Steered(msgspec.Struct, tag="steered", array_like=True, frozen=True):
+    """How the engine is steered now, and why it did not take what was asked for, if so."""
+
+    question: int
+    steering: Steering
+    refusal: Refusal | None
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The engine gives up; every request has been answered. The process exits with 70."""
 
@@ -230,8 +247,8 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
-Answer = Explained  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Failed | Log
+Answer = Explained | Steered  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

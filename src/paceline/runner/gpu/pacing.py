@@ -38,11 +38,11 @@ def with_pace(
 ) -> SchedulerConfig:
     """`scheduler` with a target, unless it has one, and what steps take; a step has no more tokens than keep it."""
     target_ms = scheduler.step_target_ms
-    if target_ms is None:
-        target_ms = PACE * runner.decode_seconds(min(ROWS, runner.max_slots)) * 1e3
-    if not target_ms and not scheduler.has_dial:
+    if target_ms == 0.0 and not scheduler.has_dial:
         return scheduler
-    asked_ms = max(target_ms * scheduler.step_stretch, (scheduler.target_itl_p99_ms or 0.0) * HELD_BEYOND)
+    pace_ms = target_ms or PACE * runner.decode_seconds(min(ROWS, runner.max_slots)) * 1e3
+    target_ms = pace_ms if target_ms is None else target_ms
+    asked_ms = max(pace_ms * scheduler.step_stretch, (scheduler.target_itl_p99_ms or 0.0) * HELD_BEYOND)
     longest_s = asked_ms / 1e3 * MARGIN
     costs = measured_costs(runner, spec, item_bytes, scheduler, longest_s)
     most = min(scheduler.max_num_batched_tokens, costs.sizes[-1])
