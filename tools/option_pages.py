@@ -21,6 +21,7 @@ from paceline.cli import (
     run_batch,
     serve,
     sim_options,
+    steer,
 )
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
@@ -38,6 +39,8 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "audit bias": audit.BIAS_PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
+    "dial": steer.DIAL_PANELS,
+    "policy": steer.POLICY_PANELS,
     "keys add": keys_options.ADD_PANELS,
     "keys ls": keys_options.LIST_PANELS,
     "keys revoke": keys_options.REVOKE_PANELS,

@@ -176,6 +176,12 @@ def _fail(run: list[Decision], past: list[Decision]) -> str:
     return f"{what} raised {run[0].detail}; no other request was touched"
 
 
+def _steered(run: list[Decision], past: list[Decision]) -> str:
+    what = "the dial" if run[0].kind is DecisionKind.DIAL else "the policy"
+    moves = "; ".join(f"{each.reason.value} at step {each.step}: {each.detail}" for each in run)
+    return f"{what} was moved ({moves})"
+
+
 _TELLERS: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = {
     DecisionKind.ADMIT: _admit,
     DecisionKind.RESUME: _resume,
@@ -187,6 +193,8 @@ _TELLERS: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = 
     DecisionKind.FINISH: _finish,
     DecisionKind.REFUSE: _refuse,
     DecisionKind.FAIL: _fail,
+    DecisionKind.DIAL: _steered,
+    DecisionKind.POLICY: _steered,
 }
 
 

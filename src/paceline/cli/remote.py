@@ -29,67 +29,20 @@ class ServerRefused(PacelineError):
     """The server answered with an error, or not at all."""
 
 
-class Remote:
-    """A server as somebody to talk to."""
+class Connection:
+    """A server, and the key it is asked with."""
 
-    def __init__(self, url: str, model: str | None) -> None:
+    def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"--url {url} is not an address; use one like http://localhost:8000")
         self._is_https = parts.scheme == "https"
         self._address = parts.netloc.rpartition("@")[2]
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._key = os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
-        self._counts = True
-        cards = self._ask("GET", "/v1/models").get("data") or []
-        card: dict[str, Any] = next((card for card in cards if model in (None, card.get("id"))), {})
-        if not card and model is None:
-            raise ServerRefused(f"the server at {url} serves no model")
-        self.model: str = model or card["id"]
-        self.max_model_len: int = card.get("max_model_len") or UNKNOWN_LENGTH
+        self._key = key
 
-    def count(self, messages: Conversation) -> int:
-        """Tokens of a conversation; 0 where the server cannot tell."""
-        if not self._counts:
-            return 0
-        try:
-            return int(self._ask("POST", "/tokenize", {"model": self.model, "messages": messages})["count"])
-        except (PacelineError, KeyError):
-            self._counts = False
-            return 0
-
-    def reply(self, messages: Conversation, sampling: SamplingParams, show: Show) -> Answer:
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **_fields(sampling),
-        }
-        answer = Answer()
-        asked_s = first_s = last_s = time.perf_counter()
-        connection, response = self._open("POST", "/v1/chat/completions", body)
-        try:
-            for event in _events(response):
-                new = _take(answer, event)
-                if new:
-                    last_s = time.perf_counter()
-                    first_s = first_s if answer.text else last_s
-                    answer.text += new
-                    answer.num_output += 1
-                    show(new)
-        except KeyboardInterrupt:  # what there is stays; the server notices that nobody listens
-            answer.is_interrupted = True
-        finally:
-            connection.close()
-        answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
-        return answer
-
-    def explain(self, request_id: str) -> dict[str, Any]:
-        """What the server tells about one of this key's requests."""
-        return self._ask("GET", f"/v1/requests/{quote(request_id, safe='')}/explain")
-
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A request and its whole answer; raises `ServerRefused` with what the server says."""
         connection, response = self._open(method, path, body)
         try:
             found = json.loads(response.read())
@@ -125,6 +78,61 @@ class Remote:
             connection.close()
             raise ServerRefused(f"the server answered {response.status}: {message}")
         return connection, response
+
+
+class Remote(Connection):
+    """A server as somebody to talk to."""
+
+    def __init__(self, url: str, model: str | None) -> None:
+        super().__init__(url, os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "")
+        self._counts = True
+        cards = self.ask("GET", "/v1/models").get("data") or []
+        card: dict[str, Any] = next((card for card in cards if model in (None, card.get("id"))), {})
+        if not card and model is None:
+            raise ServerRefused(f"the server at {url} serves no model")
+        self.model: str = model or card["id"]
+        self.max_model_len: int = card.get("max_model_len") or UNKNOWN_LENGTH
+
+    def count(self, messages: Conversation) -> int:
+        """Tokens of a conversation; 0 where the server cannot tell."""
+        if not self._counts:
+            return 0
+        try:
+            return int(self.ask("POST", "/tokenize", {"model": self.model, "messages": messages})["count"])
+        except (PacelineError, KeyError):
+            self._counts = False
+            return 0
+
+    def reply(self, messages: Conversation, sampling: SamplingParams, show: Show) -> Answer:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_fields(sampling),
+        }
+        answer = Answer()
+        asked_s = first_s = last_s = time.perf_counter()
+        connection, response = self._open("POST", "/v1/chat/completions", body)
+        try:
+            for event in _events(response):
+                new = _take(answer, event)
+                if new:
+                    last_s = time.perf_counter()
+                    first_s = first_s if answer.text else last_s
+                    answer.text += new
+                    answer.num_output += 1
+                    show(new)
+        except KeyboardInterrupt:  # what there is stays; the server notices that nobody listens
+            answer.is_interrupted = True
+        finally:
+            connection.close()
+        answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
+        return answer
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """What the server tells about one of this key's requests."""
+        return self.ask("GET", f"/v1/requests/{quote(request_id, safe='')}/explain")
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class DecisionKind(Enum):
     REFUSE = "refuse"
     FAIL = "fail"
     DIAL = "dial"  # about no request: the limits of steps were moved
+    POLICY = "policy"  # about no request: others go first
 
 
 class Rule(StrEnum):
@@ -114,7 +115,7 @@ class Rule(StrEnum):
     # fail: code that was asked about this request alone raised
     REQUEST_FAILED = "request_failed"
     FINISH_HOOK = "finish_hook"
-    # dial
+    # dial, policy
     OPERATOR = "operator"  # it was set
     OVER_TARGET = "over target"
     UNDER_TARGET = "under target"

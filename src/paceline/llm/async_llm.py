@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed, InvalidRequest
@@ -22,6 +23,8 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.loop import EngineLoop
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
+
+Value = TypeVar("Value")
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +108,54 @@ class AsyncLLM(ModelHolder):
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
         self._loop.do(lambda: self._abort(request_id))
 
+    async def set_dial(
+        self,
+        position: float | None = None,
+        *,
+        itl_p99_ms: float | None = None,
+        ttft_p99_ms: float | None = None,
+    ) -> DialStatus:
+        """Turn between latency (0) and throughput (1), or hold a target; with nothing given the dial is off."""
+        setting = chosen_setting(position, itl_p99_ms, ttft_p99_ms) or OFF
+        scheduler = self._engine.scheduler
+
+        def turn() -> DialStatus:
+            scheduler.set_dial(setting)
+            return scheduler.state.dial.status()
+
+        return await self._in_engine(turn)
+
+    async def dial_status(self) -> DialStatus:
+        return await self._in_engine(self._engine.scheduler.state.dial.status)
+
+    async def set_policy(self, name: str, **options: float | str) -> None:
+        """Order requests by another policy; `options` are those of the config that policies read."""
+        await self._in_engine(lambda: self._engine.scheduler.set_policy(name, **options))
+
     def shutdown(self) -> None:
         """Stop the engine; whoever still waits gets an error."""
         self._loop.stop()
         self._on_failure(EngineFailed("the engine was shut down"))
         gc.unfreeze()
+
+    async def _in_engine(self, function: Callable[[], Value]) -> Value:
+        """Have the engine's thread call something between two steps."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Value] = loop.create_future()
+
+        def tell(result: Callable[[], None]) -> None:
+            _call(loop, lambda: None if done.done() else result())
+
+        def run() -> None:
+            try:
+                value = function()
+            except Exception as error:  # the caller's business alone
+                tell(partial(done.set_exception, error))
+            else:
+                tell(partial(done.set_result, value))
+
+        self._loop.do(run)
+        return await done
 
     async def _stream(
         self, read: Callable[[], PreparedRequest], request_id: str | None, priority: int, tenant: str

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
 from paceline.llm.batch import Submission, run_requests
 from paceline.llm.chat import Messages
@@ -27,6 +28,25 @@ class LLM(ModelHolder):
 
     def reset_prefix_cache(self) -> None:
         self._front.engine.scheduler.reset_prefix_cache()
+
+    def set_dial(
+        self,
+        position: float | None = None,
+        *,
+        itl_p99_ms: float | None = None,
+        ttft_p99_ms: float | None = None,
+    ) -> DialStatus:
+        """Turn between latency (0) and throughput (1), or hold a target; with nothing given the dial is off."""
+        setting = chosen_setting(position, itl_p99_ms, ttft_p99_ms) or OFF
+        self._front.engine.scheduler.set_dial(setting)
+        return self.dial_status()
+
+    def dial_status(self) -> DialStatus:
+        return self._front.engine.scheduler.state.dial.status()
+
+    def set_policy(self, name: str, **options: float | str) -> None:
+        """Order requests by another policy; `options` are those of the config that policies read."""
+        self._front.engine.scheduler.set_policy(name, **options)
 
     def generate(
         self,

@@ -196,6 +196,7 @@ class Scheduler:
         self._tick()
         self._note("policy", name, tuple(sorted(options.items())))
         self.state.use_policy(config, policy)
+        steer.record_policy(self.state, name, options)
 
     def set_dial(self, setting: DialSetting) -> None:
         """Another place between latency and throughput, a target to hold, or off."""

@@ -6,6 +6,8 @@ from which a target cannot be held, and the one from which it can. A decision ab
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,14 +59,24 @@ def delivered(state: SchedulerState, flight: Flight, rows: Index, place: Index) 
     state.dial.tokens(rows, place, state.now_s, is_full=is_full)
 
 
+def record_policy(state: SchedulerState, name: str, options: Mapping[str, float | str]) -> None:
+    """An operator has changed who goes first."""
+    detail = " ".join([name, *(f"{option}={value}" for option, value in sorted(options.items()))])
+    _decide(state, DecisionKind.POLICY, Rule.OPERATOR, 0, 0.0, detail)
+
+
 def _record(state: SchedulerState, rule: Rule, before: float, seen_s: float) -> None:
-    dial, step = state.dial, state.kv.submitted + 1
-    fields = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
-    value = round(dial.position * 1000)
-    detail = move_detail(dial, before, seen_s)
-    state.decisions.append(
-        Decision(DecisionKind.DIAL, NOBODY, rule, value, step, state.now_s, *fields, seen_s, detail)
-    )
+    detail = move_detail(state.dial, before, seen_s)
+    _decide(state, DecisionKind.DIAL, rule, round(state.dial.position * 1000), seen_s, detail)
+
+
+def _decide(
+    state: SchedulerState, kind: DecisionKind, rule: Rule, value: int, seen_s: float, detail: str
+) -> None:
+    """Put on record what is about no request."""
+    fields = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY, seen_s, detail)
+    step = state.kv.submitted + 1
+    state.decisions.append(Decision(kind, NOBODY, rule, value, step, state.now_s, *fields))
 
 
 def move_detail(dial: Dial, before: float, seen_s: float) -> str:

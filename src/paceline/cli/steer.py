@@ -1,0 +1,174 @@
+"""`paceline dial` and `paceline policy`: see and change how a running server schedules.
+
+Owns the flags and what is printed; the changes are made by the server's admin routes. The key comes from the
+environment, PACELINE_ADMIN_KEY or else PACELINE_API_KEY, never from the command line, which others can read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.shared_flags import POLICY
+from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig, check_options, option
+from paceline.errors import InputError, InvalidRequest
+
+LOCAL = "http://127.0.0.1:8000"
+KEYS = ("PACELINE_ADMIN_KEY", "PACELINE_API_KEY")
+DIAL_HELP = """
+Turn a running server between latency and throughput, or give it a time to hold; without either, say how it stands.
+
+\b
+  paceline dial                       # how it stands
+  paceline dial 0.3                   # 0 is least latency between tokens, 1 is most throughput
+  paceline dial --itl-p99-ms 40       # hold the p99 between tokens at 40 ms
+  paceline dial --ttft-p99-ms 800     # hold the p99 of first tokens at 800 ms
+  paceline dial --off                 # back to the limits the server was started with
+
+Needs an admin key, in PACELINE_ADMIN_KEY; a server without keys takes it from its own machine without one.
+"""
+POLICY_HELP = """
+Change who goes first on a running server; without a name, say who does.
+
+\b
+  paceline policy
+  paceline policy fair --tenant-weights alice=2,bob=0.5
+  paceline policy priority --ageing-s 10 --url http://gpu-3:8000
+
+Requests that run or wait stay; they are ordered anew from the next step on. Needs an admin key, in PACELINE_ADMIN_KEY.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Which server, and how the answer looks."""
+
+    url: str = option(LOCAL, "address of the server")
+    json: bool = option(False, "print the server's answer as JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialOptions:
+    """What the dial is to be."""
+
+    position: float | None = option(None, "place between 0 and 1", low=0.0, high=1.0, kind=float)
+    itl_p99_ms: float | None = option(
+        None,
+        "milliseconds between tokens to hold the p99 to",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+    )
+    ttft_p99_ms: float | None = option(
+        None,
+        "milliseconds to the first token to hold the p99 to",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+    )
+    off: bool = option(False, "keep the limits of the start again")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Who is to go first."""
+
+    name: str | None = option(None, "fcfs, priority, fair, deadline, shortest or tail", kind=str)
+
+
+_SERVER = Panel(
+    title="Server", config=ServerOptions, flags=(Flag(name="url", metavar="URL"), Flag(name="json"))
+)
+DIAL_PANELS = (
+    Panel(
+        title="Dial",
+        config=DialOptions,
+        flags=(
+            Flag(name="position", metavar="VALUE", is_argument=True),
+            Flag(name="itl_p99_ms"),
+            Flag(name="ttft_p99_ms"),
+            Flag(name="off"),
+        ),
+    ),
+    _SERVER,
+)
+_OPTION_NAMES = (
+    *(flag.name for flag in POLICY if flag.name != "scheduling_policy"),
+    "long_prefill_share",
+)
+POLICY_PANELS = (
+    Panel(
+        title="Policy",
+        config=PolicyOptions,
+        flags=(Flag(name="name", metavar="NAME", is_argument=True),),
+    ),
+    Panel(
+        title="Policy",
+        config=SchedulerConfig,
+        optional=True,
+        flags=tuple(Flag(name=name, default="as it is") for name in _OPTION_NAMES),
+    ),
+    _SERVER,
+)
+
+
+def add_steering(app: typer.Typer) -> None:
+    add_command(app, "dial", _dial, DIAL_PANELS, DIAL_HELP)
+    add_command(app, "policy", _policy, POLICY_PANELS, POLICY_HELP)
+
+
+def _dial(given: Mapping[str, Any]) -> None:
+    options = DialOptions(**{spec.name: given[spec.name] for spec in fields(DialOptions)})
+    found = _ask(given, "/v1/admin/dial", dial_body(options))
+    _show(given, found, found.get("sentences", []))
+
+
+def dial_body(options: DialOptions) -> dict[str, Any] | None:
+    """What is asked of the server; None: nothing is to change."""
+    from paceline.core.dial import chosen_setting
+
+    try:
+        setting = chosen_setting(options.position, options.itl_p99_ms, options.ttft_p99_ms)
+    except InvalidRequest:
+        raise InputError("give one of VALUE, --itl-p99-ms, --ttft-p99-ms and --off") from None
+    if options.off:
+        if setting is not None:
+            raise InputError("give one of VALUE, --itl-p99-ms, --ttft-p99-ms and --off")
+        return {"off": True}
+    return None if setting is None else {setting.kind.value: setting.value}
+
+
+def _policy(given: Mapping[str, Any]) -> None:
+    changed = {name: given[name] for name in _OPTION_NAMES if given[name] is not None}
+    name = given["name"]
+    if name is None and changed:
+        raise InputError("name the policy whose options are to change: paceline policy fair --ageing-s 10")
+    found = _ask(given, "/v1/admin/policy", None if name is None else {"policy": name, "options": changed})
+    options = found.get("options", {})
+    sentences = [f"Requests are ordered by {found.get('policy')}."]
+    sentences += [f"  {name} = {value}" for name, value in options.items() if value not in (None, "")]
+    _show(given, found, sentences)
+
+
+def _ask(given: Mapping[str, Any], path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    from paceline.cli.remote import Connection
+
+    key = next((os.environ[name] for name in KEYS if os.environ.get(name)), "")
+    return Connection(given["url"], key).ask("GET" if body is None else "PUT", path, body)
+
+
+def _show(given: Mapping[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
+    if given["json"]:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for sentence in sentences:
+        typer.echo(sentence)
