@@ -16,6 +16,7 @@ from paceline.config import Capacity, EngineConfig
 from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
+from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.settings import Trouble
 
@@ -80,12 +81,16 @@ class Truth:
         self._holders: dict[bytes, int] = {}  # how many requests were added with a first key
         self._let_in: list[int] = [int(NOBODY), int(NOBODY)]  # the last two, who are not the same
         self._completed = 0
+        self._dialled = config.scheduler.has_dial
+        limits = Dial(config.scheduler, 1).limits
+        self._most_rows = config.scheduler.max_num_seqs if limits is None else limits.rows
 
     # -- records -------------------------------------------------------------------------------------------
 
     def step(self, record: StepRecord) -> None:
         plan = record.plan
         self._take_inputs(record.inputs)
+        self._take_moves(record.decisions)
         gone = {int(d.request) for d in record.decisions if d.reason is Rule.BLOCKS_RECOMPUTE}
         self._leave(plan, [row for row in plan.leaves.tolist() if self._seats[row].owner not in gone])
         self._endings(record.decisions)
@@ -106,6 +111,13 @@ class Truth:
     def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
         self._take_inputs(inputs)
         self._endings(decisions)
+
+    def _take_moves(self, decisions: Sequence[Decision]) -> None:
+        """Where a controller stands is not worked out again here: that it replays is another test's business."""
+        for decision in decisions:
+            if decision.kind is DecisionKind.DIAL:
+                self._dialled = True
+                self._most_rows = int(decision.detail.rpartition("rows=")[2])
 
     # -- the picture ---------------------------------------------------------------------------------------
 
@@ -256,12 +268,12 @@ class Truth:
         if decision.step != plan.seq or decision.request in [seat.owner for seat in self._seats.values()]:
             raise InvariantViolation(NAME, f"request {decision.request} was let in: {decision}")
         if decision.reason is Rule.ROWS:
-            taken = len(self._seats) >= config.max_num_seqs or (
+            taken = len(self._seats) >= self._most_rows or (
                 len(self._seats) + len(self._resting) >= self._num_rows
             )
             self._same(decision, "that all rows are taken", True, taken)
             self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
-        elif decision.reason is Rule.BUDGET and config.step_costs is None:
+        elif decision.reason is Rule.BUDGET and config.step_costs is None and not self._dialled:
             carried = plan.work.decode_rows + plan.work.prefill_tokens
             self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
         elif decision.reason is Rule.PREFIX:

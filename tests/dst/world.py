@@ -23,8 +23,9 @@ from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.coverage import Coverage
+from tests.dst.dials import Changes, draw_dial
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
-from tests.dst.policies import PolicyChanges, draw_policy
+from tests.dst.policies import draw_policy
 from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
@@ -41,7 +42,7 @@ class World:
     ) -> None:
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_policy(random.Random(seed + 3), paced)
+        self.config = draw_dial(random.Random(seed + 5), draw_policy(random.Random(seed + 3), paced))
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
@@ -78,7 +79,7 @@ class World:
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
-        self.policies = PolicyChanges(seed, self.engine.scheduler)
+        self.changes = Changes(seed, self.engine.scheduler)
         self.overlapped = self.config.depth > 0
         self.acts = self._acts()
 
@@ -146,7 +147,7 @@ class World:
         scheduler = self.engine.scheduler
         config = self.config.scheduler
         work = sum(
-            -(-r.num_tokens // config.fewest_step_tokens) + r.max_total
+            -(-r.num_tokens // scheduler.state.dial.fewest) + r.max_total
             for r in scheduler.state.requests.values()
         )
         allowed = 200 + 8 * work * (2 + config.max_preemptions)
@@ -244,7 +245,7 @@ class World:
 
     def _traffic(self) -> None:
         rng, traffic = self.rng, self.traffic
-        self.policies.perhaps()
+        self.changes.perhaps()
         # Somebody waits now and then, not all the time: to ask the same request in every step tells little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):

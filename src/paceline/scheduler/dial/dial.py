@@ -19,9 +19,13 @@ from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
 from paceline.scheduler.dial.window import Window
 
 P99 = 0.99
-JUDGED_EVERY_S = 1.0
-# Of each target: seconds of a slice of the window, values without which nothing is judged and nothing is relaxed.
-SLICE_S = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
+SECOND_S, GAPS_APART, LEAST_APART_S = (
+    1.0,
+    30.0,
+    0.05,
+)  # between two judgements: a second, or so many targets if less
+# Of each target: judgements to a slice of the window, values without which nothing is judged and nothing is relaxed.
+SLICES = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
 FEWEST = {DialKind.ITL: (200, 400), DialKind.TTFT: (50, 150)}
 LARGEST_RELAXING = {DialKind.ITL: 0.06, DialKind.TTFT: 0.03}
 AHEAD = 0.97  # of a target, for the first place where step costs are known: steps vary
@@ -53,6 +57,7 @@ class Dial:
         self._last_s = np.full(num_rows, np.nan)  # when each row got its last token
         self._gaps, self._firsts = Window(), Window()
         self._due_s = self._turn_s = 0.0  # when it looks again, and when the next slice begins
+        self._apart_s = SECOND_S
         self._controller: Controller | None = None
         self.setting = OFF
         self.position = self._place_of_config()
@@ -83,6 +88,7 @@ class Dial:
         self._gaps.clear()
         self._firsts.clear()
         self._due_s = self._turn_s = 0.0
+        self._apart_s = min(max(GAPS_APART * (setting.target_s or SECOND_S), LEAST_APART_S), SECOND_S)
         if setting.kind is DialKind.OFF:
             self.position, self.limits = self._place_of_config(), None
             return
@@ -130,7 +136,7 @@ class Dial:
         seen_s = window.quantile(P99, beside) if num_seen >= FEWEST[kind][0] else None
         if seen_s is None:
             return None
-        self._due_s = now_s + JUDGED_EVERY_S
+        self._due_s = now_s + self._apart_s
         before, word_before = self.position, self.word
         if controller is not None:
             crowded = self.position < ROWS_PART and len(waits) > 0 and rows >= limits.rows
@@ -142,11 +148,11 @@ class Dial:
             self.moves += 1
             self._gaps.clear()
             self._firsts.clear()
-            self._turn_s = now_s + SLICE_S[kind]
+            self._turn_s = now_s + SLICES[kind] * self._apart_s
         elif now_s >= self._turn_s:
             self._gaps.turn()
             self._firsts.turn()
-            self._turn_s = now_s + SLICE_S[kind]
+            self._turn_s = now_s + SLICES[kind] * self._apart_s
         return Judgement(
             before=before, after=self.position, seen_s=seen_s, word_before=word_before, word=self.word
         )
