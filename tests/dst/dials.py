@@ -9,7 +9,7 @@ from typing import Any
 from paceline.config import EngineConfig
 from paceline.core.dial import OFF, DialKind, DialSetting
 from paceline.scheduler.scheduler import Scheduler
-from tests.dst.policies import PolicyChanges
+from tests.dst.policies import PolicyChanges, draw_policy
 
 NAMES = {
     DialKind.POSITION: "dial",
@@ -27,6 +27,11 @@ def draw_setting(rng: random.Random) -> DialSetting:
         DialKind.TTFT: (1.0, 20.0, 100.0, 1000.0),
     }
     return DialSetting(kind=kind, value=rng.choice(values[kind]))
+
+
+def draw_steering(seed: int, config: EngineConfig) -> EngineConfig:
+    """The policy and the dial an engine begins with."""
+    return draw_dial(random.Random(seed + 5), draw_policy(random.Random(seed + 3), config))
 
 
 def draw_dial(rng: random.Random, config: EngineConfig) -> EngineConfig:

@@ -23,9 +23,8 @@ from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.coverage import Coverage
-from tests.dst.dials import Changes, draw_dial
+from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
-from tests.dst.policies import draw_policy
 from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
@@ -42,7 +41,7 @@ class World:
     ) -> None:
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_dial(random.Random(seed + 5), draw_policy(random.Random(seed + 3), paced))
+        self.config = draw_steering(seed, paced)
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()

@@ -17,7 +17,8 @@ TOO_LONG = 0.04  # logarithm of what was seen over the target, above which is co
 MISSED = 0.14  # the same (15 %), above which rows are taken away, and at the end of the dial a target counts as missed
 GAIN, RELAXING = 0.7, 0.4  # of the way that would bring it to the target, and of the way back
 LARGEST_MOVE = 0.12  # of the dial, at once
-LONGEST_REST = 64  # judgements between two attempts to relax
+LONGEST_REST = 256  # judgements between two attempts to relax
+FAR = 0.7  # logarithm below which nobody rests: half the target is another load than the one that was noisy
 TRIES = 3  # judgements at the end of the dial after which a target counts as out of reach
 
 
@@ -56,7 +57,7 @@ class Controller:
         error = math.log(max(seen_s, 1e-9) / law.target_s)
         self._rest = max(0, self._rest - 1)
         self._quiet += 1
-        if self._quiet % LONGEST_REST == 0:
+        if self._quiet % (4 * self._next_rest) == 0:
             self._next_rest = max(1, self._next_rest // 2)
         if error > TOO_LONG:
             return self._tighten(position, error, settled=settled)
@@ -64,7 +65,7 @@ class Controller:
         if error >= -law.too_short or not binds:
             self.word = DialWord.HOLDING if error >= -law.too_short else DialWord.SLACK
             return position
-        if self._rest or num_seen < law.fewest:
+        if (self._rest and error > -FAR) or num_seen < law.fewest:
             self.word = DialWord.HOLDING
             return position
         turn = min(RELAXING * -error / law.slope, law.largest_relaxing)
