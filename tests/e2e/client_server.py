@@ -29,7 +29,7 @@ ENDLESS = ENDLESS_CONTEXT // 2
 class ClientServer:
     """A running server process."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         model = write_model(folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
         self.port = _free_port()
         self._errors = (folder / "stderr").open("wb")
@@ -39,7 +39,7 @@ class ClientServer:
                 *("--port", str(self.port), "--api-keys-file", str(_keys_file(folder / "keys"))),
                 *("--num-gpu-blocks-override", "16384", "--drain-timeout", "0.2", *flags),
             ],
-            env=environment(folder),
+            env=environment(folder, **variables),
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
         )
@@ -102,8 +102,9 @@ class ClientServer:
 
 
 @contextmanager
-def client_server(folder: Path, *flags: str) -> Iterator[ClientServer]:
-    server = ClientServer(folder, *flags)
+def client_server(folder: Path, *flags: str, **variables: str) -> Iterator[ClientServer]:
+    """`variables` go into the server's environment."""
+    server = ClientServer(folder, *flags, **variables)
     try:
         yield server
     except BaseException:

@@ -1,0 +1,102 @@
+"""Steering an engine over frames: made, refused, answered, and made again by an engine in the place of another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from paceline.core.clock import ManualClock
+from paceline.core.dial import OFF, DialKind, DialSetting, DialWord
+from paceline.core.hooks import NoHooks
+from paceline.errors import InvalidRequest
+from paceline.factory import build_scheduler
+from paceline.scheduler.scheduler import Scheduler
+from paceline.serving import frames
+from paceline.serving.client import PolicyChange
+from paceline.serving.steering import steer, steering_of
+from tests.pure.engine.engine_helpers import engine_config
+from tests.pure.serving.test_serving_client import INFO, FakeSender, connected
+
+ITL = DialSetting(kind=DialKind.ITL, value=30.0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def scheduler(**options: Any) -> Scheduler:
+    return build_scheduler(engine_config(**options), ManualClock(), NoHooks())
+
+
+def sent(frame: Any) -> Any:
+    return frames.decode_from_engine(frames.encode(frame))
+
+
+def test_an_engine_does_what_is_asked_and_says_how_it_stands() -> None:
+    engine = scheduler()
+    asked = frames.decode_to_engine(
+        frames.encode(frames.Steer(5, (DialKind.ITL, 30.0), ("shortest", {"ageing_s": 3.0})))
+    )
+    assert isinstance(asked, frames.Steer)
+    told = sent(steer(engine, asked))
+    assert (told.question, told.refusal) == (5, None)
+    assert told.steering.dial.setting == ITL and told.steering.dial.word is DialWord.STARTING
+    assert (told.steering.policy, told.steering.policy_options["ageing_s"]) == ("shortest", 3.0)
+    assert sent(steer(engine, frames.Steer(6))).steering == told.steering  # a look changes nothing
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (frames.Steer(1, (DialKind.POSITION, 7.0)), "must lie between 0 and 1"),
+        (frames.Steer(1, None, ("own:Class", {})), "is loaded at start-up only"),
+        (frames.Steer(1, None, ("fair", {"max_num_seqs": 3})), "cannot be changed with the policy"),
+        (frames.Steer(1, None, ("fair", {"ageing_s": -3.0})), "--ageing-s must be at least"),
+    ],
+)
+def test_a_mistake_is_an_answer_and_changes_nothing(asked: frames.Steer, message: str) -> None:
+    engine = scheduler()
+    before = steering_of(engine)
+    told = sent(steer(engine, asked))
+    assert told.refusal is not None and message in told.refusal.message
+    assert told.steering == before and not engine.take_journal()
+
+
+def test_padded_batches_refuse_a_dial() -> None:
+    told = steer(scheduler(mode="static"), frames.Steer(1, (DialKind.POSITION, 0.5)))
+    assert told.refusal is not None and "--mode continuous" in told.refusal.message
+
+
+def test_an_answer_finds_its_question_and_a_new_engine_is_steered_alike() -> None:
+    async def test() -> None:
+        client, sender = connected()
+        engine = scheduler()
+
+        async def ask(**more: Any) -> Any:
+            asked = asyncio.ensure_future(client.steer(**more))
+            await asyncio.sleep(0)
+            frame = sender.sent[-1]
+            assert isinstance(frame, frames.Steer)
+            client.answered(sent(steer(engine, frame)))
+            return await asked
+
+        assert (await ask()).dial.setting == OFF
+        assert (await ask(dial=ITL)).dial.setting == ITL
+        assert (await ask(policy=PolicyChange(name="tail"))).policy == "tail"
+        with pytest.raises(InvalidRequest, match="is not known"):
+            await ask(policy=PolicyChange(name="none"))
+        client.detach("lost")
+        again = FakeSender()
+        client.attach(again)
+        client.ready(INFO)
+        assert again.sent == [frames.Steer(0, (DialKind.ITL, 30.0), ("tail", {}))]
+
+    run(test())
+
+
+def test_an_engine_that_was_never_steered_is_told_nothing_at_its_start() -> None:
+    _, sender = connected()
+    assert sender.sent == []
