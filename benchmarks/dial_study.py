@@ -6,11 +6,11 @@ held when each of these medians lies within 15 % of it (simulator) or 30 % (a se
 the p99 of all gaps of a window. Turns are changes of direction of the controller: a run that oscillates has many.
 
     python -m benchmarks.dial_study [--trace azure2023_conv.csv] [--target 30] [--rates 8,24] [--seconds 120]
-    python -m benchmarks.dial_study --server [--target 120] [--rates 0.6,1.8] [--seconds 80] [--json FILE]
+    python -m benchmarks.dial_study --server [--target 120] [--rates 0.5,1.5] [--seconds 80] [--json FILE]
 
 The simulator runs an 8B model on a modelled H200: with step costs known exactly, known 30 % too low or too high, and
 unknown. The server is `paceline serve` with its default model on this machine, started here on a free port; its load
-is open-loop, prompts of the licence's text, a few hundred tokens each, greedy streams.
+is open-loop, prompts of the licence's text, 80 to 240 tokens each, greedy streams.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ FEWEST_GAPS = 20  # of a second that has a p99
 SIM_WITHIN, SERVER_WITHIN = 0.15, 0.30
 ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Steps of up to 128 tokens, about a third of a second on two small cores: room to move on both sides of the target.
+FLAGS = ("--max-num-batched-tokens", "128", "--no-enable-prefix-caching")
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 Floats = NDArray[np.float64]
 
@@ -219,7 +221,7 @@ class Server:
     def __init__(self, target_ms: float) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--disable-log-requests"]
         self._process = subprocess.Popen(
-            [*command, "--target-itl-p99-ms", str(target_ms), "--no-enable-prefix-caching"],
+            [*command, *FLAGS, "--target-itl-p99-ms", str(target_ms)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -283,7 +285,7 @@ async def offer(
                 break
             await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - origin_s)))
             if len(tasks) < arguments.most:
-                start, count = int(rng.integers(len(words) - 600)), int(rng.integers(100, 500))
+                start, count = int(rng.integers(len(words) - 200)), int(rng.integers(60, 180))
                 prompt = " ".join(words[start : start + count])
                 fields = {"model": "smollm2", "prompt": prompt, "max_tokens": 96, "temperature": 0}
                 body = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
@@ -319,14 +321,14 @@ def main() -> None:
     parser.add_argument(
         "--target", type=float, help="p99 between tokens in ms; 30 simulated, 120 on a server"
     )
-    parser.add_argument("--rates", help="requests per second, one after the other; 8,24 or 0.6,1.8")
+    parser.add_argument("--rates", help="requests per second, one after the other; 8,24 or 0.5,1.5")
     parser.add_argument("--seconds", type=int, help="of each rate; 120 or 80")
     parser.add_argument("--most", type=int, default=24, help="requests under way at a time, on a server")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rates = [
-        float(rate) for rate in (arguments.rates or ("0.6,1.8" if arguments.server else "8,24")).split(",")
+        float(rate) for rate in (arguments.rates or ("0.5,1.5" if arguments.server else "8,24")).split(",")
     ]
     arguments.seconds = arguments.seconds or (80 if arguments.server else 120)
     outcomes = (hold_on_server if arguments.server else hold_in_simulator)(arguments, rates)

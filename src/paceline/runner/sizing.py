@@ -25,6 +25,7 @@ MAX_STEP_S = 0.25
 MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
 DEFAULT_ROWS = 128
 SMALLEST_BUDGET, LARGEST_BUDGET = 16, 2048
+FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
 def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def step_budget(fixed_s: float, per_token_s: float) -> int:
 
 def line_costs(fixed_s: float, per_token_s: float, most: int) -> StepCosts:
     """What steps of up to `most` tokens take, for a pace; attention is left to what the steps themselves teach."""
-    sizes = (*range(SMALLEST_BUDGET, most, SMALLEST_BUDGET), most)
+    sizes = (*range(SMALLEST_BUDGET, most, FINENESS), most)
     return StepCosts(sizes=sizes, seconds=tuple(fixed_s + per_token_s * size for size in sizes))
 
 

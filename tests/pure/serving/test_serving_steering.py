@@ -18,7 +18,8 @@ from paceline.serving import frames
 from paceline.serving.client import PolicyChange
 from paceline.serving.steering import steer, steering_of
 from tests.pure.engine.engine_helpers import engine_config
-from tests.pure.serving.test_serving_client import INFO, FakeSender, connected
+from tests.pure.serving.test_serving_client import FakeSender, connected
+from tests.pure.serving.test_serving_frames import INFO
 
 ITL = DialSetting(kind=DialKind.ITL, value=30.0)
 

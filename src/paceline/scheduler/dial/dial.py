@@ -29,7 +29,6 @@ SLICES = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
 FEWEST = {DialKind.ITL: (200, 400), DialKind.TTFT: (50, 150)}
 LARGEST_RELAXING = {DialKind.ITL: 0.06, DialKind.TTFT: 0.03}
 AHEAD = 0.97  # of a target, for the first place where step costs are known: steps vary
-BEYOND = 1.3  # of a target: longer steps than that are never tried where step costs are known
 BINDING = 0.01  # share of tokens whose step was cut by the limits: only then is it they that make the p99
 TOO_SHORT = {DialKind.ITL: 0.10, DialKind.TTFT: 0.40}
 
@@ -193,9 +192,8 @@ class Dial:
         target_s = setting.target_s
         assert target_s is not None
         if setting.kind is DialKind.TTFT:
-            tightens, low, high = 1, ROWS_PART, 1.0
+            tightens, low = 1, ROWS_PART
         else:
-            high = self._range.position_of(target_s * BEYOND) if self._range.by_time else 1.0
             # Fewer rows do not help where the shortest step with prompts is too long by itself.
             hopeless = self._range.by_time and self._range.low >= target_s
             tightens, low = -1, ROWS_PART if hopeless else 0.0
@@ -204,7 +202,7 @@ class Dial:
             tightens=tightens,
             slope=self._range.slope,
             low=low,
-            high=high,
+            high=1.0,
             too_short=TOO_SHORT[setting.kind],
             largest_relaxing=LARGEST_RELAXING[setting.kind],
             fewest=FEWEST[setting.kind][1],
