@@ -3,7 +3,8 @@
 **How held is measured.** For each second, the p99 of the gaps between tokens that ended in it; of these the median
 over every 20 seconds. Windows count from the second on, the one right after the step in load among them. A target is
 held when each of these medians lies within 15 % of it (simulator) or 30 % (a server on a CPU). The simulator also has
-the p99 of all gaps of a window. Turns are changes of direction of the controller: a run that oscillates has many.
+the p99 of all gaps of a window. The load has to be heavy enough to reach the target at all: with less, gaps are shorter
+and there is nothing to hold. Turns are changes of direction of the controller: a run that oscillates has many.
 
     python -m benchmarks.dial_study [--trace azure2023_conv.csv] [--target 30] [--rates 8,24] [--seconds 120]
     python -m benchmarks.dial_study --server [--target 120] [--rates 0.5,1.5] [--seconds 80] [--json FILE]
