@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
+from paceline.scheduler.cost import caught_up
 from paceline.scheduler.state import Flight, SchedulerState
 
 Index = NDArray[np.int64]
@@ -136,6 +137,8 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
         before = rows.computed.item(row)
         computed = before + count
         rows.computed[row] = computed
+        if before < request.attained <= computed:
+            caught_up(request, kv.block_time.so_far(row))
         try:
             kv.publish(row, request.keys, computed)
         except Exception as error:
