@@ -176,6 +176,13 @@ class Routes:
             Route(methods=("GET",), path="/v1/seen", handler=self.seen, takes_body=False),
             Route(
                 methods=("GET",),
+                path="/v1/admin/seen",
+                handler=self.seen,
+                takes_body=False,
+                needs_admin=True,
+            ),
+            Route(
+                methods=("GET",),
                 path="/v1/models/{id:path}",
                 handler=self.echo,
                 takes_body=False,

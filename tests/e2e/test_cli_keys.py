@@ -80,7 +80,13 @@ def test_what_a_key_may_do_is_written_and_listed(keys: Keys) -> None:
     prices = {"prompt": 0.5, "output": 2.0, "kv_block_second": 0.001}
     assert made == {"name": "a", "key": made["key"], "file": str(keys.path), **rights, "prices": prices}
     (listed,) = keys.json("ls")["keys"]
-    assert listed == {"name": "a", "enabled": True, **rights, "prices": {**prices, "cached_prompt": 0.5}}
+    assert listed == {
+        "name": "a",
+        "enabled": True,
+        "admin": False,
+        **rights,
+        "prices": {**prices, "cached_prompt": 0.5},
+    }
     head, line = keys("ls").splitlines()
     assert line.split() == ["a", "spot", "2.5", "600", "2,000,000", "8", "-1"]
     assert head.index("tokens/min") == line.index("2,000,000")

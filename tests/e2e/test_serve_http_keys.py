@@ -125,3 +125,15 @@ def test_a_broken_file_keeps_the_old_keys_and_is_told(tmp_path: Path) -> None:
             assert server.post("/v1/echo", {}, B).code == "key_disabled"
         told = log.read_text(encoding="utf-8")
         assert f"{path}, entry 1 (c): sha256 must be" in told
+
+
+def test_admin_routes_are_for_admins(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", a={"admin": True}, b={})
+    with fake_server(api_keys_file=str(path)) as server:
+        assert server.get("/v1/admin/seen", A).status == 200
+        refused = server.get("/v1/admin/seen", B)
+        assert (refused.status, refused.code) == (403, "admin_only")
+        assert server.get("/v1/admin/seen").status == 401
+        assert server.post("/v1/echo", {}, B).status == 200
+    with fake_server() as server:
+        assert server.get("/v1/admin/seen").status == 200, "without keys only this machine gets here"

@@ -116,6 +116,8 @@ def _rights(options: KeyOptions) -> dict[str, Any]:
     """The fields of an entry, as far as they say more than nothing."""
     values = {name: value for name, value in asdict(options).items() if value is not None}
     found: dict[str, Any] = {"class": values["service_class"], "weight": values["weight"]}
+    if options.admin:
+        found["admin"] = True
     found |= {name: values[name] for name in LIMITS if name in values}
     prices = {name.removeprefix(PRICE): value for name, value in values.items() if name.startswith(PRICE)}
     return {**found, "prices": prices} if prices else found
@@ -130,4 +132,8 @@ def _described(key: Key) -> dict[str, Any]:
 def _row(key: Key) -> tuple[str, ...]:
     limits = (getattr(key, name) for name in LIMITS)
     shown = ("-" if limit is None else f"{limit:,}" for limit in limits)
-    return (key.name, key.service_class, f"{key.weight:g}", *shown, "" if key.enabled else "revoked")
+    return (key.name, key.service_class, f"{key.weight:g}", *shown, _state(key))
+
+
+def _state(key: Key) -> str:
+    return "revoked" if not key.enabled else "admin" if key.is_admin else ""

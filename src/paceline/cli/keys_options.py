@@ -57,6 +57,7 @@ class NameOptions:
 class KeyOptions:
     """What a new key may do and what it pays."""
 
+    admin: bool = option(False, "may use the admin routes: dial, policy, usage of all keys")
     service_class: str = option(DEFAULT_CLASS, "class of service", choices=CLASSES, flag="--class")
     weight: float = option(
         1.0, "share beside other keys where they are shared between fairly", low=0.0, high=LARGEST_WEIGHT

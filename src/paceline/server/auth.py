@@ -16,7 +16,8 @@ from paceline.server.errors import Refusal
 from paceline.server.http.request import RawHeaders, presented_key
 from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
 
-ANYBODY = Caller()
+# Without keys only this machine reaches the server, and whoever is on it may do everything.
+ANYBODY = Caller(is_admin=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Key:
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None
     prices: Prices = FREE
+    is_admin: bool = False
 
     @property
     def caller(self) -> Caller:
@@ -45,6 +47,7 @@ class Key:
             max_concurrency=self.max_concurrency,
             lowest_priority_number=self.lowest_priority_number,
             prices=self.prices,
+            is_admin=self.is_admin,
         )
 
 

@@ -30,6 +30,7 @@ class Caller:
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
     prices: Prices = FREE
+    is_admin: bool = False  # may use routes that change or show the server as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

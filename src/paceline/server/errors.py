@@ -61,6 +61,9 @@ CATALOGUE: Mapping[str, Entry] = {
         401, AUTH, "The API key is missing or wrong; send it as Authorization: Bearer KEY."
     ),
     "key_disabled": Entry(403, DENIED, "This API key is disabled."),
+    "admin_only": Entry(
+        403, DENIED, "This route needs an admin key; paceline keys add NAME --admin makes one."
+    ),
     "not_permitted": Entry(403, DENIED, "This API key does not allow that."),
     # The body.
     "unsupported_media_type": Entry(415, BAD, "Send the body as application/json, not encoded."),

@@ -26,7 +26,7 @@ from paceline.server.tenant import (
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
-FIELDS = ("name", "sha256", "enabled", "class", "weight", *BOUNDS, "prices")
+FIELDS = ("name", "sha256", "enabled", "admin", "class", "weight", *BOUNDS, "prices")
 PRICES = tuple(spec.name for spec in fields(Prices))
 
 
@@ -52,9 +52,10 @@ def read_entry(entry: Any, where: str) -> Key:
     digest = entry.get("sha256")
     if not isinstance(digest, str) or not _HEX.fullmatch(digest):
         raise BadKeysFile(f"{where}: sha256 must be 64 hexadecimal digits, the hash of the key")
-    enabled = entry.get("enabled", True)
-    if not isinstance(enabled, bool):
-        raise BadKeysFile(f"{where}: enabled must be true or false")
+    flags = {name: entry.get(name, default) for name, default in (("enabled", True), ("admin", False))}
+    for name_of_flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise BadKeysFile(f"{where}: {name_of_flag} must be true or false")
     service_class = entry.get("class", DEFAULT_CLASS)
     if service_class not in CLASSES:
         raise BadKeysFile(f"{where}: class must be one of {', '.join(CLASSES)}")
@@ -64,7 +65,8 @@ def read_entry(entry: Any, where: str) -> Key:
     return Key(
         name=name,
         sha256=bytes.fromhex(digest),
-        enabled=enabled,
+        enabled=flags["enabled"],
+        is_admin=flags["admin"],
         service_class=service_class,
         weight=weight,
         prices=_prices(entry.get("prices"), where),

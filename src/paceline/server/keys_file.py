@@ -18,9 +18,17 @@ from typing import Any
 from paceline.server.auth import Key, Keyring
 from paceline.server.keys_entry import BadKeysFile, read_entry
 
-__all__ = ["KEY_VARIABLE", "BadKeysFile", "is_json_lines", "parse_keys", "read_keys", "read_text"]
+__all__ = [
+    "ADMIN_KEY_VARIABLE",
+    "KEY_VARIABLE",
+    "BadKeysFile",
+    "is_json_lines",
+    "parse_keys",
+    "read_keys",
+    "read_text",
+]
 
-KEY_VARIABLE = "PACELINE_API_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "PACELINE_API_KEY", "PACELINE_ADMIN_KEY"
 MAX_FILE_BYTES = 4 * 2**20
 
 
@@ -28,10 +36,12 @@ def read_keys(path: str | None, environment: Mapping[str, str] = os.environ) -> 
     """The keys of the file and of the environment."""
     place = f"--api-keys-file {path}"
     keys = [] if path is None else parse_keys(read_text(Path(path), place), place)
-    given = environment.get(KEY_VARIABLE, "")
-    if given:
-        keys.append(Key(name="default", sha256=hashlib.sha256(given.encode()).digest()))
-        _check_distinct(keys, f"{place} and {KEY_VARIABLE}")
+    for variable, name in ((KEY_VARIABLE, "default"), (ADMIN_KEY_VARIABLE, "admin")):
+        given = environment.get(variable, "")
+        if given:
+            is_admin = variable == ADMIN_KEY_VARIABLE
+            keys.append(Key(name=name, sha256=hashlib.sha256(given.encode()).digest(), is_admin=is_admin))
+            _check_distinct(keys, f"{place} and {variable}")
     if path is not None and not keys:
         raise BadKeysFile(f"{place} holds no key; add one or leave the flag out")
     return Keyring(keys)

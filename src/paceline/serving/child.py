@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 # -P: a file in the folder the server was started in must not stand in for a module.
 COMMAND = (sys.executable, "-P", "-m", "paceline.serving.engine_main")
-SECRETS = ("PACELINE_API_KEY",)  # of no use to an engine
+SECRETS = ("PACELINE_API_KEY", "PACELINE_ADMIN_KEY")  # of no use to an engine
 STDERR = 2
 _LOOK_S = 0.01
 _DUMP_S = 0.5  # what writing the stacks may take

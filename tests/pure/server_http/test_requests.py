@@ -145,6 +145,18 @@ def test_the_environment_brings_one_key() -> None:
     assert len(read_keys(None, {})) == 0
 
 
+def test_who_is_admin(tmp_path: Path) -> None:
+    other = hashlib.sha256(b"other").hexdigest()
+    path = written(
+        tmp_path / "keys",
+        f'{{"name": "a", "sha256": "{HASH}"}}\n{{"name": "b", "sha256": "{other}", "admin": true}}',
+    )
+    ring = read_keys(path, {"PACELINE_ADMIN_KEY": "third"})
+    admins = {key: ring.admit(bearer(key)).is_admin for key in (b"k", b"other", b"third")}
+    assert admins == {b"k": False, b"other": True, b"third": True}
+    assert read_keys(None, {}).admit([]).is_admin  # nobody but this machine gets here without keys
+
+
 @pytest.mark.parametrize(
     "text, part",
     [
@@ -155,6 +167,7 @@ def test_the_environment_brings_one_key() -> None:
         ('{"name": "a", "sha256": "k"}', "entry 1"),
         (f'{{"name": "a", "sha256": "{HASH}", "limit": 1}}', "'limit'"),
         (f'{{"name": "a", "sha256": "{HASH}", "weight": 0}}', "weight must be"),
+        (f'{{"name": "a", "sha256": "{HASH}", "admin": "yes"}}', "admin must be true or false"),
         (f'{{"name": "a", "sha256": "{HASH}", "max_concurrency": true}}', "max_concurrency must be"),
         (f'{{"name": "a", "sha256": "{HASH}"}}\n{{"name": "b", "sha256": "{HASH}"}}', "same sha256"),
         ("{broken", "not JSON"),

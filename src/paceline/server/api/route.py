@@ -21,4 +21,5 @@ class Route:
     takes_body: bool
     openapi: Mapping[str, Any] = field(default_factory=dict)
     error_shape: str = OPENAI_ERRORS  # or ANTHROPIC_ERRORS
+    needs_admin: bool = False  # shows or changes the server as a whole
     is_generation: bool = False  # whether it makes tokens: what a full or stopping server refuses

@@ -138,6 +138,8 @@ class Door:
             raise self._starting() or Refusal("not_found")
         if route is None:
             raise Refusal("method_not_allowed", headers={"allow": ", ".join(match.allowed)})
+        if route.needs_admin and not caller.is_admin:
+            raise Refusal("admin_only")
         headers = text_headers(scope["headers"])
         if route.is_generation:
             refusal = self.rules.refusal()
