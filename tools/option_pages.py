@@ -21,6 +21,7 @@ from paceline.cli import (
     run_batch,
     serve,
     sim_options,
+    usage,
 )
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
@@ -41,6 +42,7 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "keys add": keys_options.ADD_PANELS,
     "keys ls": keys_options.LIST_PANELS,
     "keys revoke": keys_options.REVOKE_PANELS,
+    "usage": usage.PANELS,
 }
 HEAD = (
     "# Options\n\n"

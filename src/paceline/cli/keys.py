@@ -124,7 +124,8 @@ def _rights(options: KeyOptions) -> dict[str, Any]:
 
 
 def _described(key: Key) -> dict[str, Any]:
-    found = {"name": key.name, "enabled": key.enabled, "class": key.service_class, "weight": key.weight}
+    found = {"name": key.name, "enabled": key.enabled, "admin": key.is_admin}
+    found |= {"class": key.service_class, "weight": key.weight}
     prices = {name: float(price) for name, price in asdict(key.prices).items()}
     return {**found, **{name: getattr(key, name) for name in LIMITS}, "prices": prices}
 

@@ -27,6 +27,7 @@ from paceline.cli.run import add_run
 from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
 from paceline.cli.sim import add_sim
+from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
 
 INTERRUPTED = 130
@@ -65,6 +66,7 @@ add_run(app)
 add_run_batch(app)
 add_models(app)
 add_keys(app)
+add_usage(app)
 add_sim(app)
 add_explain(app)
 add_replay(app)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from paceline.cli.answer import Answer, Conversation, Show
 from paceline.core.sampling import SamplingParams
@@ -88,6 +88,10 @@ class Remote:
     def explain(self, request_id: str) -> dict[str, Any]:
         """What the server tells about one of this key's requests."""
         return self._ask("GET", f"/v1/requests/{quote(request_id, safe='')}/explain")
+
+    def usage(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """What its ledger sums up to; the key must be an admin's."""
+        return self._ask("GET", f"/v1/admin/usage?{urlencode(query)}")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         connection, response = self._open(method, path, body)

@@ -45,6 +45,7 @@ class Call:
     received_s: float  # monotonic
     path: Mapping[str, str] = field(default_factory=dict)
     allowance: Allowance | None = None  # what it counts against, where the key has limits by the minute
+    query: str = ""  # what follows the path, as it was sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ def receipt(record: RequestRecord) -> Mapping[str, Any]:
         price["load"] = quote.load / 1e6
     return {
         "service_class": quote.service_class,
-        "prompt_tokens_computed": record.num_prompt - record.num_cached,
+        "prompt_tokens_computed": max(0, record.num_prompt - record.num_cached),
         "prompt_tokens_cached": record.num_cached,
         "recomputed_tokens": cost.redone,
         "queue_ms": round((record.queue_s or 0.0) * 1e3, 3),

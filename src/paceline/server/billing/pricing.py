@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
+from paceline.config_serve import BillingConfig
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.server.billing.money import (
     BLOCK_DECIMALS,
@@ -25,7 +26,7 @@ from paceline.server.failures import PriceAboveMaximum
 from paceline.server.tenant import CLASSES, Prices
 
 SPOT = "spot"
-DEFAULT_FACTORS = "interactive=1,standard=1,spot=0.25:1,batch=0.5"
+DEFAULT_FACTORS = BillingConfig().price_factors
 LARGEST_FACTOR = 1000
 CALM = MILLION // 2  # up to this load spot costs its floor
 
