@@ -36,6 +36,7 @@ def build_server(
     app = Application(config, engine.client, keyring)
     app.dropped_lines = lambda: output.dropped
     app.status.hindrance = lambda: billing.hindrance
+    billing.report()
     listeners = [Listener(app.main, sockets[0], config, uses_tls=config.ssl_certfile is not None)]
     if app.side is not None:
         listeners.append(Listener(app.side, sockets[1], config))

@@ -215,10 +215,17 @@ class Generation:
         return self.record.charge.waits
 
     async def settle(self) -> None:
-        """The request is paid for, before its last frame leaves. Raises LedgerUnavailable."""
+        """Put the request into the ledger, before its last frame leaves. Raises LedgerUnavailable."""
         assert not self._num_open, "settled when every branch has ended"
         try:
             await self.record.charge.settle(self.record)
+        except PacelineError as error:
+            raise self._noted(error) from None
+
+    def release(self) -> None:
+        """The last frame is about to leave: nothing may come between. Raises LedgerUnavailable."""
+        try:
+            self.record.charge.release(self.record)
         except PacelineError as error:
             raise self._noted(error) from None
 

@@ -100,10 +100,11 @@ class MessageRoutes:
         try:
             (output,) = (await generation.complete())[0].outputs
             content = [{"type": "text", "text": output.text}]
-            message = _message(call.id, body.model, content, output, generation.usage)
+            message = _encode(_message(call.id, body.model, content, output, generation.usage))
+            generation.release()
         finally:
             generation.close()
-        return Answer(body=_encode(message), headers=headers)
+        return Answer(body=message, headers=headers)
 
     async def count(self, call: Call) -> Answer | Events:
         service, settings = self._service, self._service.settings

@@ -73,15 +73,22 @@ class EventStream(AsyncGenerator[bytes, None]):
                 data = self._kept + writer.write(deltas)
                 self._kept = b""
                 if not generation.is_open and not generation.must_settle:
-                    data += writer.end()
+                    data += self._end()
                 if data:
                     yield data
                     generation.sent()
-            if generation.must_settle:  # what was made is out by now; the end is not before it is paid for
+            if (
+                generation.must_settle
+            ):  # what was made is out by now; the end is not before it is written down
                 await generation.settle()
-                yield writer.end()
+                yield self._end()
         finally:
             generation.close()
+
+    def _end(self) -> bytes:
+        end = self._writer.end()
+        self._generation.release()
+        return end
 
     def _pass_on(self, deltas: list[Delta]) -> bool:
         assert self._write is not None

@@ -46,6 +46,7 @@ class OpenAIRoute:
             )
         try:
             answer = await self._whole(call, body, generation)
+            generation.release()
         finally:
             generation.close()
         return Answer(body=answer, headers=headers)

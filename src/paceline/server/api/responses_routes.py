@@ -168,10 +168,11 @@ class ResponsesRoute:
             )
         try:
             (output,) = (await generation.complete())[0].outputs
-            answer = response.finished(output, output.text, generation.usage)
+            answer = _encode(response.finished(output, output.text, generation.usage))
+            generation.release()
         finally:
             generation.close()
-        return Answer(body=_encode(answer), headers=headers)
+        return Answer(body=answer, headers=headers)
 
 
 def responses_routes(service: Service) -> list[Route]:

@@ -1,8 +1,8 @@
 """What one request is charged: its receipt while it runs, its entry in the ledger when it is over.
 
-A request whose last frame is about to be sent is closed as complete and pays for everything. Any other is closed as
-incomplete: it pays for its prompt and for the output that was sent, and for nothing where nothing was sent or where the
-failure was ours. Tokens computed twice are never paid for, nor the blocks held meanwhile.
+A request is settled when all but its last frame is sent, and released right before that; then it is complete and pays
+for everything. Any other is incomplete: it pays for its prompt and for the output that was sent, and for nothing where
+nothing was sent or where the failure was ours. Tokens computed twice are never paid for, nor the blocks held meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.server.billing.ledger_db import COMPLETE, INCOMPLETE, Closing, now_ms
 from paceline.server.billing.pricing import NOTHING, Amounts, Quote, Rates
+from paceline.server.failures import LedgerUnavailable
 from paceline.server.tenant import DEFAULT_CLASS
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Entry:
 class Charge:
     """The price of one request and, where there is a ledger, its entry there."""
 
-    __slots__ = ("_entry", "_hides_output", "_is_settled", "amounts", "quote")
+    __slots__ = ("_entry", "_hides_output", "_is_over", "_is_settled", "amounts", "quote")
 
     def __init__(self, quote: Quote, entry: Entry | None = None, *, hides_output: bool = False) -> None:
         """`hides_output`: only the prompt was asked for, and the token it takes to read one is not shown."""
@@ -41,7 +42,8 @@ class Charge:
         self.amounts: Amounts = NOTHING  # what it was charged in the end
         self._entry = entry
         self._hides_output = hides_output
-        self._is_settled = False
+        self._is_settled = False  # its entry is on the disk, or could not get there
+        self._is_over = False
 
     def price(self, record: RequestRecord) -> Amounts:
         """What the request costs if it ends here and well."""
@@ -59,22 +61,36 @@ class Charge:
         return self._entry is not None and not self._is_settled
 
     async def settle(self, record: RequestRecord) -> None:
-        """The last frame is about to be sent: from now on the request is paid for. Raises LedgerUnavailable."""
-        if self._is_settled:
+        """Everything but the last frame is sent: put the request into the ledger. Raises LedgerUnavailable."""
+        if not self.waits:
             return
+        assert self._entry is not None
         self._is_settled = True
-        amounts = self.price(record)
-        if self._entry is not None:
-            output = self._output(record.num_output)
-            closing = _closing(record, self._entry.seq, COMPLETE, record.finish_reason, output, amounts)
+        output = self._output(record.num_output)
+        reason = record.finish_reason
+        closing = _closing(record, self._entry.seq, COMPLETE, reason, output, self.price(record))
+        try:
             await self._entry.ledger.complete(closing)
-        self.amounts = amounts
+        except LedgerUnavailable:
+            self._is_over = True  # the ledger knows that it was not completed
+            raise
+
+    def release(self, record: RequestRecord) -> None:
+        """The last frame is about to be sent: from now on the request is paid for. Raises LedgerUnavailable."""
+        if self._entry is not None:
+            assert self._is_settled, "written before it is sent"
+            self._entry.ledger.release(self._entry.seq)
+        self._is_over = True
+        self.amounts = self.price(record)
 
     def give_up(self, record: RequestRecord) -> None:
-        """The request is over; if it was not settled, it came to no good end."""
-        if self._is_settled:
+        """The request is over; if it was not released, it came to no good end."""
+        if self._is_over:
             return
-        self._is_settled = True
+        self._is_over = True
+        if self._is_settled and self._entry is not None:
+            self._entry.ledger.void(self._entry.seq, record.error_code or "not_sent")
+            return
         is_ours = record.finish_reason != ABORT or bool(record.error_code)
         sent = 0 if is_ours else self._output(min(record.num_sent, record.num_output))
         if sent:

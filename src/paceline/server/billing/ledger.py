@@ -1,4 +1,4 @@
-"""The ledger as requests see it: an entry is opened without waiting, and closed before the last frame is sent.
+"""The ledger as requests see it: an entry is opened without waiting, closed before the last frame is sent, then marked.
 
 One thread writes. Whatever has come while it wrote is the next transaction, so that many requests that end together
 share one write to the disk. When a write fails, those who waited for it hear so and are not charged, nobody new is let
@@ -13,7 +13,7 @@ import logging
 import threading
 from dataclasses import dataclass, field, replace
 
-from paceline.server.billing.ledger_db import INCOMPLETE, Closing, LedgerDb, Opening, now_ms
+from paceline.server.billing.ledger_db import INCOMPLETE, Closing, LedgerDb, Opening, Voiding, now_ms
 from paceline.server.failures import LedgerUnavailable
 
 _logger = logging.getLogger("paceline.server")
@@ -27,9 +27,10 @@ class _Batch:
 
     openings: list[Opening] = field(default_factory=list)
     closings: list[tuple[Closing, asyncio.Future[None] | None]] = field(default_factory=list)
+    voidings: list[Voiding] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.openings or self.closings)
+        return bool(self.openings or self.closings or self.voidings)
 
 
 class Ledger:
@@ -67,11 +68,28 @@ class Ledger:
         return seq
 
     async def complete(self, closing: Closing) -> None:
-        """Close an entry; returns when it is on the disk. Raises LedgerUnavailable when it is not and will not be."""
+        """Close an entry; returns when it is on the disk. Raises LedgerUnavailable when it is not and will not be.
+
+        `release` it right before the last frame is sent, or `void` it when that is not sent any more.
+        """
         self._loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = self._loop.create_future()
         self._put(closing, written)
         await written
+
+    def release(self, seq: int) -> None:
+        """The last frame of a complete entry is about to be sent. Raises LedgerUnavailable: then it must not be."""
+        try:
+            self._db.marks.note(seq)
+        except OSError as error:
+            _logger.error("the marks of the ledger %s cannot be written: %s", self._db.path, error)
+            raise LedgerUnavailable(REFUSAL) from error
+
+    def void(self, seq: int, reason: str) -> None:
+        """The last frame of a complete entry was not sent."""
+        with self._changed:
+            self._waiting.voidings.append(Voiding(seq=seq, voided_ms=now_ms(), reason=reason))
+            self._changed.notify()
 
     def give_up(self, closing: Closing) -> None:
         """Close an entry nobody waits for."""
@@ -102,6 +120,7 @@ class Ledger:
                 batch, self._waiting = self._waiting, _Batch()
                 is_last = self._is_closing
             batch.openings[:0], batch.closings[:0] = owed.openings, owed.closings
+            batch.voidings[:0] = owed.voidings
             owed = self._write(batch) if batch else _Batch()
             if is_last and not self._waiting:
                 return
@@ -109,11 +128,11 @@ class Ledger:
     def _write(self, batch: _Batch) -> _Batch:
         """Write a batch; returns what has to be tried again."""
         try:
-            self._db.write(batch.openings, [closing for closing, _ in batch.closings])
+            self._db.write(batch.openings, [closing for closing, _ in batch.closings], batch.voidings)
         except Exception as error:  # whatever it is: nobody may wait for a thread that has ended
             self._fail(error, batch)
             # Who waited was told that it failed: all that is left to say of these is that they were not completed.
-            owed = _Batch(batch.openings)
+            owed = _Batch(batch.openings, voidings=batch.voidings)
             owed.closings += [(_uncharged(c) if waiter else c, None) for c, waiter in batch.closings]
             return owed
         if self.problem:

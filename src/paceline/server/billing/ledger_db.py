@@ -1,9 +1,10 @@
 """The ledger on disk: an append-only SQLite file with one entry for each request.
 
-An entry is two rows that are only ever added, never changed: `opened` when the engine is given the request, `closed`
-when it is over. Number and id are unique in each, so that nothing can be written twice. A transaction that has returned
-is on the disk (write-ahead log, synchronous FULL). Entries that a killed server left open are closed as incomplete,
-with nothing to pay, when the next one starts. One server at a time: a lock file beside the ledger sees to that.
+An entry is rows that are only ever added, never changed: `opened` when the engine is given the request, `closed` when
+it is over, `voided` when its last frame was not sent after all. Numbers are unique in each, so that nothing can be
+written twice. A transaction that has returned is on the disk (write-ahead log, synchronous FULL). What a killed server
+left undone is done when the next one starts (`_recover`). One server at a time: a lock file beside the ledger sees to
+that.
 """
 
 from __future__ import annotations
@@ -13,16 +14,25 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from paceline.errors import InputError
+from paceline.server.billing.sent_marks import SentMarks, boot_id
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
+SERVER_LOST = "server_lost"
 VERSION = 1
 BUSY_S = 2.0  # how long a transaction waits for somebody who has locked the file
 _APPLICATION = 0x504C4C47
+_TABLES = ("opened", "closed", "voided", "lives", "ends")
+_GUARDS = "".join(
+    f"CREATE TRIGGER {table}_{verb} BEFORE {verb} ON {table} "
+    "BEGIN SELECT RAISE(ABORT, 'entries are kept as they are'); END;"
+    for table in _TABLES
+    for verb in ("UPDATE", "DELETE")
+)
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE opened (
@@ -39,14 +49,23 @@ CREATE TABLE closed (
   redone_block_us INTEGER NOT NULL, prompt_nano INTEGER NOT NULL, cached_nano INTEGER NOT NULL,
   output_nano INTEGER NOT NULL, kv_nano INTEGER NOT NULL
 ) STRICT;
-CREATE VIEW entries AS SELECT opened.*, coalesce(state, 'open') AS state, closed_ms, reason, cached_tokens,
-  output_tokens, recomputed_tokens, preemptions, swaps, queue_us, block_us, redone_block_us, prompt_nano, cached_nano,
-  output_nano, kv_nano, prompt_nano + cached_nano + output_nano + kv_nano AS total_nano
-  FROM opened LEFT JOIN closed USING (seq);
-CREATE TRIGGER opened_stays BEFORE UPDATE ON opened BEGIN SELECT RAISE(ABORT, 'entries are never changed'); END;
-CREATE TRIGGER closed_stays BEFORE UPDATE ON closed BEGIN SELECT RAISE(ABORT, 'entries are never changed'); END;
-CREATE TRIGGER opened_is_kept BEFORE DELETE ON opened BEGIN SELECT RAISE(ABORT, 'entries are never taken out'); END;
-CREATE TRIGGER closed_is_kept BEFORE DELETE ON closed BEGIN SELECT RAISE(ABORT, 'entries are never taken out'); END;
+CREATE TABLE voided (
+  seq INTEGER PRIMARY KEY REFERENCES closed (seq), voided_ms INTEGER NOT NULL, reason TEXT NOT NULL
+) STRICT;
+CREATE TABLE lives (
+  life INTEGER PRIMARY KEY, started_ms INTEGER NOT NULL, first_seq INTEGER NOT NULL, boot_id TEXT NOT NULL
+) STRICT;
+CREATE TABLE ends (life INTEGER PRIMARY KEY REFERENCES lives (life), ended_ms INTEGER NOT NULL) STRICT;
+CREATE VIEW entries AS SELECT opened.*,
+  CASE WHEN voided.seq IS NOT NULL THEN '{INCOMPLETE}' ELSE coalesce(state, 'open') END AS state,
+  coalesce(voided_ms, closed_ms) AS closed_ms, coalesce(voided.reason, closed.reason) AS reason, cached_tokens,
+  iif(voided.seq IS NULL, output_tokens, 0) AS output_tokens, recomputed_tokens, preemptions, swaps, queue_us, block_us,
+  redone_block_us, iif(voided.seq IS NULL, prompt_nano, 0) AS prompt_nano,
+  iif(voided.seq IS NULL, cached_nano, 0) AS cached_nano, iif(voided.seq IS NULL, output_nano, 0) AS output_nano,
+  iif(voided.seq IS NULL, kv_nano, 0) AS kv_nano,
+  iif(voided.seq IS NULL, prompt_nano + cached_nano + output_nano + kv_nano, 0) AS total_nano
+  FROM opened LEFT JOIN closed USING (seq) LEFT JOIN voided USING (seq);
+{_GUARDS}
 PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {VERSION};
 COMMIT;
@@ -79,6 +98,15 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Voiding:
+    """An entry that was closed as complete, and whose last frame was not sent; it costs nothing."""
+
+    seq: int
+    voided_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
     """What became of it; the fields are the columns of `closed`, in their order."""
 
@@ -106,8 +134,9 @@ _OPEN = (
     f"INSERT INTO opened VALUES (?1, {_ID}, {', '.join(f'?{n + 1}' for n in range(2, len(fields(Opening))))})"
 )
 _CLOSE = f"INSERT INTO closed VALUES ({', '.join('?' * len(fields(Closing)))}) ON CONFLICT (seq) DO NOTHING"
+_VOID = "INSERT INTO voided VALUES (?, ?, ?) ON CONFLICT (seq) DO NOTHING"
 _LOST = f"""
-INSERT INTO closed SELECT seq, ?, '{INCOMPLETE}', 'server_lost', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+INSERT INTO closed SELECT seq, ?, '{INCOMPLETE}', '{SERVER_LOST}', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
 FROM opened WHERE seq NOT IN (SELECT seq FROM closed)
 """
 
@@ -124,23 +153,55 @@ class LedgerDb:
         self._lock = _lock(self.path)
         try:
             with _speaking(self.path):
+                self.marks = SentMarks(self.path)
                 self.connection = _open(self.path)
-                with self.connection:
-                    self.connection.execute("BEGIN IMMEDIATE")
-                    self.num_lost = self.connection.execute(_LOST, (now_ms(),)).rowcount
-                (last,) = self.connection.execute("SELECT coalesce(max(seq), 0) FROM opened").fetchone()
-                self.next_seq = int(last) + 1
+                self._recover()
         except BaseException:
             os.close(self._lock)
             raise
 
-    def write(self, openings: Sequence[Opening], closings: Sequence[Closing]) -> None:
+    def _recover(self) -> None:
+        """Close what a killed server left open, void what it did not send any more, and begin a life of our own."""
+        connection = self.connection
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            unsent = self._unsent()
+            connection.executemany(_VOID, [(seq, now_ms(), SERVER_LOST) for seq in unsent])
+            self.num_lost = connection.execute(_LOST, (now_ms(),)).rowcount + len(unsent)
+            (last,) = connection.execute("SELECT coalesce(max(seq), 0) FROM opened").fetchone()
+            self.next_seq = int(last) + 1
+            life = (now_ms(), self.next_seq, boot_id())
+            self._life = connection.execute("INSERT INTO lives VALUES (NULL, ?, ?, ?)", life).lastrowid
+        self.marks.forget_earlier()
+
+    def _unsent(self) -> list[int]:
+        """Entries of the life before that were written and not sent, as far as marks can tell."""
+        marks = self.marks.earlier
+        last = self.connection.execute(
+            "SELECT first_seq, boot_id, ends.life IS NOT NULL FROM lives LEFT JOIN ends USING (life) "
+            "ORDER BY lives.life DESC LIMIT 1"
+        ).fetchone()
+        if last is None or marks is None:
+            return []
+        first, boot, has_ended = last
+        if has_ended or not boot or boot != boot_id():
+            return []
+        found = self.connection.execute(
+            f"SELECT seq FROM closed WHERE seq >= ? AND state = '{COMPLETE}' AND seq NOT IN (SELECT seq FROM voided)",
+            (first,),
+        )
+        return [seq for (seq,) in found if seq not in marks]
+
+    def write(
+        self, openings: Sequence[Opening], closings: Sequence[Closing], voidings: Sequence[Voiding] = ()
+    ) -> None:
         """Add rows, all or none; when this returns they are on the disk. Raises sqlite3.Error."""
         connection = self.connection
         connection.execute("BEGIN IMMEDIATE")
         try:
             connection.executemany(_OPEN, map(astuple, openings))
             connection.executemany(_CLOSE, map(astuple, closings))
+            connection.executemany(_VOID, map(astuple, voidings))
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
@@ -148,8 +209,12 @@ class LedgerDb:
             raise
 
     def close(self) -> None:
+        """Everything is written; the next server has nothing to make good."""
         try:
+            with suppress(sqlite3.Error):  # then the next server looks for itself
+                self.connection.execute("INSERT INTO ends VALUES (?, ?)", (self._life, now_ms()))
             self.connection.close()
+            self.marks.close()
         finally:
             os.close(self._lock)
 

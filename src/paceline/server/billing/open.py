@@ -35,6 +35,11 @@ class Billing:
             ("ledger_writes", "Transactions they took.", ledger.num_writes),
         ]
 
+    def report(self) -> None:
+        """Tell the log what a former server left behind."""
+        if self.ledger is not None and self.ledger.num_lost:
+            log("entries of the ledger that were left open are incomplete", entries=self.ledger.num_lost)
+
     def close(self) -> None:
         if self.ledger is not None:
             self.ledger.close()
@@ -46,6 +51,4 @@ def open_billing(config: BillingConfig) -> Billing:
     if config.ledger is None:
         return Billing(pricing=pricing)
     db = LedgerDb(config.ledger)
-    if db.num_lost:
-        log("the ledger had entries left open, now closed as incomplete", entries=db.num_lost)
     return Billing(pricing=pricing, ledger=Ledger(db), path=db.path)

@@ -22,14 +22,14 @@ SUMS = {
     "requests": "count(*)",
     "complete": f"count(*) FILTER (WHERE state = '{COMPLETE}')",
     "incomplete": f"count(*) FILTER (WHERE state = '{INCOMPLETE}')",
-    "open": "count(*) FILTER (WHERE state IS NULL)",
+    "open": "count(*) FILTER (WHERE state = 'open')",
     "prompt_tokens": f"coalesce(sum(prompt_tokens) FILTER (WHERE state = '{COMPLETE}'), 0)",
     "cached_tokens": "coalesce(sum(cached_tokens), 0)",
     "output_tokens": "coalesce(sum(output_tokens), 0)",
     "recomputed_tokens": "coalesce(sum(recomputed_tokens), 0)",
     "preemptions": "coalesce(sum(preemptions), 0)",
     "kv_block_us": "coalesce(sum(block_us), 0)",
-    "billed_nano_units": "coalesce(sum(prompt_nano + cached_nano + output_nano + kv_nano), 0)",
+    "billed_nano_units": "coalesce(sum(total_nano), 0)",
 }
 _AGO = re.compile(r"([0-9]{1,6})([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -47,7 +47,7 @@ def read_usage(
         if bound is not None:
             where.append(test)
             bounds.append(bound)
-    statement = f"SELECT {', '.join(columns + sums)} FROM opened LEFT JOIN closed USING (seq)"
+    statement = f"SELECT {', '.join(columns + sums)} FROM entries"
     if where:
         statement += f" WHERE {' AND '.join(where)}"
     if names:
