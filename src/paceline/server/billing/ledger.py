@@ -41,7 +41,7 @@ class Ledger:
         self._next_seq = db.next_seq
         self._changed = threading.Condition()
         self._waiting = _Batch()
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.problem = ""  # why nothing can be written, while that is so
         self.num_entries = 0  # closed since the start
@@ -96,13 +96,14 @@ class Ledger:
         self._put(closing, None)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is left and let go of the file."""
+        """Write what is left and let go of the file. May be called twice."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._db.close()
+        if not self._thread.is_alive() and not self._is_closed:
+            self._is_closed = True
+            self._db.close(is_settled=not self.problem)
 
     def _put(self, closing: Closing, written: asyncio.Future[None] | None) -> None:
         with self._changed:

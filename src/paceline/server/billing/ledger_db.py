@@ -208,11 +208,12 @@ class LedgerDb:
                 connection.execute("ROLLBACK")
             raise
 
-    def close(self) -> None:
-        """Everything is written; the next server has nothing to make good."""
+    def close(self, *, is_settled: bool = True) -> None:
+        """`is_settled`: everything is written, and the next server has nothing to make good."""
         try:
-            with suppress(sqlite3.Error):  # then the next server looks for itself
-                self.connection.execute("INSERT INTO ends VALUES (?, ?)", (self._life, now_ms()))
+            if is_settled:
+                with suppress(sqlite3.Error):  # then the next server looks for itself
+                    self.connection.execute("INSERT INTO ends VALUES (?, ?)", (self._life, now_ms()))
             self.connection.close()
             self.marks.close()
         finally:
