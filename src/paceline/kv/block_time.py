@@ -20,7 +20,7 @@ class BlockTime:
 
     def __init__(self, num_rows: int) -> None:
         self.now_us = 0
-        self._held: Index = np.zeros(num_rows, np.int64)  # blocks, over all layer groups
+        self.held: Index = np.zeros(num_rows, np.int64)  # blocks, over all layer groups
         self._since: Index = np.zeros(num_rows, np.int64)  # sum of the times they came, less those that went
 
     def tell(self, now_s: float) -> None:
@@ -28,30 +28,29 @@ class BlockTime:
         self.now_us = int(now_s * MICROSECONDS)
 
     def gained(self, row: int, count: int) -> None:
-        self._held[row] += count
+        self.held[row] += count
         self._since[row] += count * self.now_us
 
     def gained_each(self, rows: Index, count: int) -> None:
         """Each of `rows` (all different) got so many."""
-        self._held[rows] += count
+        self.held[rows] += count
         self._since[rows] += count * self.now_us
 
     def lost_each(self, rows: Index, counts: Index) -> None:
-        self._held[rows] -= counts
+        self.held[rows] -= counts
         self._since[rows] -= counts * self.now_us
 
     def lost_all(self, row: int) -> None:
         """The row is empty; what it has held until now is kept until it is taken."""
-        self._since[row] -= self._held[row] * self.now_us
-        self._held[row] = 0
+        self._since[row] -= self.held[row] * self.now_us
+        self.held[row] = 0
 
     def so_far(self, row: int) -> int:
         """Block-microseconds of a row since it began."""
-        return self._held.item(row) * self.now_us - self._since.item(row)
+        return self.held.item(row) * self.now_us - self._since.item(row)
 
     def take(self, row: int) -> int:
         """The same, when the row is given up: it starts from nothing again."""
         total = self.so_far(row)
-        assert not self._held[row], "the row still holds blocks"
-        self._since[row] = 0
+        self._since[row] = self.held.item(row) * self.now_us
         return total
