@@ -129,7 +129,7 @@ class Service:
         """From a checked body to a request under way. The caller closes what it gets."""
         self._check_priority(call, body)
         known = self._loaded()
-        quote = self._quote(call, body)
+        quote = self._quote(call, body, call.caller.service_class)
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
         try:
@@ -210,9 +210,8 @@ class Service:
             message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
             raise PriorityNotPermitted(message, param="priority")
 
-    def _quote(self, call: Call, body: ParsedBody) -> Quote:
-        caller = call.caller
-        return self.counter.quote(caller, caller.service_class, self.admission.places_taken, body.max_price)
+    def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
+        return self.counter.quote(call.caller, service_class, self.admission.places_taken, body.max_price)
 
     def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
