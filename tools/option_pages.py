@@ -22,6 +22,7 @@ from paceline.cli import (
     serve,
     sim_options,
     steer,
+    usage,
 )
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "keys add": keys_options.ADD_PANELS,
     "keys ls": keys_options.LIST_PANELS,
     "keys revoke": keys_options.REVOKE_PANELS,
+    "usage": usage.PANELS,
 }
 HEAD = (
     "# Options\n\n"

@@ -49,6 +49,22 @@ class ApiConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BillingConfig:
+    """What requests cost, and where it is written down."""
+
+    ledger: str | None = option(
+        None, "SQLite file that gets an entry for each request; without it, nothing is written down", kind=str
+    )
+    price_factors: str = option(
+        "interactive=1,standard=1,spot=0.25:1,batch=0.5",
+        "what a key's prices are multiplied with by class; spot has a floor and a cap, between them the load decides",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where the server listens, what it lets in, how it logs and how it stops."""
 
@@ -108,6 +124,7 @@ class ServerConfig:
     disable_log_requests: bool = option(False, "no line for each request")
 
     api: ApiConfig = field(default_factory=ApiConfig)
+    billing: BillingConfig = field(default_factory=BillingConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

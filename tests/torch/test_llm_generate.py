@@ -55,6 +55,17 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 40
 
 
+def test_metrics_say_what_requests_took(llm: LLM) -> None:
+    (output,) = llm.generate(["what it takes"], replace(GREEDY, n=2, temperature=1.0, seed=1), use_tqdm=False)
+    metrics = output.metrics
+    assert metrics is not None and metrics.finished_s is not None and metrics.queue_s is not None
+    # Two answers on a few blocks each: less than all of them from arrival to the end, more than one for a moment.
+    longest_s = metrics.finished_s - metrics.arrival_s
+    assert 0 < metrics.queue_s < longest_s and 0 < metrics.kv_block_seconds < longest_s * 2 * CONTEXT
+    assert (metrics.preemptions, metrics.swaps, metrics.recomputed_tokens) == (0, 0, 0)
+    assert metrics.copied() == metrics
+
+
 def test_a_batch_writes_what_each_prompt_alone_writes(llm: LLM) -> None:
     prompts = ["alpha", "beta and more", "the third", "a"]
     together = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -126,7 +126,8 @@ def _rights(options: KeyOptions) -> dict[str, Any]:
 def _described(key: Key) -> dict[str, Any]:
     found = {"name": key.name, "enabled": key.enabled, "admin": key.is_admin}
     found |= {"class": key.service_class, "weight": key.weight}
-    return {**found, **{name: getattr(key, name) for name in LIMITS}, "prices": asdict(key.prices)}
+    prices = {name: float(price) for name, price in asdict(key.prices).items()}
+    return {**found, **{name: getattr(key, name) for name in LIMITS}, "prices": prices}
 
 
 def _row(key: Key) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from paceline.errors import InputError, PacelineError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 600.0
 UNKNOWN_LENGTH = 10**9
+ADMIN_KEYS = ("PACELINE_ADMIN_KEY", "PACELINE_API_KEY")  # the first that is set
 STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty")
 BEYOND = ("top_k", "min_p", "repetition_penalty", "seed", "stop")
 _DEFAULTS = SamplingParams()
@@ -78,6 +79,11 @@ class Connection:
             connection.close()
             raise ServerRefused(f"the server answered {response.status}: {message}")
         return connection, response
+
+
+def admin_connection(url: str) -> Connection:
+    """A server, asked with the operator's key."""
+    return Connection(url, next((os.environ[name] for name in ADMIN_KEYS if os.environ.get(name)), ""))
 
 
 class Remote(Connection):

@@ -13,6 +13,7 @@ from paceline.config import ModelConfig
 from paceline.config_serve import ServerConfig
 from paceline.server.app import Api, Application
 from paceline.server.auth import Keyring
+from paceline.server.billing.open import Billing
 from paceline.server.http.listener import Listener
 from paceline.server.keys_file import read_keys
 from paceline.server.lifecycle import Server
@@ -29,14 +30,17 @@ def build_server(
     keyring: Keyring,
     sockets: Sequence[socket.socket],
     output: LogOutput,
+    billing: Billing,
 ) -> tuple[Server, list[Listener]]:
     """A server that has not started, and its listeners."""
     app = Application(config, engine.client, keyring)
     app.dropped_lines = lambda: output.dropped
+    app.status.hindrance = lambda: billing.hindrance
+    billing.report()
     listeners = [Listener(app.main, sockets[0], config, uses_tls=config.ssl_certfile is not None)]
     if app.side is not None:
         listeners.append(Listener(app.side, sockets[1], config))
-    build = open_api(model, config.api, engine.client, app.log)
+    build = open_api(model, config.api, engine.client, app.log, billing)
 
     async def open_in_thread() -> Api:
         return await asyncio.get_running_loop().run_in_executor(None, build)

@@ -49,11 +49,13 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         import uvloop
 
         from paceline.server.app import check_exposure
+        from paceline.server.billing.open import open_billing
         from paceline.server.keys_file import read_keys
         from paceline.server.logs import set_up_logs
 
         keyring = read_keys(config.api_keys_file)
         check_exposure(config, keyring)
+        billing = open_billing(config.billing)
         sockets = _bind(config)
     except BaseException:
         child.kill_now()
@@ -69,7 +71,7 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
 
         from paceline.cli.serve_parts import build_server
 
-        server, listeners = build_server(config, model, running, keyring, sockets, output)
+        server, listeners = build_server(config, model, running, keyring, sockets, output, billing)
         return await server.run(listeners)
 
     try:

@@ -7,7 +7,6 @@ environment, PACELINE_ADMIN_KEY or else PACELINE_API_KEY, never from the command
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,7 +19,6 @@ from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig, ch
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
-KEYS = ("PACELINE_ADMIN_KEY", "PACELINE_API_KEY")
 DIAL_HELP = """
 Turn a running server between latency and throughput, or give it a time to hold; without either, say how it stands.
 
@@ -160,10 +158,9 @@ def _policy(given: Mapping[str, Any]) -> None:
 
 
 def _ask(given: Mapping[str, Any], path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    from paceline.cli.remote import Connection
+    from paceline.cli.remote import admin_connection
 
-    key = next((os.environ[name] for name in KEYS if os.environ.get(name)), "")
-    return Connection(given["url"], key).ask("GET" if body is None else "PUT", path, body)
+    return admin_connection(given["url"]).ask("GET" if body is None else "PUT", path, body)
 
 
 def _show(given: Mapping[str, Any], found: dict[str, Any], sentences: list[str]) -> None:

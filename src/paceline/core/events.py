@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import FinishReason, RequestId
+from paceline.core.request import NO_COST, Cost, FinishReason, RequestId
 from paceline.core.values import value
 
 
@@ -42,6 +42,7 @@ class Finished(NamedTuple):
     num_cached: int
     preemptions: int
     queue_s: float = 0.0  # from arrival to its first admission, or to its end if it never was admitted
+    cost: Cost = NO_COST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

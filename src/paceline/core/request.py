@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,18 @@ class BlockKey:
     payload: bytes
 
 
+class Cost(NamedTuple):
+    """What a request took beyond its tokens; times of blocks are in block-microseconds, whole numbers."""
+
+    block_us: int = 0  # KV blocks held, each for as long as it was
+    redone_block_us: int = 0  # of these, while it computed again what it had to give up
+    redone: int = 0  # tokens computed again
+    swaps: int = 0  # of its preemptions, those that kept its KV on the host
+
+
+NO_COST = Cost()
+
+
 class Request:
     """One sequence to generate. See the module's docstring for which counters are true when."""
 
@@ -98,6 +110,7 @@ class Request:
         "blocked",
         "branch",
         "branches",
+        "cost",
         "deadline_s",
         "fail_detail",
         "failed_at",
@@ -105,6 +118,7 @@ class Request:
         "first_token_s",
         "host_places",
         "id",
+        "joined_at",
         "keys",
         "model",
         "needs_host",
@@ -163,6 +177,8 @@ class Request:
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.joined_at = 0  # tokens it had computed when it last got a row
+        self.cost = NO_COST  # of the rows it has left
         self.fail_detail = ""
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None

@@ -2,7 +2,7 @@
 
 One manager owns the layer groups and everything that changes their tables, and notes each change in `delta`
 for the next plan. References that steps in flight may still use are given back only when those steps have
-completed (fences). Integers only: it never sees a token, a clock or a request object.
+completed (fences). Integers only: it never sees a token or a request object, and reads no clock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from paceline.config import Capacity, GroupSpec, KVConfig
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
+from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
@@ -70,6 +71,7 @@ class KVManager:
         self.windowed = [group for group in self.groups if group.window is not None]
         self.places = [HostPlaces(config.num_host_blocks) for _ in self.groups]
         self.tickets = Tickets()
+        self.block_time = BlockTime(capacity.num_rows)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)
@@ -171,6 +173,7 @@ class KVManager:
             return  # the row is as empty as it was left
         for group, start, blocks in zip(self.groups, match.start, match.blocks, strict=True):
             group.adopt(row, blocks, start)
+            self.block_time.gained(row, len(blocks))
             group.published[row] = group.computed_from[row] = match.num_blocks
             self.delta.appends.append((row, group.index, start, blocks))
 
@@ -197,11 +200,13 @@ class KVManager:
         """Give a row the blocks to hold `num_slots` tokens. The caller has checked `room`."""
         count = self.missing(row, num_slots)
         if count:
+            self.block_time.gained(row, count * len(self.groups))
             for group in self.groups:
                 self.delta.appends.append((row, group.index, *group.append(row, count)))
 
     def extend_each(self, rows: NDArray[np.int64]) -> None:
         """Give each of `rows` one more block. The caller has checked `room`."""
+        self.block_time.gained_each(rows, len(self.groups))
         for group in self.groups:
             indices, blocks = group.append_each(rows)
             self.delta.growths.append((rows, group.index, indices, blocks))
@@ -213,7 +218,10 @@ class KVManager:
     def slide_each(self, rows: Blocks, num_computed: Blocks) -> None:
         """The same for each of `rows`, in one sweep."""
         for group in self.windowed:
+            before = group.first[rows]
             blocks = group.slide_each(rows, num_computed, self.block_size)
+            if len(blocks):
+                self.block_time.lost_each(rows, group.first[rows] - before)
             self._give_back(group.index, blocks, self.submitted)
 
     def reserve(self, row: int, needs: Needs) -> None:
@@ -249,6 +257,7 @@ class KVManager:
             start = int(group.first[parent])
             blocks = group.table[parent, start:until].copy()
             group.adopt(child, blocks, start)
+            self.block_time.gained(child, len(blocks))
             group.published[child] = min(int(group.published[parent]), until)
             group.computed_from[child] = min(int(group.computed_from[parent]), until)
             self.delta.appends.append((child, group.index, start, blocks))
@@ -308,6 +317,7 @@ class KVManager:
             group.table[row, :start] = 0
             group.held[row] = group.first[row] = start
             _, blocks = group.append(row, len(place))
+            self.block_time.gained(row, len(place))
             self.delta.appends.append((row, group.index, start, blocks))
             group.pool.share(blocks)
             group.published[row] = group.computed_from[row] = 0
@@ -346,6 +356,7 @@ class KVManager:
 
     def release(self, row: int) -> None:
         """Empty a row; its blocks are free once the steps under way have completed, and `settle` was called."""
+        self.block_time.lost_all(row)
         for group in self.groups:
             self._give_back(group.index, group.clear(row), self.submitted)
 

@@ -159,7 +159,7 @@ class Collector:
         if output.index == 0:  # the others take the prompt over from the first
             result.num_cached_tokens = ending.num_cached
         assert result.metrics is not None
-        result.metrics.preemptions += ending.preemptions
+        _count(result.metrics, ending)
         result.finished = all(part.finished for part in result.outputs)
         if result.finished:
             result.metrics.finished_s = ending.time_s
@@ -173,6 +173,16 @@ class Collector:
             earliest = first_s if metrics.first_token_s is None else min(first_s, metrics.first_token_s)
             metrics.first_token_s = earliest
             metrics.last_token_s = max(last_s, metrics.last_token_s or last_s)
+
+
+def _count(metrics: RequestMetrics, ending: Finished) -> None:
+    cost = ending.cost
+    metrics.queue_s = max(metrics.queue_s or 0.0, ending.queue_s)
+    metrics.preemptions += ending.preemptions
+    metrics.swaps += cost.swaps
+    metrics.recomputed_tokens += cost.redone
+    metrics.kv_block_seconds += cost.block_us / 1e6
+    metrics.recompute_kv_block_seconds += cost.redone_block_us / 1e6
 
 
 def _is_stop_token(ending: Finished | None, index: int) -> bool:

@@ -56,7 +56,14 @@ class RequestMetrics:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+    queue_s: float | None = None  # until its first admission; the longest of its branches
     preemptions: int = 0
+    swaps: int = 0  # of these, those that kept its KV on the host
+    recomputed_tokens: int = 0  # computed again after a preemption
+    kv_block_seconds: float = (
+        0.0  # KV blocks held, each for as long as it was; a shared one counts for each holder
+    )
+    recompute_kv_block_seconds: float = 0.0  # of these, while tokens were computed again
 
     def copied(self) -> RequestMetrics:
         return RequestMetrics(
@@ -64,7 +71,12 @@ class RequestMetrics:
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
             finished_s=self.finished_s,
+            queue_s=self.queue_s,
             preemptions=self.preemptions,
+            swaps=self.swaps,
+            recomputed_tokens=self.recomputed_tokens,
+            kv_block_seconds=self.kv_block_seconds,
+            recompute_kv_block_seconds=self.recompute_kv_block_seconds,
         )
 
 

@@ -50,6 +50,10 @@ class RunRecord:
     tenant: Ints
     outcome: NDArray[np.uint8]  # index into OUTCOMES
 
+    # Per request too, where it is counted; else empty.
+    recomputed_tokens: Ints = field(default_factory=_no_ints)  # computed again after a preemption
+    kv_block_us: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
     # Gaps between token deliveries of one request, of all requests.
     itl_s: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
 
@@ -67,7 +71,7 @@ class RunRecord:
     step_preempted: Ints = field(default_factory=_no_ints)
 
     def __post_init__(self) -> None:
-        for names, kind in ((_REQUEST_COLUMNS, "request"), (_STEP_COLUMNS, "step"), (_GAP_COLUMNS, "gap")):
+        for names, kind in _COLUMNS:
             self._settle(names, kind)
         if self.outcome.size and int(self.outcome.max()) >= len(OUTCOMES):
             raise InputError(f"run '{self.label}': outcome must be below {len(OUTCOMES)}")
@@ -124,4 +128,10 @@ _STEP_COLUMNS: dict[str, DTypeLike] = {
     "step_kv_filled": np.int32,
     "step_preempted": np.int32,
 }
-_GAP_COLUMNS: dict[str, DTypeLike] = {"itl_s": np.float32}
+_COST_COLUMNS: dict[str, DTypeLike] = {"recomputed_tokens": np.int32, "kv_block_us": np.int64}
+_COLUMNS: tuple[tuple[dict[str, DTypeLike], str], ...] = (
+    (_REQUEST_COLUMNS, "request"),
+    (_COST_COLUMNS, "request"),
+    (_STEP_COLUMNS, "step"),
+    ({"itl_s": np.float32}, "gap"),
+)

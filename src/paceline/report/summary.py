@@ -61,6 +61,8 @@ class Summary:
     preemptions: int
     preemptions_per_request: float | None
     preemptions_per_s: float | None
+    recomputed_tokens: int | None  # computed again after preemptions
+    kv_block_seconds: float | None  # blocks held by requests; a shared one counts for each
     prefix_hit_share: float | None  # cached / prompt tokens, of requests that were admitted
 
     queue_delay_s: Distribution  # arrival to admission
@@ -106,6 +108,8 @@ def summarize(
         preemptions=preemptions,
         preemptions_per_request=_ratio(preemptions, record.num_requests),
         preemptions_per_s=_ratio(preemptions, duration_s),
+        recomputed_tokens=_total(record.recomputed_tokens) if record.recomputed_tokens.size else None,
+        kv_block_seconds=float(record.kv_block_us.sum()) / 1e6 if record.kv_block_us.size else None,
         prefix_hit_share=_prefix_hit_share(record),
         queue_delay_s=distribution(record.admitted_s - record.arrival_s),
         ttft_s=distribution(record.first_token_s - record.arrival_s),

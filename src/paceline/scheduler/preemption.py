@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import Request, RequestState
+from paceline.scheduler.cost import note_kind
 from paceline.scheduler.state import NO_FIGURES, Figures, SchedulerState
 
 
@@ -22,6 +23,7 @@ def preempt(
     state.kv.settle()
     if not request.is_terminal:
         request.preemptions += 1
+        note_kind(request)
         state.counters.preempted += 1
 
 

@@ -123,6 +123,7 @@ class Rows:
         self.requests[row] = request
         self.num_live += 1
         request.row = row
+        request.joined_at = num_computed
         return row
 
     def collect(self, request: Request) -> bool:

@@ -392,7 +392,9 @@ class Scheduler:
         return request
 
     def _tick(self) -> None:
-        self.state.now_s = max(self.state.now_s, self.state.clock.now())
+        state = self.state
+        state.now_s = max(state.now_s, state.clock.now())
+        state.kv.block_time.tell(state.now_s)
 
     def _note(self, kind: str, *values: object) -> None:
         self.state.journal.append((kind, self.state.now_s, *values))

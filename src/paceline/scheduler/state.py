@@ -32,6 +32,7 @@ from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
 from paceline.scheduler.dial.dial import Dial
+from paceline.scheduler.cost import settle_cost
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
@@ -262,6 +263,7 @@ class SchedulerState:
     def leave_row(self, request: Request) -> None:
         """Take a request off its row: tokens go back into the request, the row rests behind a fence."""
         row = request.row
+        settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
         self.prefilling.pop(request.id, None)
         self.forget_computing(request)
@@ -359,7 +361,9 @@ class SchedulerState:
         sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
         queue_s = max(0.0, started_s - request.arrival_s)
-        self.outbox.finished.append(Finished(request.id, reason, detail, self.now_s, *sizes, queue_s))
+        self.outbox.finished.append(
+            Finished(request.id, reason, detail, self.now_s, *sizes, queue_s, request.cost)
+        )
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""

@@ -14,6 +14,7 @@ from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler.dial import steer
+from paceline.scheduler.cost import caught_up
 from paceline.scheduler.state import Flight, SchedulerState
 
 Index = NDArray[np.int64]
@@ -143,6 +144,8 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
         before = rows.computed.item(row)
         computed = before + count
         rows.computed[row] = computed
+        if before < request.attained <= computed:
+            caught_up(request, kv.block_time.so_far(row))
         try:
             kv.publish(row, request.keys, computed)
         except Exception as error:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.core.request import NO_COST, Cost
+from paceline.server.billing.charge import Charge, no_charge
 from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Call:
     received_s: float  # monotonic
     path: Mapping[str, str] = field(default_factory=dict)
     allowance: Allowance | None = None  # what it counts against, where the key has limits by the minute
+    query: str = ""  # what follows the path, as it was sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,9 @@ class RequestRecord:
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
     is_stream: bool = False
+    num_sent: int = 0  # of the output tokens, those whose frames were written; whole answers are sent at once
+    cost: Cost = NO_COST  # of all branches that have ended
+    charge: Charge = field(default_factory=no_charge)
 
 
 class Observer(Protocol):

@@ -15,6 +15,7 @@ from paceline.errors import EngineFailed, InvalidRequest, NeverFits, PacelineErr
 from paceline.server.failures import (
     DeadlineExceeded,
     GenerationFailed,
+    LedgerUnavailable,
     QueueTimeout,
     UnsupportedRoute,
 )
@@ -89,6 +90,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
     "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),
     "concurrency_exceeded": Entry(429, LIMITED, "This key has too many requests under way.", 1),
+    "price_above_maximum": Entry(429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.
     INTERNAL: Entry(500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
     "numerical_error": Entry(500, OURS, "The model computed numbers that are not finite."),
@@ -96,12 +98,16 @@ CATALOGUE: Mapping[str, Entry] = {
     "engine_unavailable": Entry(503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": Entry(503, OURS, "The request waited too long for its turn; try again later.", 5),
     "shutting_down": Entry(503, OURS, "The server is shutting down; try again later.", 5),
+    "ledger_unavailable": Entry(503, OURS, "The ledger cannot be written; no requests are taken.", 5),
     "out_of_memory": Entry(503, OURS, "There is not enough memory for this request now.", 5),
     "deadline_exceeded": Entry(504, OURS, "The request took longer than it may."),
 }
 
 # Whose words are ours and meant for the client.
-_SPEAKING = (InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, GenerationFailed, UnsupportedRoute)
+_SPEAKING = (
+    *(InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, GenerationFailed, UnsupportedRoute),
+    LedgerUnavailable,
+)
 _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 

@@ -91,6 +91,24 @@ class RateLimited(TooBusy):
         self.retry_after_s = retry_after_s
 
 
+class PriceAboveMaximum(TooBusy):
+    """A spot request costs more at this moment than it accepts (429); the price follows the load."""
+
+    code = "price_above_maximum"
+    retry_after_s = 5
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.param = "max_price"
+
+
+class LedgerUnavailable(PacelineError):
+    """What requests cost cannot be written down, so none are taken (503)."""
+
+    code = "ledger_unavailable"
+    retry_after_s = 5
+
+
 class QueueTimeout(PacelineError):
     """No token came in the time a request may wait for its first (503, `Retry-After`)."""
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import FinishReason
+from paceline.core.request import Cost, FinishReason
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.server.admission import Permit
+from paceline.server.billing.charge import receipt
 from paceline.server.call import Observer, RequestRecord
 from paceline.server.failures import DeadlineExceeded, GenerationFailed, QueueTimeout
 from paceline.serving.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
@@ -47,6 +49,7 @@ class Usage:
     num_prompt: int
     num_output: int
     num_cached: int
+    receipt: Mapping[str, Any] | None = None  # once every branch has ended
 
 
 class _Part:
@@ -108,7 +111,13 @@ class Generation:
     @property
     def usage(self) -> Usage:
         record = self.record
-        return Usage(num_prompt=self._num_prompt, num_output=record.num_output, num_cached=record.num_cached)
+        told = None if self._num_open else receipt(record)
+        return Usage(
+            num_prompt=self._num_prompt,
+            num_output=record.num_output,
+            num_cached=record.num_cached,
+            receipt=told,
+        )
 
     @property
     def _used_tokens(self) -> int:
@@ -197,7 +206,32 @@ class Generation:
                 )
             )
         outputs[0].num_cached_tokens = self.record.num_cached
+        await self.settle()
         return outputs
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the last frame has to wait until the request is in the ledger."""
+        return self.record.charge.waits
+
+    async def settle(self) -> None:
+        """Put the request into the ledger, before its last frame leaves. Raises LedgerUnavailable."""
+        assert not self._num_open, "settled when every branch has ended"
+        try:
+            await self.record.charge.settle(self.record)
+        except PacelineError as error:
+            raise self._noted(error) from None
+
+    def release(self) -> None:
+        """The last frame is about to leave: nothing may come between. Raises LedgerUnavailable."""
+        try:
+            self.record.charge.release(self.record)
+        except PacelineError as error:
+            raise self._noted(error) from None
+
+    def sent(self) -> None:
+        """The frames of everything that was read so far are written."""
+        self.record.num_sent = self.record.num_output
 
     def close(self) -> None:
         """End what still runs, give everything back. May be called twice."""
@@ -215,6 +249,7 @@ class Generation:
             record.finished_s = time.monotonic()
             if self._num_open and not record.finish_reason:
                 record.finish_reason = _ABORT  # the client left
+            record.charge.give_up(record)
             self._tell_end()
 
     def _tell_end(self) -> None:
@@ -298,6 +333,7 @@ class Generation:
         if output.index == 0:  # the others take the prompt over from the first
             record.num_cached += ending.num_cached
         record.preemptions += ending.preemptions
+        record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
         if output.finish_reason in (_ERROR, _ABORT):
             raise _failure(ending)

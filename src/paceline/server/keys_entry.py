@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from decimal import Decimal
 from typing import Any
 
 from paceline.errors import InputError
 from paceline.server.auth import Key
+from paceline.server.billing.money import BLOCK_DECIMALS, TOKEN_DECIMALS, decimal_of, scaled
 from paceline.server.tenant import (
     BOUNDS,
     CLASSES,
@@ -85,12 +87,20 @@ def _prices(given: Any, where: str) -> Prices:
     if not isinstance(given, dict):
         raise BadKeysFile(f"{where} must be an object with {', '.join(PRICES)}")
     _check_known(given, PRICES, where)
-    prompt = _number(given, "prompt", 0.0, LARGEST_PRICE, where)
     # Whoever says nothing of cached tokens has one price for all of the prompt.
-    defaults = {"prompt": prompt, "cached_prompt": prompt}
-    return Prices(
-        **{name: _number(given, name, defaults.get(name, 0.0), LARGEST_PRICE, where) for name in PRICES}
-    )
+    given = {"cached_prompt": given.get("prompt", 0), **given}
+    return Prices(**{name: _price(given, name, where) for name in PRICES})
+
+
+def _price(given: Mapping[str, Any], name: str, where: str) -> Decimal:
+    _number(given, name, 0.0, LARGEST_PRICE, where)
+    price = decimal_of(given.get(name, 0))
+    decimals = BLOCK_DECIMALS if name == "kv_block_second" else TOKEN_DECIMALS
+    try:
+        scaled(price, decimals)
+    except ValueError:
+        raise BadKeysFile(f"{where}: {name} must be a number with at most {decimals} decimals") from None
+    return price
 
 
 def _number(entry: Mapping[str, Any], name: str, default: float, high: float, where: str) -> float:

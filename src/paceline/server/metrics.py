@@ -57,6 +57,7 @@ class RequestMetrics:
         self.generation_tokens = 0
         self.under_way = 0
         self.finished_by_reason = dict.fromkeys(FINISH_REASONS, 0)
+        self.billed_nano = dict.fromkeys(CLASSES, 0)
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
         }
@@ -83,6 +84,7 @@ class RequestMetrics:
         self.cached_tokens += record.num_cached
         reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
         self.finished_by_reason[reason] += 1
+        self.billed_nano[record.charge.quote.service_class] += record.charge.amounts.total
         for name, value in _values_of(record):
             if value is not None:
                 self.histograms[name][1].observe(value)

@@ -106,6 +106,11 @@ class MetricsPage(Collector):
         for reason, count in requests.finished_by_reason.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
+        name, text = self._prefix + "billed_units", "What requests were charged."
+        billed = CounterMetricFamily(name, text, labels=(*LABELS, "class"))
+        for service_class, nano in requests.billed_nano.items():
+            billed.add_metric((*self._labels, service_class), nano / 1e9)
+        yield billed
         for name, (text, histogram) in requests.histograms.items():
             family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
             family.add_metric(self._labels, *_buckets(histogram))

@@ -19,6 +19,7 @@ from paceline.serving.client import EngineClient
 
 if TYPE_CHECKING:
     from paceline.server.admission import Admission
+    from paceline.server.billing.open import Billing
 
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
@@ -37,7 +38,11 @@ def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
 
 
 def open_api(
-    model: ModelConfig, config: ApiConfig, client: EngineClient, observer: Observer
+    model: ModelConfig,
+    config: ApiConfig,
+    client: EngineClient,
+    observer: Observer,
+    billing: Billing,
 ) -> Callable[[], Api]:
     """What makes the API, to be called in a thread."""
 
@@ -45,6 +50,8 @@ def open_api(
         from paceline.checkpoint.names import resolve
         from paceline.checkpoint.open import open_checkpoint
         from paceline.server.api.routes import routes
+        from paceline.server.api.usage_routes import usage_routes
+        from paceline.server.billing.counter import Counter
         from paceline.server.limits import SERVER_LIMITS
         from paceline.server.service import ServedModel, Service, ServiceSettings
         from paceline.text.tokenizer import Tokenizer
@@ -69,13 +76,19 @@ def open_api(
             request_timeout_s=config.request_timeout_s,
             queue_timeout_s=config.queue_timeout_s,
         )
-        service = Service(client, served, settings, observer=observer)
+        counter = Counter(client, billing.pricing, billing.ledger)
+        service = Service(client, served, settings, observer=observer, counter=counter)
+
+        def close() -> None:
+            service.close()
+            billing.close()
+
         return Api(
-            routes=routes(service),
+            routes=[*usage_routes(billing.path), *routes(service)],
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
-            gauges=lambda: _gauges(service.admission),
-            close=service.close,
+            gauges=lambda: [*_gauges(service.admission), *billing.gauges()],
+            close=close,
         )
 
     return build

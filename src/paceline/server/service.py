@@ -19,6 +19,8 @@ from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.billing.counter import Counter
+from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
 from paceline.server.explanations import Explanations
 from paceline.server.failures import ContextTooLong, PriorityNotPermitted
@@ -90,6 +92,7 @@ class Service:
         settings: ServiceSettings | None = None,
         *,
         observer: Observer | None = None,
+        counter: Counter | None = None,
     ) -> None:
         self.client = client
         self.model = model
@@ -98,6 +101,7 @@ class Service:
         self.observer: Observer = observer or NoObserver()
         self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
         self.explanations = Explanations(client)
+        self.counter = counter or Counter(client)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -118,12 +122,14 @@ class Service:
         if state is not EngineState.READY:
             raise EngineUnavailable("the engine is not available; try again in a moment")
         self._loaded()
+        self.counter.check()
         self.admission.check_door(call.caller)
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
         self._check_priority(call, body)
         known = self._loaded()
+        quote = self._quote(call, body, call.caller.service_class)
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
         try:
@@ -138,16 +144,19 @@ class Service:
         except BaseException:
             permit.release()
             raise
+        record = _record(call, body, prepared)
+        record.charge = self.counter.open(quote, record, body.model, hides_output=body.echo.nothing_else)
         try:
             return Generation(
                 started,
                 self.tokenizer,
                 permit,
-                _record(call, body, prepared),
+                record,
                 self.observer,
                 first_token_timeout_s=self.settings.queue_timeout_s,
             )
         except BaseException:  # nobody has it who could close it
+            record.charge.give_up(record)
             for _, stream in started:
                 stream.close()
             permit.release()
@@ -200,6 +209,9 @@ class Service:
         if lowest is not None and body.priority < lowest:
             message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
             raise PriorityNotPermitted(message, param="priority")
+
+    def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
+        return self.counter.quote(call.caller, service_class, self.admission.places_taken, body.max_price)
 
     def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""

@@ -25,6 +25,7 @@ class ServerStatus:
         self.client = client
         self.phase = Phase.STARTING
         self.is_full: Callable[[], bool] = lambda: False  # whether the queue takes nobody
+        self.hindrance: Callable[[], str] = lambda: ""  # in one word, what else keeps work out
 
     @property
     def word(self) -> str:
@@ -34,7 +35,9 @@ class ServerStatus:
         if self.phase is Phase.STARTING:
             return "starting"
         state = self.client.state
-        return "full" if state is EngineState.READY and self.is_full() else state.value
+        if state is not EngineState.READY:
+            return str(state.value)
+        return self.hindrance() or ("full" if self.is_full() else str(state.value))
 
     @property
     def is_ready(self) -> bool:

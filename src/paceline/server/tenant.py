@@ -6,6 +6,7 @@ Closed sets, so that they can be labels of metrics and columns of bills. Knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 
 CLASSES = ("interactive", "standard", "spot", "batch")
 DEFAULT_CLASS = "standard"
@@ -26,12 +27,12 @@ LARGEST_PRICE = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a key pays, in whatever unit the operator counts: plain numbers, only ever multiplied and added."""
+    """What a key pays before the factor of its class, in whatever unit the operator counts: exact numbers."""
 
-    prompt: float = 0.0  # for a million prompt tokens that were computed
-    cached_prompt: float = 0.0  # for a million that were found in the cache
-    output: float = 0.0  # for a million generated tokens
-    kv_block_second: float = 0.0  # for one KV block held for one second
+    prompt: Decimal = Decimal(0)  # for a million prompt tokens that were computed
+    cached_prompt: Decimal = Decimal(0)  # for a million that were found in the cache
+    output: Decimal = Decimal(0)  # for a million generated tokens
+    kv_block_second: Decimal = Decimal(0)  # for one KV block held for one second
 
 
 FREE = Prices()

@@ -281,6 +281,7 @@ class AsyncEngine:
             preemptions=ending.preemptions,
             queue_s=ending.queue_s,
             time_s=ending.time_s,
+            cost=ending.cost,
         )
         stream = branch.stream
         stream.num_open -= 1

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
+from paceline.core.request import NO_COST, Cost
 from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError
 
@@ -86,6 +87,7 @@ class Ending:
     preemptions: int
     queue_s: float  # from arrival to its first step
     time_s: float  # on the engine's clock, as the times of news
+    cost: Cost = NO_COST
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy as np
 from paceline.config import ModelConfig
 from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.request import NO_COST, Cost
 from paceline.core.sampling import SamplingParams
 from paceline.serving.client import EngineInfo, EngineStats, Steering
 
@@ -169,6 +170,7 @@ class BranchEnding(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int
     preemptions: int
     queue_s: float
+    cost: Cost = NO_COST
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):

@@ -16,7 +16,7 @@ from paceline.serving.frames import ID, TOKEN, BranchEnding, BranchLogprobs, New
 
 # With the largest frame at its smallest allowed size (64 KiB) each kind may fill a fifth of it.
 _SHARE = 5
-_ENDING_BYTES = 128
+_ENDING_BYTES = 176
 _REFUSAL_BYTES = 2048
 MAX_MESSAGE_CHARS = 512
 
@@ -115,6 +115,7 @@ def _ending(finished: Finished) -> BranchEnding:
         finished.num_cached,
         finished.preemptions,
         finished.queue_s,
+        finished.cost,
     )
 
 

@@ -63,6 +63,8 @@ class Meter:
         self._output_len = np.zeros(count, np.int32)
         self._cached = np.zeros(count, np.int32)
         self._preemptions = np.zeros(count, np.int32)
+        self._recomputed = np.zeros(count, np.int32)
+        self._block_us = np.zeros(count, np.int64)
         self._outcome = np.full(count, _UNFINISHED, np.uint8)
         self._gaps = _Gaps()
         self._steps = bytearray()
@@ -89,6 +91,8 @@ class Meter:
         self._output_len[index] = finished.num_output
         self._cached[index] = finished.num_cached
         self._preemptions[index] = finished.preemptions
+        self._recomputed[index] = finished.cost.redone
+        self._block_us[index] = finished.cost.block_us
 
     def refused(self, index: int, time_s: float) -> None:
         """A request was not accepted."""
@@ -122,6 +126,8 @@ class Meter:
             output_len=self._output_len,
             cached_tokens=self._cached,
             preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed,
+            kv_block_us=self._block_us,
             tenant=self._workload.tenant,
             outcome=self._outcome,
             itl_s=self._gaps.values(),

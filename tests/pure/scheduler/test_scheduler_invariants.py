@@ -429,6 +429,11 @@ def a_tenant_brings_what_it_did_not_use(scene: Scene) -> None:
     scene.backlog = {0: 50.0}
 
 
+@breaks("time_is_counted_for_the_blocks_rows_hold")
+def a_block_is_held_for_nothing(scene: Scene) -> None:
+    scene.state.kv.block_time.held[0] -= 1
+
+
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])
 def test_an_invariant_speaks_up(check: str, build: Callable[[], Scene], damage: Break) -> None:
     scene = build()

@@ -52,6 +52,11 @@ def tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(write_model(Path(folder)), model_vocab_size=VOCAB_SIZE)
 
 
+def without_receipt(text: str) -> str:
+    """Usage as it is elsewhere; what receipts say is tested by itself."""
+    return re.sub(r',"paceline":\{.*?"price":\{[^}]*\}\}', "", text)
+
+
 def ids(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False)
 

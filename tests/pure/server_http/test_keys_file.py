@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def test_all_an_entry_says_reaches_the_caller() -> None:
     assert (caller.tenant, caller.service_class, caller.weight) == ("team-a", "interactive", 2.5)
     assert (caller.requests_per_minute, caller.tokens_per_minute) == (600, 1_000_000)
     assert (caller.max_concurrency, caller.lowest_priority_number) == (16, -3)
-    assert caller.prices == Prices(prompt=0.5, cached_prompt=0.1, output=2.0, kv_block_second=1e-4)
+    prices = {"prompt": "0.5", "cached_prompt": "0.1", "output": "2", "kv_block_second": "0.0001"}
+    assert caller.prices == Prices(**{name: Decimal(price) for name, price in prices.items()})
 
 
 def test_an_entry_of_two_fields_is_standard_unlimited_and_free() -> None:
@@ -58,7 +60,7 @@ def test_an_entry_of_two_fields_is_standard_unlimited_and_free() -> None:
 
 
 def test_cached_tokens_cost_what_others_cost_unless_said_otherwise() -> None:
-    assert parsed(prices={"prompt": 3}).prices == Prices(prompt=3.0, cached_prompt=3.0)
+    assert parsed(prices={"prompt": 3}).prices == Prices(prompt=Decimal(3), cached_prompt=Decimal(3))
     assert parsed(prices={"prompt": 3, "cached_prompt": 0}).prices.cached_prompt == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from paceline.server.api.error_frames import anthropic_error_frame
 from paceline.server.api.fields import ignored_header
 from paceline.server.api.frames import stream_events
 from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generation import Delta, Generation, Usage
@@ -55,7 +57,8 @@ class MessageEvents:
         frames: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True
-            message = _message(self._id, self._body.model, [], None, self._generation.usage)
+            usage = replace(self._generation.usage, receipt=None)  # it belongs to the end
+            message = _message(self._id, self._body.model, [], None, usage)
             frames += (_event("message_start", {"message": message}), _BEGIN)
         for delta in deltas:
             if delta.text:
@@ -97,10 +100,11 @@ class MessageRoutes:
         try:
             (output,) = (await generation.complete())[0].outputs
             content = [{"type": "text", "text": output.text}]
-            message = _message(call.id, body.model, content, output, generation.usage)
+            message = _encode(_message(call.id, body.model, content, output, generation.usage))
+            generation.release()
         finally:
             generation.close()
-        return Answer(body=_encode(message), headers=headers)
+        return Answer(body=message, headers=headers)
 
     async def count(self, call: Call) -> Answer | Events:
         service, settings = self._service, self._service.settings
@@ -162,11 +166,12 @@ def _stop_fields(output: CompletionOutput | None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Cached tokens are not counted as input tokens in this API."""
-    return {
+    body = {
         "input_tokens": usage.num_prompt - usage.num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_output,
     }
+    return with_receipt(body, usage)

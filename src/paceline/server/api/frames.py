@@ -72,18 +72,33 @@ class EventStream(AsyncGenerator[bytes, None]):
                 deltas = await generation.next()
                 data = self._kept + writer.write(deltas)
                 self._kept = b""
-                if not generation.is_open:
-                    data += writer.end()
+                if not generation.is_open and not generation.must_settle:
+                    data += self._end()
                 if data:
                     yield data
+                    generation.sent()
+            if (
+                generation.must_settle
+            ):  # what was made is out by now; the end is not before it is written down
+                await generation.settle()
+                yield self._end()
         finally:
             generation.close()
+
+    def _end(self) -> bytes:
+        end = self._writer.end()
+        self._generation.release()
+        return end
 
     def _pass_on(self, deltas: list[Delta]) -> bool:
         assert self._write is not None
         data = self._writer.write(deltas)
-        if self._generation.is_open and (not data or self._write(data)):
-            return True
+        if self._generation.is_open:
+            if not data:
+                return True
+            if self._write(data):
+                self._generation.sent()
+                return True
         self._kept = data
         return False
 

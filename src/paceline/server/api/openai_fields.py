@@ -17,6 +17,7 @@ from paceline.server.api.kinds import (
     Whole,
 )
 from paceline.server.limits import RequestLimits
+from paceline.server.tenant import LARGEST_PRICE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
@@ -183,12 +184,21 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             help="include_usage: a last chunk with usage; continuous_usage_stats: usage in every chunk",
         ),
         Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
+        price_field(),
         Field(
             name="cache_salt",
             kind=Text(1, limits.cache_salt_chars),
             help="cached prompts are shared only with requests that bring the same",
         ),
     ]
+
+
+def price_field() -> Field:
+    return Field(
+        name="max_price",
+        kind=Number(0, LARGEST_PRICE),
+        help="dearest price of a million output tokens it accepts; above it, it is refused",
+    )
 
 
 def without_effect(limits: RequestLimits) -> list[Field]:
@@ -211,7 +221,7 @@ def _not_serving() -> Iterable[Field]:
     return [
         Field(name="stream", group=Group.ONLY, only=(False,)),
         Field(name="stream_options", group=Group.WITHOUT_EFFECT),
-        *_unsupported("priority", "cache_salt"),
+        *_unsupported("priority", "cache_salt", "max_price"),
     ]
 
 

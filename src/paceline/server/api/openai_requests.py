@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from paceline.checkpoint.generation import GenerationDefaults
@@ -23,6 +24,7 @@ from paceline.server.api.openai_fields import (
     chat_table,
     completions_table,
 )
+from paceline.server.billing.money import decimal_of
 from paceline.server.failures import UnknownModel, UnsupportedParameter
 from paceline.server.limits import OWN_LIMITS, RequestLimits
 
@@ -85,6 +87,7 @@ class ParsedBody:
     shows_token_ids: bool = False
     shows_prompt_logprobs: bool = False
     priority: int = 0
+    max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()  # fields nobody knows
 
@@ -114,6 +117,7 @@ class BodyParser:
             "shows_token_ids": given.get("return_token_ids", False),
             "shows_prompt_logprobs": "prompt_logprobs" in given,
             "priority": given.get("priority", 0),
+            "max_price": read_price(given),
             "cache_salt": checked_salt(given.get("cache_salt", "")),
             "ignored": read.ignored,
         }
@@ -206,6 +210,11 @@ def _streaming(given: Mapping[str, Any]) -> Streaming:
     return Streaming(
         wanted=True, include_usage=bool(options.get("include_usage")), continuous_usage=bool(every)
     )
+
+
+def read_price(given: Mapping[str, Any]) -> Decimal | None:
+    value = given.get("max_price")
+    return None if value is None else decimal_of(value)
 
 
 def checked_salt(value: str) -> str:

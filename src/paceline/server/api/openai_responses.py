@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.llm.outputs import Logprob, RequestOutput
@@ -16,10 +16,16 @@ SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
 
 Json = dict[str, Any]
 Entry = dict[int, Logprob] | None
+Receipt = Mapping[str, Any] | None  # of a server; a file of requests has none
 
 
 def chat_body(
-    asked: ParsedBody, output: RequestOutput, tokenizer: Tokenizer, *, id: str | None = None
+    asked: ParsedBody,
+    output: RequestOutput,
+    tokenizer: Tokenizer,
+    *,
+    id: str | None = None,
+    receipt: Receipt = None,
 ) -> Json:
     num_top = asked.sampling.logprobs
     choices = []
@@ -37,7 +43,8 @@ def chat_body(
         if asked.shows_token_ids:
             choice["token_ids"] = part.token_ids
         choices.append(choice)
-    body = _body(f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", asked.model, choices, [output])
+    head = (f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", asked.model)
+    body = _body(*head, choices, [output], receipt)
     if asked.shows_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
     if asked.shows_prompt_logprobs:
@@ -46,7 +53,12 @@ def chat_body(
 
 
 def completion_body(
-    asked: ParsedBody, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, *, id: str | None = None
+    asked: ParsedBody,
+    outputs: Sequence[RequestOutput],
+    tokenizer: Tokenizer,
+    *,
+    id: str | None = None,
+    receipt: Receipt = None,
 ) -> Json:
     """The branches of every prompt, one prompt after the other."""
     choices: list[Json] = []
@@ -60,7 +72,8 @@ def completion_body(
             if asked.shows_prompt_logprobs:
                 choice["prompt_logprobs"] = _prompt_logprobs(output)
             choices.append(choice)
-    return _body(f"cmpl-{id or uuid.uuid4().hex}", "text_completion", asked.model, choices, outputs)
+    head = (f"cmpl-{id or uuid.uuid4().hex}", "text_completion", asked.model)
+    return _body(*head, choices, outputs, receipt)
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Json:
@@ -68,12 +81,20 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 
 
 def usage_body(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.num_prompt,
-        "completion_tokens": usage.num_output,
-        "total_tokens": usage.num_prompt + usage.num_output,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-    }
+    return with_receipt(
+        {
+            "prompt_tokens": usage.num_prompt,
+            "completion_tokens": usage.num_output,
+            "total_tokens": usage.num_prompt + usage.num_output,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        },
+        usage,
+    )
+
+
+def with_receipt(body: Json, usage: Usage) -> Json:
+    """Usage in the shape of an API, with what none of them has a name for."""
+    return body if usage.receipt is None else {**body, "paceline": usage.receipt}
 
 
 def chat_logprob_entries(
@@ -157,11 +178,19 @@ def _completion_choice(asked: ParsedBody, output: RequestOutput, number: int, to
     }
 
 
-def _body(id: str, kind: str, model: str, choices: list[Json], outputs: Sequence[RequestOutput]) -> Json:
+def _body(
+    id: str,
+    kind: str,
+    model: str,
+    choices: list[Json],
+    outputs: Sequence[RequestOutput],
+    receipt: Receipt,
+) -> Json:
     usage = Usage(
         num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
         num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
         num_cached=sum(output.num_cached_tokens for output in outputs),
+        receipt=receipt,
     )
     return {
         "id": id,

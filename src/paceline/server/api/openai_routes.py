@@ -46,6 +46,7 @@ class OpenAIRoute:
             )
         try:
             answer = await self._whole(call, body, generation)
+            generation.release()
         finally:
             generation.close()
         return Answer(body=answer, headers=headers)
@@ -63,10 +64,10 @@ class OpenAIRoute:
     ) -> bytes:
         for number, output in enumerate(outputs):
             output.prompt_logprobs = generation.prompt_logprobs(number)
-        tokenizer = self._service.tokenizer
+        tokenizer, receipt = self._service.tokenizer, generation.usage.receipt
         if self._url == CHAT:
-            return msgspec.json.encode(chat_body(body, outputs[0], tokenizer, id=call.id))
-        return msgspec.json.encode(completion_body(body, outputs, tokenizer, id=call.id))
+            return msgspec.json.encode(chat_body(body, outputs[0], tokenizer, id=call.id, receipt=receipt))
+        return msgspec.json.encode(completion_body(body, outputs, tokenizer, id=call.id, receipt=receipt))
 
 
 def openai_routes(service: Service) -> list[Route]:

@@ -15,7 +15,14 @@ from paceline.server.api.openai_fields import (
     serving_fields,
     without_effect,
 )
-from paceline.server.api.openai_requests import ModelFacts, ParsedBody, Streaming, checked_model, checked_salt
+from paceline.server.api.openai_requests import (
+    ModelFacts,
+    ParsedBody,
+    Streaming,
+    checked_model,
+    checked_salt,
+    read_price,
+)
 from paceline.server.failures import UnsupportedParameter
 from paceline.server.limits import RequestLimits
 
@@ -80,6 +87,7 @@ def parse_responses(
         messages=turns,
         streaming=Streaming(wanted=given.get("stream", False)),
         priority=given.get("priority", 0),
+        max_price=read_price(given),
         cache_salt=checked_salt(given.get("cache_salt", "")),
         ignored=read.ignored,
     )

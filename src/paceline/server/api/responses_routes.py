@@ -14,6 +14,7 @@ from paceline.server.api.error_frames import responses_error_frame
 from paceline.server.api.fields import ignored_header
 from paceline.server.api.frames import stream_events
 from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.responses_requests import RESPONSES, parse_responses, responses_table
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
@@ -167,10 +168,11 @@ class ResponsesRoute:
             )
         try:
             (output,) = (await generation.complete())[0].outputs
-            answer = response.finished(output, output.text, generation.usage)
+            answer = _encode(response.finished(output, output.text, generation.usage))
+            generation.release()
         finally:
             generation.close()
-        return Answer(body=_encode(answer), headers=headers)
+        return Answer(body=answer, headers=headers)
 
 
 def responses_routes(service: Service) -> list[Route]:
@@ -192,10 +194,11 @@ def part(text: str) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    return {
+    body = {
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
         "output_tokens": usage.num_output,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.num_prompt + usage.num_output,
     }
+    return with_receipt(body, usage)

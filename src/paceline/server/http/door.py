@@ -166,6 +166,7 @@ class Door:
             received_s=exchange.received_s,
             path=match.parameters,
             allowance=exchange.allowance,
+            query=scope["query_string"].decode("latin-1"),
         )
         return route, call
 

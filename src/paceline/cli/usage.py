@@ -1,0 +1,151 @@
+"""`paceline usage`: sums over a ledger, from its file or from the server that writes it, for people, JSON and CSV.
+
+Owns the flags and what is printed; the sums are `server.billing.usage`'s.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import InputError
+
+HELP = """
+Sum up what was used and billed: requests, tokens, KV block-seconds and prices, by key, class, model or day.
+
+\b
+  paceline usage --ledger ledger.db --by key --since 24h
+  paceline usage --ledger ledger.db --by day,class --since 2026-01-01 --until 2026-02-01 --csv
+  paceline usage --url http://localhost:8000 --by key --json
+
+The file may be read while a server writes it. A server is asked with the key in PACELINE_ADMIN_KEY, or in
+PACELINE_API_KEY if that is an admin key. Days and times are UTC; what a request cost counts when it was let in.
+"""
+HEADS = {
+    "requests": "requests",
+    "incomplete": "incomplete",
+    "open": "open",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "output_tokens": "output",
+    "recomputed_tokens": "recomputed",
+    "preemptions": "preempted",
+    "kv_block_us": "KV block s",
+    "billed_nano_units": "billed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageOptions:
+    """What `paceline usage` takes."""
+
+    by: str = option("key", "what to sum by: key, class, model, day, or several of them, separated by commas")
+    since: str = option("", "from when on: so long ago (90m, 24h, 7d), or a date with or without a time")
+    until: str = option("", "until when, in the same words")
+    ledger: str = option("", "the ledger's file")
+    url: str = option("", "server to ask instead")
+    json: bool = option(False, "print one JSON object")
+    csv: bool = option(False, "print CSV with a line of heads")
+
+
+PANELS = (
+    Panel(
+        title="Usage",
+        config=UsageOptions,
+        flags=(
+            Flag(name="by", metavar="NAMES"),
+            Flag(name="since", metavar="WHEN"),
+            Flag(name="until", metavar="WHEN"),
+            Flag(name="ledger", metavar="FILE"),
+            Flag(name="url", metavar="URL"),
+            Flag(name="json"),
+            Flag(name="csv"),
+        ),
+    ),
+)
+
+
+def add_usage(app: typer.Typer) -> None:
+    add_command(app, "usage", _run, PANELS, HELP)
+
+
+def _run(given: Mapping[str, Any]) -> None:
+    options = UsageOptions(**given)
+    if bool(options.ledger) == bool(options.url):
+        raise InputError("say where to look: --ledger FILE names a ledger, --url URL a server")
+    if options.json and options.csv:
+        raise InputError("give --json or --csv, not both")
+
+    from paceline.server.billing.usage import read_by
+
+    by = read_by(options.by)
+    values = _from_server(options) if options.url else _from_file(options, by)
+    rows: list[dict[str, Any]] = values["data"]
+    if options.json:
+        typer.echo(json.dumps(values))
+    elif options.csv:
+        typer.echo(_csv(rows, by), nl=False)
+    elif not rows:
+        typer.echo("nothing was used in that time")
+    else:
+        _table(rows, by)
+
+
+def _from_file(options: UsageOptions, by: Sequence[str]) -> dict[str, Any]:
+    from paceline.server.billing.usage import read_time, read_usage
+
+    since, until = (
+        read_time(text, name) if text else None
+        for name, text in (("--since", options.since), ("--until", options.until))
+    )
+    rows = read_usage(options.ledger, by, since, until)
+    return {"object": "usage", "by": list(by), "since_ms": since, "until_ms": until, "data": rows}
+
+
+def _from_server(options: UsageOptions) -> dict[str, Any]:
+    from paceline.cli.remote import admin_connection
+
+    asked = {"by": options.by, "since": options.since, "until": options.until}
+    query = urlencode({name: text for name, text in asked.items() if text})
+    return admin_connection(options.url).ask("GET", f"/v1/admin/usage?{query}")
+
+
+def _csv(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> str:
+    from paceline.server.billing.usage import SUMS
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*by, *SUMS], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _table(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:
+    lines = [[*by, *HEADS.values()]]
+    lines += [[*(str(row[name]) for name in by), *_figures(row)] for row in rows]
+    if len(rows) > 1:
+        total = {name: sum(row[name] for row in rows) for name in HEADS}
+        lines.append(["all", *("" for _ in by[1:]), *_figures(total)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            f"{cell:<{width}}" if number < len(by) else f"{cell:>{width}}"
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    from paceline.server.billing.money import shown
+
+    exact = {"kv_block_us": 6, "billed_nano_units": 9}
+    return [shown(row[name], exact[name]) if name in exact else f"{row[name]:,}" for name in HEADS]

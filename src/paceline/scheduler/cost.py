@@ -1,0 +1,31 @@
+"""What a request has cost so far, brought up to date when it leaves a row and when it has caught up with itself.
+
+A request that gave way computes again what it had: those tokens, and the blocks held meanwhile, are told apart, so that
+nobody is made to pay for them. Nothing here runs in a steady step.
+"""
+
+from __future__ import annotations
+
+from paceline.core.request import Request
+
+
+def settle_cost(request: Request, computed: int, block_us: int) -> None:
+    """A request is about to leave its row, where it has held blocks for `block_us`."""
+    before = request.cost
+    has_caught_up = computed >= request.attained
+    request.cost = before._replace(
+        block_us=before.block_us + block_us,
+        redone_block_us=before.redone_block_us + (0 if has_caught_up else block_us),
+        redone=before.redone + max(0, min(computed, request.attained) - request.joined_at),
+    )
+
+
+def caught_up(request: Request, block_us: int) -> None:
+    """A request has computed again all that it once had; until here it has held blocks for `block_us` on its row."""
+    request.cost = request.cost._replace(redone_block_us=request.cost.redone_block_us + block_us)
+
+
+def note_kind(request: Request) -> None:
+    """A request has just given way: its KV is on the host, or gone."""
+    if request.host_places:
+        request.cost = request.cost._replace(swaps=request.cost.swaps + 1)

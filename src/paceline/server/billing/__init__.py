@@ -1,0 +1,1 @@
+"""What requests cost: prices, receipts, and the ledger they are written to."""

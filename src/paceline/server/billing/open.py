@@ -1,0 +1,54 @@
+"""Prices and ledger of a server, opened before anything else is: a mistake there ends it before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config_serve import BillingConfig
+from paceline.server.billing.ledger import Ledger
+from paceline.server.billing.ledger_db import LedgerDb
+from paceline.server.billing.pricing import Pricing
+from paceline.server.logs import log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Billing:
+    """What a server bills by."""
+
+    pricing: Pricing
+    ledger: Ledger | None = None
+    path: Path | None = None  # of the ledger
+
+    @property
+    def hindrance(self) -> str:
+        """The state of a server that cannot write its ledger, in one word."""
+        return "ledger_unavailable" if self.ledger is not None and self.ledger.problem else ""
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        ledger = self.ledger
+        if ledger is None:
+            return []
+        return [
+            ("ledger_up", "1 when the ledger can be written.", float(not ledger.problem)),
+            ("ledger_entries", "Entries closed since the start.", ledger.num_entries),
+            ("ledger_writes", "Transactions they took.", ledger.num_writes),
+        ]
+
+    def report(self) -> None:
+        """Tell the log what a former server left behind."""
+        if self.ledger is not None and self.ledger.num_lost:
+            log("entries of the ledger that were left open are incomplete", entries=self.ledger.num_lost)
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+def open_billing(config: BillingConfig) -> Billing:
+    """Raises ConfigError for factors that are none, BadLedger for a ledger that cannot be used."""
+    pricing = Pricing(config.price_factors)
+    if config.ledger is None:
+        return Billing(pricing=pricing)
+    db = LedgerDb(config.ledger)
+    return Billing(pricing=pricing, ledger=Ledger(db), path=db.path)

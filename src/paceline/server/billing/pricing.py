@@ -1,0 +1,181 @@
+"""What a request will be charged: the prices of its key, times the factor of its class at the moment it is let in.
+
+The factors of interactive, standard and batch stand still. That of spot follows the load: its floor until half of the
+engine is taken, from there in a straight line to its cap when all of it is. A quote is made once, at the door, and
+holds to the end, whatever the load does meanwhile. Knows nothing of ledgers and of HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from paceline.config_serve import BillingConfig
+from paceline.errors import ConfigError, InvalidRequest
+from paceline.server.billing.money import (
+    BLOCK_DECIMALS,
+    FACTOR_DECIMALS,
+    MILLION,
+    TOKEN_DECIMALS,
+    blocks_amount,
+    scaled,
+    shown,
+    tokens_amount,
+)
+from paceline.server.failures import PriceAboveMaximum
+from paceline.server.tenant import CLASSES, Prices
+
+SPOT = "spot"
+DEFAULT_FACTORS = BillingConfig().price_factors
+LARGEST_FACTOR = 1000
+CALM = MILLION // 2  # up to this load spot costs its floor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Prices of a key as whole numbers."""
+
+    prompt: int = 0  # micro-units for a million tokens
+    cached_prompt: int = 0
+    output: int = 0
+    kv_block_second: int = 0  # nano-units
+
+    @classmethod
+    def of(cls, prices: Prices) -> Rates:
+        return cls(
+            prompt=scaled(prices.prompt, TOKEN_DECIMALS),
+            cached_prompt=scaled(prices.cached_prompt, TOKEN_DECIMALS),
+            output=scaled(prices.output, TOKEN_DECIMALS),
+            kv_block_second=scaled(prices.kv_block_second, BLOCK_DECIMALS),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """What a request costs, in nano-units, by what it is for."""
+
+    prompt: int = 0
+    cached_prompt: int = 0
+    output: int = 0
+    kv: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.cached_prompt + self.output + self.kv
+
+
+NOTHING = Amounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote:
+    """The prices one request was let in at."""
+
+    service_class: str
+    rates: Rates
+    factor: int = MILLION  # millionths, of the class
+    load: int | None = None  # millionths: what the factor was read off at, where it depends on that
+
+    @property
+    def output_price(self) -> int:
+        """Micro-units for a million output tokens: what `max_price` is compared with."""
+        return self.rates.output * self.factor // MILLION
+
+    def amounts(self, *, computed: int, cached: int, output: int, block_us: int) -> Amounts:
+        rates, factor = self.rates, self.factor
+        return Amounts(
+            prompt=tokens_amount(computed, rates.prompt, factor),
+            cached_prompt=tokens_amount(cached, rates.cached_prompt, factor),
+            output=tokens_amount(output, rates.output, factor),
+            kv=blocks_amount(block_us, rates.kv_block_second, factor),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The factor of a class by the load, all in millionths."""
+
+    floor: int
+    cap: int
+
+    def at(self, load: int) -> int:
+        above = max(0, min(load, MILLION) - CALM)
+        return self.floor + (self.cap - self.floor) * above // (MILLION - CALM)
+
+
+class Pricing:
+    """The factors of all classes."""
+
+    def __init__(self, factors: str = DEFAULT_FACTORS) -> None:
+        self._curves = read_factors(factors)
+
+    def quote(self, prices: Prices, service_class: str, load: int) -> Quote:
+        curve = self._curves[service_class]
+        follows = curve.floor != curve.cap
+        return Quote(
+            service_class=service_class,
+            rates=Rates.of(prices),
+            factor=curve.at(load),
+            load=load if follows else None,
+        )
+
+    def check(self, quote: Quote, max_price: Decimal | None) -> None:
+        """Refuse a request that would cost more than it accepts.
+
+        Raises PriceAboveMaximum while the price may come down, InvalidRequest where it never will.
+        """
+        if max_price is None:
+            return
+        limit = max_price.scaleb(TOKEN_DECIMALS)
+        if quote.output_price <= limit:
+            return
+        price = shown(quote.output_price, TOKEN_DECIMALS)
+        what = f"a million output tokens of class {quote.service_class} cost {price}"
+        lowest = quote.rates.output * self._curves[quote.service_class].floor // MILLION
+        if lowest <= limit:
+            raise PriceAboveMaximum(f"{what} now, more than max_price; try again when the load is lower")
+        raise InvalidRequest(
+            f"{what} and never less than {shown(lowest, TOKEN_DECIMALS)}, more than max_price; raise it",
+            param="max_price",
+        )
+
+
+def engine_load(under_way: int, rows: int, blocks_used: int, blocks: int) -> int:
+    """How full an engine is, in millionths: by rows or by KV blocks, whichever is fuller. More than all is all."""
+    by_rows = under_way * MILLION // rows if rows else 0
+    by_blocks = blocks_used * MILLION // blocks if blocks else 0
+    return min(MILLION, max(by_rows, by_blocks))
+
+
+def read_factors(text: str) -> dict[str, Curve]:
+    """`--price-factors`: a number for each class, two with a colon between them for a curve."""
+    curves = {name: Curve(floor=MILLION, cap=MILLION) for name in CLASSES}
+    given = text if text == DEFAULT_FACTORS else f"{DEFAULT_FACTORS},{text}"
+    for part in given.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in curves:
+            raise ConfigError(
+                f"--price-factors takes class=number for {', '.join(CLASSES)}, separated by commas, not {part!r:.60}"
+            )
+        low, colon, high = value.partition(":")
+        if colon and name != SPOT:
+            raise ConfigError(f"--price-factors: only spot has a floor and a cap; give {name} one number")
+        floor = _factor(low, name)
+        cap = _factor(high, name) if colon else floor
+        if floor > cap:
+            raise ConfigError(f"--price-factors: the floor of {name}, {low}, is above its cap, {high}")
+        curves[name] = Curve(floor=floor, cap=cap)
+    return curves
+
+
+def _factor(text: str, name: str) -> int:
+    try:
+        value = Decimal(text.strip())
+        if not 0 <= value <= LARGEST_FACTOR:
+            raise ValueError
+        return scaled(value, FACTOR_DECIMALS)
+    except (ValueError, InvalidOperation):
+        raise ConfigError(
+            f"--price-factors: {name} must be a number from 0 to {LARGEST_FACTOR} with at most "
+            f"{FACTOR_DECIMALS} decimals, not {text!r:.60}"
+        ) from None
