@@ -19,7 +19,7 @@ from paceline.cli.serve_options import merged
 from paceline.cli.shared_flags import POLICY
 from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
-from paceline.config_serve import ApiConfig, ServerConfig
+from paceline.config_serve import ApiConfig, BatchConfig, ServerConfig
 from paceline.errors import InputError
 
 HELP = """
@@ -98,6 +98,7 @@ PANELS = (
         ("Connections", ()),
     ),
     *_flags(ApiConfig, ("Requests", ())),
+    *_flags(BatchConfig, ("Files and batches", ())),
     MODEL,
     seed_panel("0"),
     *ENGINE,
@@ -138,7 +139,11 @@ def _serve(given: Mapping[str, Any]) -> None:
         if values.get("model") not in (None, named):
             raise InputError("the model is given twice; give it once, by its place or with --model")
         values["model"] = named
-    config = ServerConfig(**_of(ServerConfig, values), api=ApiConfig(**_of(ApiConfig, values)))
+    config = ServerConfig(
+        **_of(ServerConfig, values),
+        api=ApiConfig(**_of(ApiConfig, values)),
+        batches=BatchConfig(**_of(BatchConfig, values)),
+    )
     process = ProcessConfig(**_of(ProcessConfig, values))
     engine = engine_options(values)
 

@@ -6,8 +6,9 @@ bytes. A handler never sees a socket and never builds an error body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
@@ -28,6 +29,7 @@ class Caller:
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
     prices: Prices = FREE
+    batch_id: str = ""  # of the batch that asks on behalf of the key, if one does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Call:
     received_s: float  # monotonic
     path: Mapping[str, str] = field(default_factory=dict)
     allowance: Allowance | None = None  # what it counts against, where the key has limits by the minute
+    query: str = ""  # what follows the path, as it was sent
+    chunks: AsyncIterator[bytes] | None = None  # the body as it comes, for a route that takes a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,16 @@ class Answer:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     media_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """A file to be sent, however large it is."""
+
+    path: Path
+    size: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +84,7 @@ class Events:
     divert: Callable[[Callable[[bytes], bool]], None] | None = None
 
 
-Handler = Callable[[Call], Awaitable[Answer | Events]]
+Handler = Callable[[Call], Awaitable[Answer | Events | Download]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +109,7 @@ class RequestRecord:
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
     is_stream: bool = False
+    batch_id: str = ""
 
 
 class Observer(Protocol):

@@ -19,6 +19,7 @@ from paceline.serving.client import EngineClient
 
 if TYPE_CHECKING:
     from paceline.server.admission import Admission
+    from paceline.server.batches.open import BatchSettings
 
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
@@ -37,7 +38,11 @@ def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
 
 
 def open_api(
-    model: ModelConfig, config: ApiConfig, client: EngineClient, observer: Observer
+    model: ModelConfig,
+    config: ApiConfig,
+    client: EngineClient,
+    observer: Observer,
+    batch_settings: BatchSettings,
 ) -> Callable[[], Api]:
     """What makes the API, to be called in a thread."""
 
@@ -45,6 +50,7 @@ def open_api(
         from paceline.checkpoint.names import resolve
         from paceline.checkpoint.open import open_checkpoint
         from paceline.server.api.routes import routes
+        from paceline.server.batches.open import open_batches
         from paceline.server.limits import SERVER_LIMITS
         from paceline.server.service import ServedModel, Service, ServiceSettings
         from paceline.text.tokenizer import Tokenizer
@@ -70,11 +76,14 @@ def open_api(
             queue_timeout_s=config.queue_timeout_s,
         )
         service = Service(client, served, settings, observer=observer)
+        batches = open_batches(service, routes(service), batch_settings)
         return Api(
-            routes=routes(service),
+            routes=routes(service, None if batches is None else batches.routes()),
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
             gauges=lambda: _gauges(service.admission),
+            labelled=list if batches is None else batches.figures,
+            background=() if batches is None else (batches,),
             close=service.close,
         )
 
