@@ -65,6 +65,10 @@ class Database:
     def close(self) -> None:
         self._db.close()
 
+    @property
+    def num_pages(self) -> int:
+        return int(self._db.execute("PRAGMA page_count").fetchone()[0])
+
     def limit_pages(self, most: int) -> None:
         """Let the file grow to so many pages only, as a disk that is full does."""
         self._db.execute(f"PRAGMA max_page_count = {most:d}")

@@ -112,6 +112,8 @@ class FormReader:
         yield from ()
 
     def _read_header(self) -> Iterator[Event]:
+        if self._buffer.startswith(b"\r\n"):
+            raise BadMultipart("a part of the form has no header")
         end = self._buffer.find(b"\r\n\r\n")
         if end > MAX_PART_HEADER or (end < 0 and len(self._buffer) > MAX_PART_HEADER + 3):
             raise BadMultipart(f"the header of a part is larger than {MAX_PART_HEADER} bytes")

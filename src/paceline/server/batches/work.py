@@ -219,7 +219,7 @@ class BatchWork:
                     if lost is not None:
                         result = lost
                         break
-                await asyncio.sleep(max(pause_s, again.problem.retry_after_s or 0) if bench.retry_s else 0)
+                await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         await bench.recorder.record(result)
 
