@@ -1,9 +1,7 @@
-"""Files and batches with the official `openai` client against a real server: from upload to results, and ended early."""
+"""Files and batches with the official `openai` client against a real server: from upload to results."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,57 +10,25 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests.e2e.batch_client import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    begin,
+    jsonl,
+    num_completed,
+    request,
+    results,
+    wait,
+)
 from tests.e2e.client_server import (
     DISABLED_KEY,
     ENDLESS,
     KEY,
-    MODEL,
     NARROW_KEY,
-    PATIENCE_S,
     ClientServer,
     client_server,
 )
-
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-OVER = ("completed", "failed", "expired", "cancelled")
-
-
-def request(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    if url == CHAT:
-        own: dict[str, Any] = {"messages": [{"role": "user", "content": custom_id}]}
-    else:
-        own = {"input" if url == RESPONSES else "prompt": custom_id}
-    most = "max_output_tokens" if url == RESPONSES else "max_tokens"
-    given = {"model": MODEL, most: 3, "ignore_eos": True, **own, **body}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": given}
-
-
-def jsonl(*lines: dict[str, Any]) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-def begin(client: OpenAI, data: bytes, endpoint: Any = CHAT, **more: Any) -> Any:
-    file = client.files.create(file=("requests.jsonl", data), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
-
-
-def wait(client: OpenAI, batch_id: str, *states: str) -> Any:
-    until_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until_s:
-        batch = client.batches.retrieve(batch_id)
-        if batch.status in (states or OVER):
-            return batch
-        time.sleep(0.05)
-    raise AssertionError(f"the batch is {batch.status}")
-
-
-def results(client: OpenAI, file_id: str | None) -> dict[str, Any]:
-    if file_id is None:
-        return {}
-    lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines), "a request has two results"
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +121,7 @@ def test_an_input_with_mistakes_runs_nothing_and_names_each(client: OpenAI) -> N
 def test_cancelling_ends_what_runs_and_keeps_what_is_done(client: OpenAI, server: ClientServer) -> None:
     lines = [request("short"), request("long", max_tokens=ENDLESS)]
     batch = begin(client, jsonl(*lines))
-    server.wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
+    server.wait_until(lambda: num_completed(client, batch.id) == 1)
     server.wait_until(server.is_running)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     server.wait_until(server.is_idle)
@@ -192,14 +158,14 @@ def test_a_key_sees_its_own_only(client: OpenAI, server: ClientServer) -> None:
         assert list(other.files.list()) == [] and list(other.batches.list()) == []
         # Its limit of one request at a time does not count for lines, and lines do not count for it.
         own = begin(other, jsonl(request("endless", max_tokens=ENDLESS), request("short")))
-        server.wait_until(lambda: other.batches.retrieve(own.id).request_counts.completed == 1)
+        server.wait_until(lambda: num_completed(other, own.id) == 1)
         body = request("now")["body"]
         other.post("/chat/completions", body=body, cast_to=object)
         other.batches.cancel(own.id)
         wait(other, own.id, "cancelled")
-    with OpenAI(base_url=f"{server.url}/v1", api_key=DISABLED_KEY, max_retries=0) as nobody:
-        with pytest.raises(openai.PermissionDeniedError):
-            nobody.files.list()
+    nobody = OpenAI(base_url=f"{server.url}/v1", api_key=DISABLED_KEY, max_retries=0)
+    with nobody, pytest.raises(openai.PermissionDeniedError):
+        nobody.files.list()
 
 
 def test_lists_have_pages(client: OpenAI) -> None:
@@ -218,7 +184,7 @@ def test_lists_have_pages(client: OpenAI) -> None:
     assert [batch.id for batch in client.batches.list(limit=1).data]
     for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"purpose": "vision"}):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.files.list(**wrong)  # type: ignore[arg-type]
+            client.files.list(**wrong)
         assert refused.value.param in wrong
 
 

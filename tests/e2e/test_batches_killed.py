@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import shutil
+import socket
 import sqlite3
 import time
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.e2e.batch_client import begin, jsonl, num_completed, request, results, wait
 from tests.e2e.client_server import ENDLESS, KEY, PATIENCE_S, ClientServer, client_server
-from tests.e2e.test_batches import begin, jsonl, request, results, wait
+from tests.e2e.http_server import read_reply, request_bytes
 
 NUM_LINES = 60
+FORM = "Content-Type: multipart/form-data; boundary=x"
 
 
 def openai_client(server: ClientServer) -> OpenAI:
@@ -49,7 +52,7 @@ def test_killed_in_the_middle_no_line_is_lost_or_run_twice(tmp_path: Path) -> No
             batch_id = batch_id or begin(client, jsonl(*lines)).id
             wanted = len(kept) + rng.randrange(3, 15)
             until_s = time.monotonic() + PATIENCE_S
-            while client.batches.retrieve(batch_id).request_counts.completed < wanted:
+            while num_completed(client, batch_id) < wanted:
                 assert time.monotonic() < until_s
                 time.sleep(rng.random() * 0.02)
             server.process.kill()
@@ -70,14 +73,25 @@ def test_a_stopping_server_leaves_its_batches_and_does_not_wait_for_them(tmp_pat
     with client_server(tmp_path, *flags(tmp_path), "--drain-timeout", "30") as server:
         with openai_client(server) as client:
             batch = begin(client, jsonl(request("short"), request("endless", max_tokens=ENDLESS)))
-            server.wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
-        server.terminate()
+            server.wait_until(lambda: num_completed(client, batch.id) == 1)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as upload:
+            head = request_bytes(
+                "POST",
+                "/v1/files",
+                b"",
+                headers=(f"Authorization: Bearer {KEY}", FORM, "Content-Length: 999"),
+            )
+            upload.sendall(head + b"--x\r\n")
+            server.wait_until(lambda: list((tmp_path / "kept" / "incoming").iterdir()) != [])
+            server.terminate()
+            assert read_reply(upload).status == 503, "an upload is not waited for either"
         assert server.process.wait(timeout=10) == 0
+        assert list((tmp_path / "kept" / "incoming").iterdir()) == []
         assert "Traceback" not in server.log()
     with client_server(tmp_path, *flags(tmp_path)) as server, openai_client(server) as client:
         server.wait_until(server.is_running)
         found = client.batches.retrieve(batch.id)
-        assert found.status == "in_progress" and found.request_counts.completed == 1
+        assert found.status == "in_progress" and num_completed(client, batch.id) == 1
         client.batches.cancel(batch.id)
         assert list(results(client, wait(client, batch.id).output_file_id)) == ["short"]
 

@@ -94,7 +94,7 @@ class World:
         settings = BatchSettings(
             config=BatchConfig(batch_dir=str(folder)),
             max_line_bytes=2**20,
-            callers=lambda tenant: self.callers.get(tenant),
+            callers=self.callers.get,
             log=self.log,
             tick_s=0.001,
             retry_s=0.001,

@@ -89,9 +89,7 @@ def test_the_length_of_a_line_is_limited(tmp_path: Path) -> None:
     assert len(check(tmp_path / "in", longest)[0]) == 1
     _, findings = check(tmp_path / "in", longest.replace(b"x", b"xx", 1))
     assert [error.code for error in findings.errors] == ["line_too_long"]
-    lines, findings = check(
-        tmp_path / "in", jsonl(request("a")) + b"x" * 300_000 + b"\n" + jsonl(request("b"))
-    )
+    _, findings = check(tmp_path / "in", jsonl(request("a")) + b"x" * 300_000 + b"\n" + jsonl(request("b")))
     assert [(error.code, error.line) for error in findings.errors] == [("line_too_long", 2)]
 
 

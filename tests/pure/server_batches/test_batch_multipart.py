@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def read(data: bytes, cuts: list[int] | None = None) -> list[tuple[str, str | No
     reader = FormReader(B)
     found: list[tuple[str, str | None, bytes]] = []
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts or [])})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         for event in reader.feed(data[start:end]):
             if isinstance(event, PartStart):
                 found.append((event.name, event.filename, b""))
