@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.e2e.client_server import DISABLED_KEY, KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply, read_reply, request_bytes
 
-MOST = 100_000
+MOST = 1_000_000
 FORM = "Content-Type: multipart/form-data; boundary=xyz"
 PURPOSE = b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 FILE = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\r\n'
@@ -20,7 +21,7 @@ END = b"--xyz--\r\n"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
     folder = tmp_path_factory.mktemp("forms")
-    flags = ("--batch-dir", str(folder / "kept"), "--max-file-bytes", str(MOST), "--body-timeout", "1")
+    flags = ("--batch-dir", str(folder / "kept"), "--max-file-bytes", str(MOST), "--body-timeout", "2")
     with client_server(folder, *flags, "--max-body-bytes", "8192") as running:
         running.wait_for(200)
         yield running
@@ -135,3 +136,16 @@ def test_a_file_that_comes_too_slowly_is_408(server: ClientServer) -> None:
         client.sendall(request_bytes("POST", "/v1/files", b"", headers=headers) + PURPOSE)
         assert read_reply(client).status == 408
     server.wait_until(lambda: kept(server, "incoming") == [])
+
+
+def test_a_large_file_may_take_longer_than_other_bodies(server: ClientServer) -> None:
+    pieces = 6
+    body = PURPOSE + FILE.replace(b"{}", b"x" * (MOST - 1000)) + END
+    size = -(-len(body) // pieces)
+    headers = (f"Authorization: Bearer {KEY}", FORM, f"Content-Length: {len(body)}")
+    with connect(server) as client:
+        client.sendall(request_bytes("POST", "/v1/files", b"", headers=headers))
+        for start in range(0, len(body), size):
+            time.sleep(0.5)  # three seconds for all of it, and two are what other bodies have
+            client.sendall(body[start : start + size])
+        assert read_reply(client).json["bytes"] == MOST - 1000

@@ -48,7 +48,7 @@ def silent(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchN
 
 
 class HeldClient(LoadedClient):
-    """Its requests say something when they are told to."""
+    """Its requests say something and end when they are told to."""
 
     def submit(self, tokens: Sequence[int], *given: Any, **named: Any) -> FakeStream:
         super().submit(tokens, *given, **named)
@@ -59,10 +59,10 @@ class HeldClient(LoadedClient):
 class HeldStream(FakeStream):
     def __init__(self, steps: list[list[BranchNews] | Exception]) -> None:
         super().__init__(steps)
-        self.go = asyncio.Event()
+        self.go, self.end = asyncio.Event(), asyncio.Event()
 
     async def take(self) -> list[BranchNews]:
-        await self.go.wait()
+        await (self.end if len(self._steps) == 1 else self.go).wait()
         return await super().take()
 
 
@@ -166,27 +166,38 @@ def test_while_others_wait_lines_step_back_and_one_stays(tmp_path: Path) -> None
         batch_id = await world.begin(*(request(f"r{i}") for i in range(200)))
         most = INFO.max_num_seqs + 1
         await until(lambda: len(world.client.streams) == most)
+        begun = 3
+        for stream in world.client.streams[:begun]:
+            begin(stream)
+        await until(lambda: world.api.listener.heard.count("first_token") == begun)
         permit = admission.reserve(Caller(), 1, 10)  # somebody who waits for the first token
         world.client.waiting = 1
-        await until(lambda: runner.pace.limit == 1)
-        for stream in world.client.streams[: most - 1]:
-            finish(stream)
-        await until(lambda: runner.num_lines_under_way == 1)
+        await until(lambda: runner.pace.limit == 1 and runner.num_lines_under_way == begun)
         await asyncio.sleep(0.02)
         assert len(world.client.streams) == most, "no line goes while somebody waits"
-        finish(world.client.streams[most - 1])
+        assert [stream.is_closed for stream in world.client.streams] == [False] * begun + [True] * (
+            most - begun
+        ), "what the engine has begun goes on, and what only waits makes way"
+        for stream in world.client.streams[:begun]:
+            finish(stream)
         await until(lambda: len(world.client.streams) == most + 1)  # one is always there, to age in the queue
+        await asyncio.sleep(0.02)
+        assert runner.num_lines_under_way == 1 and len(world.client.streams) == most + 1
         permit.release()
         world.client.waiting = 0
         await until(lambda: len(world.client.streams) > most + 4)
         await world.desk.cancel(TENANT, batch_id)
         await world.wait(batch_id, "cancelled")
 
-    def finish(stream: FakeStream) -> None:
+    def begin(stream: FakeStream) -> None:
         assert isinstance(stream, HeldStream)
         stream.go.set()
 
-    run(tmp_path, test, client=HeldClient(says("ok")))
+    def finish(stream: FakeStream) -> None:
+        assert isinstance(stream, HeldStream)
+        stream.end.set()
+
+    run(tmp_path, test, client=HeldClient(says("o", "k")))
 
 
 def test_nothing_is_run_while_the_engine_is_away(tmp_path: Path) -> None:

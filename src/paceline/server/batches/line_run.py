@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from paceline.server.batches.attempts import Attempts, Withdrawn
 from paceline.server.batches.records import Batch, Line, LineResult
 from paceline.server.batches.results import OK, answered, refused
 from paceline.server.call import Answer, Call, Caller, Events, Handler
@@ -76,12 +77,13 @@ def line_caller(caller: Caller, batch_id: str) -> Caller:
 class LineRunner:
     """Runs lines through the routes of the server."""
 
-    def __init__(self, handlers: Mapping[str, Handler], log: LineLog) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], log: LineLog, attempts: Attempts) -> None:
         self._handlers = handlers
+        self.attempts = attempts
         self._log = log
 
     async def run(self, batch: Batch, line: Line, body: Mapping[str, Any], caller: Caller) -> LineResult:
-        """The result of a line. Raises RunAgain. Who is cancelled here has stopped the generation."""
+        """The result of a line. Raises RunAgain and Withdrawn. Who is cancelled here has stopped the generation."""
         call = Call(
             id=new_id(),
             route=batch.endpoint,
@@ -92,9 +94,12 @@ class LineRunner:
         )
         status, code, is_again = 499, "", True  # unless it ends in another way, it is cancelled
         try:
-            data = await self._answer(call)
+            with self.attempts.attempt(call.id):
+                data = await self._answer(call)
             status, is_again = OK, False
             return answered(batch.id, line, call.id, data)
+        except Withdrawn:
+            raise
         except Exception as error:
             problem = problem_of(error)
             status, code, is_again = problem.status, problem.code, problem.status in AGAIN

@@ -12,6 +12,7 @@ from paceline.server.api.file_routes import FILES, file_routes
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.responses_requests import RESPONSES
 from paceline.server.api.route import Route
+from paceline.server.batches.attempts import Attempts
 from paceline.server.batches.desk import Desk
 from paceline.server.batches.gate import Gate
 from paceline.server.batches.line_run import LineLog, LineRunner
@@ -55,9 +56,9 @@ class Batches:
         self._service = service
         self._store = store
         config = settings.config
-        lines = LineRunner(
-            {route.path: route.handler for route in routes if route.path in ENDPOINTS}, settings.log
-        )
+        service.observer = attempts = Attempts(service.observer)
+        handlers = {route.path: route.handler for route in routes if route.path in ENDPOINTS}
+        lines = LineRunner(handlers, settings.log, attempts)
 
         def bench(has_room: Callable[[int], bool]) -> Bench:
             return Bench(

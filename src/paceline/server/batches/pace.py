@@ -1,8 +1,9 @@
 """How many lines of batches may be under way: what others leave free, and one at least.
 
 Grows while nobody waits, halves while somebody of a higher class does, and keeps a few lines waiting so that a row
-that is left is taken at once. Pure: it is told the load and knows neither time nor engine. One line always stays in
-the engine's queue, where the scheduler lets it age: batches step back and never starve.
+that is left is taken at once (`attempts` takes those back when somebody else comes to wait). Pure: it is told the
+load and knows neither time nor engine. One line always stays in the engine's queue, where the scheduler lets it age:
+batches step back and never starve.
 """
 
 from __future__ import annotations

@@ -112,11 +112,17 @@ class BatchRunner:
             else:
                 await asyncio.sleep(self._tick_s)
                 if self._is_ready():
-                    self.pace.observe(self._load())
+                    self._look_at_load()
                 self._bench.gate.look()
             ticks += 1
             if ticks % HOUSEKEEPING_TICKS == 0 or not self._works:
                 await self._keep_house()
+
+    def _look_at_load(self) -> None:
+        load = self._load()
+        self.pace.observe(load)
+        if load.others_queued:
+            self._bench.lines.attempts.withdraw(keep=1)
 
     async def _sleep(self) -> None:
         """Nothing to do: until something comes, or it is time to look after files."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from paceline.errors import PacelineError
+from paceline.server.batches.attempts import Withdrawn
 from paceline.server.batches.database import Database
 from paceline.server.batches.finish import finish_batch
 from paceline.server.batches.gate import Gate
@@ -77,9 +78,10 @@ class _Turn:
             self._is_inside = False
             self._gate.leave()
 
-    async def enter_alone(self) -> None:
+    async def again(self, *, alone: bool) -> None:
+        """Go out, and come back when it is one's turn."""
         self.leave()
-        await self._gate.enter(alone=True)
+        await self._gate.enter(alone=alone)
         self._is_inside = True
 
 
@@ -203,6 +205,8 @@ class BatchWork:
                 body = await bench.store.file_work(lambda: read_body(path, line))
                 result = await bench.lines.run(batch, line, body, await self._caller())
                 break
+            except Withdrawn:
+                await turn.again(alone=False)
             except PacelineError as error:  # the input is not what it was when it was checked
                 log(
                     "a line cannot be read",
@@ -229,7 +233,7 @@ class BatchWork:
         if losses >= MAX_LOSSES:
             error = GenerationFailed("the engine was lost each time it worked on this request")
             return refused(self.batch.id, line, new_id(), problem_of(error))
-        await turn.enter_alone()
+        await turn.again(alone=True)
         return None
 
     async def _caller(self) -> Caller:
