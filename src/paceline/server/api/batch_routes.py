@@ -128,7 +128,8 @@ def batch_routes(
 
 
 async def _refuse(call: Call) -> Answer | Events:
-    raise UnsupportedRoute("files and batches are off here; start the server with --batch-dir FOLDER")
+    shown = call.route.partition("/{")[0]
+    raise UnsupportedRoute(f"{shown} is off here; it needs a server that was started with --batch-dir FOLDER")
 
 
 def disabled_routes() -> list[Route]:
