@@ -121,6 +121,26 @@ def test_lines_go_in_their_order_and_some_alone() -> None:
     asyncio.run(run())
 
 
+def test_tenants_take_turns() -> None:
+    async def run() -> None:
+        room = 0
+        gate = Gate(lambda inside: inside < room)
+        went: list[str] = []
+
+        async def line(tenant: str) -> None:
+            await gate.enter(tenant)
+            went.append(tenant)
+
+        tasks = [asyncio.create_task(line(tenant)) for tenant in "aaaabbc"]
+        await asyncio.sleep(0)
+        room = len(tasks)
+        gate.look()
+        await asyncio.gather(*tasks)
+        assert "".join(went) == "abcabaa"
+
+    asyncio.run(run())
+
+
 def test_who_gives_up_makes_way() -> None:
     async def run() -> None:
         room = 1

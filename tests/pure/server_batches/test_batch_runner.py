@@ -373,6 +373,28 @@ def test_files_whose_time_is_over_go(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_batches_of_long_ago_are_forgotten_and_open_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.batches.database.MAX_KEPT_BATCHES", 3)
+
+    async def test(world: World) -> None:
+        world.client.state = EngineState.LOST
+        first = await world.begin(request("stays open"))
+        over = [await cancelled(world) for _ in range(5)]
+        last = await world.begin(request("b"))
+        found, _ = await world.desk.batches(TENANT, after=None, limit=20)
+        assert [batch.id for batch in found] == [last, over[4], over[3], first]
+
+    async def cancelled(world: World) -> str:
+        batch_id = await world.begin(request("a"))
+        await world.desk.cancel(TENANT, batch_id)
+        await world.wait(batch_id)
+        return batch_id
+
+    run(tmp_path, test)
+
+
 def test_a_line_has_the_first_result_that_was_recorded(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         world.client.state = EngineState.LOST

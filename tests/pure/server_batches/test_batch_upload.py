@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.server.batches.failures import FileTooLarge, QuotaExceeded
+from paceline.server.batches.failures import FileTooLarge, QuotaExceeded, TooManyFiles
 from paceline.server.batches.folder import NewFile
 from paceline.server.batches.multipart import BadMultipart
 from paceline.server.batches.store import StorageFailed, Store
@@ -108,6 +108,13 @@ def test_sizes_are_limited_at_the_byte(tmp_path: Path) -> None:
     assert len(left(tmp_path)) == 3
 
 
+def test_the_number_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.batches.upload.MAX_FILES", 2)
+    take(tmp_path, form(), form())
+    with pytest.raises(TooManyFiles):
+        take(tmp_path, form())
+
+
 def test_what_arrives_at_once_counts_together(tmp_path: Path) -> None:
     async def go() -> None:
         store = Store(tmp_path)
@@ -149,6 +156,9 @@ def test_a_full_disk_is_said_so_and_nothing_is_left(
 
 
 def test_a_folder_is_locked_private_and_of_this_version(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Store(tmp_path / "open")
     store = Store(tmp_path / "kept")
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match="used by another server"):

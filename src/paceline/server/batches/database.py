@@ -25,6 +25,7 @@ from paceline.server.batches.records import (
 )
 
 VERSION = 1
+MAX_KEPT_BATCHES = 10_000  # of one tenant, that are over; older ones are forgotten
 _FILE = tuple(spec.name for spec in fields(StoredFile))
 _BATCH = tuple(spec.name for spec in fields(Batch))
 _LINE = tuple(spec.name for spec in fields(Line))
@@ -122,17 +123,17 @@ class Database:
     def expired_files(self, now: int) -> list[StoredFile]:
         return [StoredFile(**row) for row in self._select("files", _FILE, "expires_at <= ?", (now,))]
 
-    def bytes_of(self, tenant: str) -> int:
-        """What a tenant's files take, with the results of its batches that are not files yet."""
-        (stored,) = self._db.execute(
-            "SELECT coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", (tenant,)
+    def stored(self, tenant: str) -> tuple[int, int]:
+        """How many files a tenant has, and the bytes of them and of results that are not files yet."""
+        number, stored = self._db.execute(
+            "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", (tenant,)
         ).fetchone()
         (under_way,) = self._db.execute(
             "SELECT coalesce(sum(length(data)), 0) FROM results WHERE batch_id IN "
             "(SELECT id FROM batches WHERE tenant = ? AND status = ?)",
             (tenant, IN_PROGRESS),
         ).fetchone()
-        return int(stored) + int(under_way)
+        return int(number), int(stored) + int(under_way)
 
     # -- batches -------------------------------------------------------------------------------------------
 
@@ -144,6 +145,7 @@ class Database:
             ).fetchone()
             if known is not None:
                 _insert(db, "batches", _BATCH, [batch])
+                _forget_old(db, batch.tenant)
             return known is not None
 
     def batch(self, batch_id: str, tenant: str | None = None) -> Batch | None:
@@ -315,6 +317,15 @@ def _insert(db: sqlite3.Connection, table: str, columns: Sequence[str], items: S
     db.executemany(
         f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})",
         [tuple(getattr(item, name) for name in columns) for item in items],
+    )
+
+
+def _forget_old(db: sqlite3.Connection, tenant: str) -> None:
+    marks = ", ".join("?" * len(OPEN_STATES))
+    db.execute(
+        f"DELETE FROM batches WHERE tenant = ? AND status NOT IN ({marks}) AND seq <= "
+        "(SELECT seq FROM batches WHERE tenant = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)",
+        (tenant, *OPEN_STATES, tenant, MAX_KEPT_BATCHES),
     )
 
 

@@ -51,6 +51,15 @@ class QuotaExceeded(InvalidRequest):
         super().__init__(f"the files of this key may take {most} bytes together; delete some first")
 
 
+class TooManyFiles(InvalidRequest):
+    """This key has as many files as it may have (413)."""
+
+    code = "storage_quota_exceeded"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"this key may have {most} files; delete some first")
+
+
 class TooManyBatches(TooBusy):
     """This key has as many batches that are not over as it may have (429)."""
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -71,7 +72,12 @@ class Folder:
             hint = "name a folder this server may write to, inside one that exists"
             raise ConfigError(f"--batch-dir {path} cannot be used: {error.strerror}; {hint}") from error
         try:
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:  # it holds what people ask
+                raise ConfigError(f"--batch-dir {path} can be read by others; run: chmod 700 {path}")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ConfigError:
+            os.close(self._lock)
+            raise
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"--batch-dir {path} is used by another server; name another folder") from error

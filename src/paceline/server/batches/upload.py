@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequest
-from paceline.server.batches.failures import FileTooLarge, QuotaExceeded
+from paceline.server.batches.failures import FileTooLarge, QuotaExceeded, TooManyFiles
 from paceline.server.batches.folder import NewFile
 from paceline.server.batches.multipart import BadMultipart, FormReader, PartStart, boundary_of
 from paceline.server.batches.records import INPUT_PURPOSE, StoredFile, new_file_id
 from paceline.server.batches.store import Store
 
+MAX_FILES = 10_000  # of one key
 WRITE_BYTES = 1 << 18  # collected before a thread is asked to write them
 PURPOSE, FILE, ANCHOR, SECONDS = "purpose", "file", "expires_after[anchor]", "expires_after[seconds]"
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
@@ -83,8 +84,10 @@ class Uploads:
         self._arriving: dict[str, int] = {}  # bytes by tenant that are not files yet
 
     async def check_quota(self, tenant: str) -> int:
-        """Bytes a tenant has stored. Raises QuotaExceeded."""
-        used = await self._store.ask(lambda db: db.bytes_of(tenant))
+        """Bytes a tenant has stored. Raises QuotaExceeded and TooManyFiles."""
+        number, used = await self._store.ask(lambda db: db.stored(tenant))
+        if number >= MAX_FILES:
+            raise TooManyFiles(MAX_FILES)
         if used + self._arriving.get(tenant, 0) >= self._quota_bytes:
             raise QuotaExceeded(self._quota_bytes)
         return used

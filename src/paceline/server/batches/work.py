@@ -67,10 +67,11 @@ class Bench:
 class _Turn:
     """Whether a line is inside the gate."""
 
-    __slots__ = ("_gate", "_is_inside")
+    __slots__ = ("_gate", "_is_inside", "_tenant")
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, tenant: str) -> None:
         self._gate = gate
+        self._tenant = tenant
         self._is_inside = True
 
     def leave(self) -> None:
@@ -81,7 +82,7 @@ class _Turn:
     async def again(self, *, alone: bool) -> None:
         """Go out, and come back when it is one's turn."""
         self.leave()
-        await self._gate.enter(alone=alone)
+        await self._gate.enter(self._tenant, alone=alone)
         self._is_inside = True
 
 
@@ -176,8 +177,8 @@ class BatchWork:
                 partial(Database.pending, batch_id=batch.id, after=after, limit=PAGE_LINES)
             ):
                 for line in page:
-                    await gate.enter(alone=line.losses > 0)
-                    turn = _Turn(gate)
+                    await gate.enter(batch.tenant, alone=line.losses > 0)
+                    turn = _Turn(gate, batch.tenant)
                     task = loop.create_task(self._run_line(line, turn))
                     running.add(task)
                     # Not in the task itself: one that is cancelled before it begins never gets there.
