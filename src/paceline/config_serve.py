@@ -65,6 +65,29 @@ class BillingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Where files and batches are kept, and how much of them."""
+
+    batch_dir: str | None = option(
+        None, "folder for /v1/files and /v1/batches, which are off without", kind=str
+    )
+    max_file_bytes: int = option(200 * MIB, "largest file that is taken", low=1024, high=16 * 1024 * MIB)
+    max_stored_bytes: int = option(
+        4 * 1024 * MIB, "most bytes that the files of one key may take", low=1024, high=2**50
+    )
+    max_batch_lines: int = option(50_000, "most requests of a batch", low=1, high=1_000_000)
+    max_batch_rows: int | None = option(
+        None,
+        "most requests of batches that run at once; default: as many as others leave free",
+        low=1,
+        kind=int,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where the server listens, what it lets in, how it logs and how it stops."""
 
@@ -125,6 +148,7 @@ class ServerConfig:
 
     api: ApiConfig = field(default_factory=ApiConfig)
     billing: BillingConfig = field(default_factory=BillingConfig)
+    batches: BatchConfig = field(default_factory=BatchConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -31,6 +31,7 @@ class ClientServer:
 
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         model = write_model(folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
+        self.folder = folder
         self.port = _free_port()
         self._errors = (folder / "stderr").open("wb")
         self.process = subprocess.Popen(

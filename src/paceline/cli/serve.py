@@ -19,7 +19,7 @@ from paceline.cli.serve_options import merged
 from paceline.cli.shared_flags import DIAL, POLICY
 from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
-from paceline.config_serve import ApiConfig, BillingConfig, ServerConfig
+from paceline.config_serve import ApiConfig, BatchConfig, BillingConfig, ServerConfig
 from paceline.errors import InputError
 
 HELP = """
@@ -102,6 +102,7 @@ PANELS = (
     ),
     *_flags(ApiConfig, ("Requests", ())),
     *_flags(BillingConfig, ("Billing", ())),
+    *_flags(BatchConfig, ("Files and batches", ())),
     MODEL,
     seed_panel("0"),
     *ENGINE,
@@ -147,6 +148,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         **_of(ServerConfig, values),
         api=ApiConfig(**_of(ApiConfig, values)),
         billing=BillingConfig(**_of(BillingConfig, values)),
+        batches=BatchConfig(**_of(BatchConfig, values)),
     )
     process = ProcessConfig(**_of(ProcessConfig, values))
     engine = engine_options(values)

@@ -13,6 +13,7 @@ from paceline.config import ModelConfig
 from paceline.config_serve import ServerConfig
 from paceline.server.app import Api, Application
 from paceline.server.auth import Keyring
+from paceline.server.batches.open import BatchSettings, large_bodies
 from paceline.server.billing.open import Billing
 from paceline.server.http.listener import Listener
 from paceline.server.keys_file import read_keys
@@ -37,10 +38,15 @@ def build_server(
     app.dropped_lines = lambda: output.dropped
     app.status.hindrance = lambda: billing.hindrance
     billing.report()
-    listeners = [Listener(app.main, sockets[0], config, uses_tls=config.ssl_certfile is not None)]
+    uses_tls = config.ssl_certfile is not None
+    large = large_bodies(config.batches)
+    listeners = [Listener(app.main, sockets[0], config, uses_tls=uses_tls, large_bodies=large)]
     if app.side is not None:
         listeners.append(Listener(app.side, sockets[1], config))
-    build = open_api(model, config.api, engine.client, app.log, billing)
+    batches = BatchSettings(
+        config=config.batches, max_line_bytes=config.max_body_bytes, callers=app.caller_of, log=app.log
+    )
+    build = open_api(model, config.api, engine.client, app.log, billing, batches)
 
     async def open_in_thread() -> Api:
         return await asyncio.get_running_loop().run_in_executor(None, build)

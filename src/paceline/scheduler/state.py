@@ -31,8 +31,8 @@ from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
-from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.cost import settle_cost
+from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
-from paceline.scheduler.dial import steer
 from paceline.scheduler.cost import caught_up
+from paceline.scheduler.dial import steer
 from paceline.scheduler.state import Flight, SchedulerState
 
 Index = NDArray[np.int64]

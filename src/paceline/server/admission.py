@@ -25,11 +25,21 @@ class Capacity:
 class Permit:
     """The right of one request to be here. `release` as often as you like."""
 
-    __slots__ = ("_admission", "_is_open", "_is_waiting", "_tenant", "allowance", "places", "tokens")
+    __slots__ = (
+        "_admission",
+        "_is_open",
+        "_is_waiting",
+        "_tenant",
+        "allowance",
+        "is_batch",
+        "places",
+        "tokens",
+    )
 
-    def __init__(self, admission: Admission, tenant: str, places: int, tokens: int) -> None:
+    def __init__(self, admission: Admission, caller: Caller, places: int, tokens: int) -> None:
         self._admission = admission
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        self.is_batch = bool(caller.batch_id)
         self.places = places
         self.tokens = tokens
         self.allowance: Allowance | None = None  # where the key has limits by the minute
@@ -39,13 +49,14 @@ class Permit:
     def settle(self, tokens: int) -> None:
         """Say how many tokens there are, now that they are counted. Raises TooBusy when they are too many."""
         assert self._is_open and self._is_waiting, "settled before it waits"
-        self._admission.recount(self, tokens)
+        if not self.is_batch:
+            self._admission.recount(self, tokens)
 
     def leave_queue(self) -> None:
         """The first token is here: the prompt waits no longer."""
         if self._is_waiting:
             self._is_waiting = False
-            self._admission.give_back_tokens(self.tokens)
+            self._admission.give_back_tokens(self)
 
     def release(self, *, used_tokens: int = 0) -> None:
         """The request is over, and has used so many tokens of its prompt and its answers."""
@@ -54,7 +65,7 @@ class Permit:
         if self._is_open:
             self._is_open = False
             self.leave_queue()
-            self._admission.give_back_places(self._tenant, self.places)
+            self._admission.give_back_places(self, self._tenant)
 
 
 class Admission:
@@ -64,6 +75,8 @@ class Admission:
         self.capacity = capacity
         self.places_taken = 0
         self.tokens_waiting = 0
+        self.batch_places = 0  # those of the places that lines of batches have taken
+        self.num_waiting = 0  # requests without a first token, lines of batches left out
         self._by_tenant: dict[str, int] = {}
 
     @property
@@ -86,9 +99,15 @@ class Admission:
             raise InvalidRequest(message, param="n")
         self._check(caller, places, tokens)
         self.places_taken += places
+        if (
+            caller.batch_id
+        ):  # its lines take nothing of what the key may have at once, and no room from prompts
+            self.batch_places += places
+            return Permit(self, caller, places, 0)
+        self.num_waiting += 1
         self.tokens_waiting += tokens
         self._by_tenant[caller.tenant] = self.under_way(caller.tenant) + places
-        return Permit(self, caller.tenant, places, tokens)
+        return Permit(self, caller, places, tokens)
 
     def recount(self, permit: Permit, tokens: int) -> None:
         others = self.tokens_waiting - permit.tokens
@@ -97,11 +116,16 @@ class Admission:
         self.tokens_waiting = others + tokens
         permit.tokens = tokens
 
-    def give_back_tokens(self, tokens: int) -> None:
-        self.tokens_waiting -= tokens
+    def give_back_tokens(self, permit: Permit) -> None:
+        self.tokens_waiting -= permit.tokens
+        self.num_waiting -= not permit.is_batch
 
-    def give_back_places(self, tenant: str, places: int) -> None:
+    def give_back_places(self, permit: Permit, tenant: str) -> None:
+        places = permit.places
         self.places_taken -= places
+        if permit.is_batch:
+            self.batch_places -= places
+            return
         left = self._by_tenant[tenant] - places
         if left:
             self._by_tenant[tenant] = left
@@ -112,7 +136,12 @@ class Admission:
         if self.places_taken + places > self.capacity.places:
             raise TooBusy("the queue is full; try again in a moment")
         # A prompt that waits alone is let in whatever its length: another limit says what is too long.
-        if tokens and self.tokens_waiting and self.tokens_waiting + tokens > self.capacity.queued_tokens:
+        if (
+            tokens
+            and self.tokens_waiting
+            and not caller.batch_id
+            and self.tokens_waiting + tokens > self.capacity.queued_tokens
+        ):
             raise TooBusy("the queue holds as many tokens as it may; try again in a moment")
         most = caller.max_concurrency
         if most is not None and self.under_way(caller.tenant) + places > most:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.config_serve import LOOPBACK, ServerConfig, split_list
 from paceline.errors import ConfigError
 from paceline.server.api.route import Route
 from paceline.server.auth import Keyring
+from paceline.server.call import Caller
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
 from paceline.server.health import PUBLIC, health_routes
@@ -20,10 +22,22 @@ from paceline.server.http.door import Door, Rules
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import Facts, MetricsPage
+from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
 from paceline.serving.client import EngineClient
+
+
+class Background(Protocol):
+    """Something that works beside the requests, as long as the server serves."""
+
+    def start(self) -> None: ...
+
+    def drain(self) -> None:
+        """The server is about to stop: begin nothing more."""
+
+    async def stop(self) -> None:
+        """End in a moment, whatever is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +48,8 @@ class Api:
     model_name: str
     is_full: Callable[[], bool] = lambda: False
     gauges: Facts = list  # more than the application knows of
+    labelled: LabelledFacts = list
+    background: Sequence[Background] = ()
     close: Callable[[], None] = lambda: None
 
 
@@ -77,6 +93,7 @@ class Application:
         self.metrics.model_name = api.model_name
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
+        self.metrics.labelled = api.labelled
         self.main.replace_routes([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
@@ -87,6 +104,10 @@ class Application:
             door.rules.rates.keep_only(keyring.weights)
         self.http.callers = keyring.callers
         self.on_weights(keyring.weights)
+
+    def caller_of(self, tenant: str) -> Caller | None:
+        """What the key of a tenant allows now; None when it is not let in."""
+        return self.main.rules.keyring.caller_of(tenant)
 
     @property
     def num_under_way(self) -> int:

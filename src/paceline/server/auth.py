@@ -71,6 +71,11 @@ class Keyring:
         """The share of each tenant: what a policy that shares fairly between tenants goes by."""
         return {key.name: key.weight for key in self._keys}
 
+    def caller_of(self, tenant: str) -> Caller | None:
+        """Who a tenant is; None for one that is not let in."""
+        known = self.callers if self._keys else (ANYBODY,)
+        return next((caller for caller in known if caller.tenant == tenant), None)
+
     def admit(self, headers: RawHeaders) -> Caller:
         """Who asks; raises `Refusal` for nobody we know."""
         if not self._keys:

@@ -6,8 +6,9 @@ bytes. A handler never sees a socket and never builds an error body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.request import NO_COST, Cost
@@ -31,6 +32,7 @@ class Caller:
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
     prices: Prices = FREE
     is_admin: bool = False  # may use routes that change or show the server as a whole
+    batch_id: str = ""  # of the batch that asks on behalf of the key, if one does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Call:
     path: Mapping[str, str] = field(default_factory=dict)
     allowance: Allowance | None = None  # what it counts against, where the key has limits by the minute
     query: str = ""  # what follows the path, as it was sent
+    chunks: AsyncIterator[bytes] | None = None  # the body as it comes, for a route that takes a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,16 @@ class Answer:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     media_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """A file to be sent, however large it is."""
+
+    path: Path
+    size: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +87,7 @@ class Events:
     divert: Callable[[Callable[[bytes], bool]], None] | None = None
 
 
-Handler = Callable[[Call], Awaitable[Answer | Events]]
+Handler = Callable[[Call], Awaitable[Answer | Events | Download]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +115,7 @@ class RequestRecord:
     num_sent: int = 0  # of the output tokens, those whose frames were written; whole answers are sent at once
     cost: Cost = NO_COST  # of all branches that have ended
     charge: Charge = field(default_factory=no_charge)
+    batch_id: str = ""
 
 
 class Observer(Protocol):

@@ -86,9 +86,19 @@ CATALOGUE: Mapping[str, Entry] = {
     "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
     "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
+    # Files and batches.
+    "invalid_multipart": Entry(400, BAD, "The request body is not the form it says it is."),
+    "file_not_found": Entry(404, MISSING, "This key has no such file; GET /v1/files lists what there is."),
+    "batch_not_found": Entry(
+        404, MISSING, "This key has no such batch; GET /v1/batches lists what there is."
+    ),
+    "file_in_use": Entry(400, BAD, "A batch that is not over reads this file; cancel it first."),
+    "storage_quota_exceeded": Entry(413, BAD, "The files of this key take as much as they may; delete some."),
+    "storage_full": Entry(507, OURS, "There is no room left for files and batches; try again later."),
     # Load.
     "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
     "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),
+    "too_many_batches": Entry(429, LIMITED, "This key has too many batches that are not over.", 60),
     "concurrency_exceeded": Entry(429, LIMITED, "This key has too many requests under way.", 1),
     "price_above_maximum": Entry(429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.

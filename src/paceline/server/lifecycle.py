@@ -113,6 +113,8 @@ class Server:
         self._app.become_ready(self._api)
         if self._app.status.phase is Phase.STARTING:
             self._app.status.phase = Phase.SERVING
+        for part in self._api.background:
+            part.start()
         _settle_memory()
         self._on_ready(self._engine.client.info)
 
@@ -178,6 +180,9 @@ class Server:
 
     async def _shut_down(self, listeners: list[Listener]) -> None:
         self._app.status.phase = Phase.DRAINING
+        parts = () if self._api is None else self._api.background
+        for part in parts:
+            part.drain()
         if self._api is not None and not self._forced.is_set():
             await self._wait_forced(self._config.drain_delay_s)
         for listener in listeners:
@@ -193,6 +198,8 @@ class Server:
             await asyncio.sleep(0.01)
         for listener in listeners:
             listener.abort_connections()
+        for part in parts:
+            await part.stop()
         if self._api is not None:
             self._api.close()
         await self._engine.stop()

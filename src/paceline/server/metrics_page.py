@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -29,6 +29,8 @@ from paceline.serving.client import EngineClient
 
 # Name, meaning, value; more gauges and counters than this module knows of.
 Facts = Callable[[], Sequence[tuple[str, str, float]]]
+# Name, meaning, label and the values by label: gauges whose label is from a closed set.
+LabelledFacts = Callable[[], Sequence[tuple[str, str, str, Mapping[str, float]]]]
 LABELS = ("model_name", "engine")
 
 
@@ -46,6 +48,7 @@ class MetricsPage(Collector):
         more_counters: Facts,
     ) -> None:
         self.model_name = ""
+        self.labelled: LabelledFacts = list
         self._client = client
         self._requests = requests
         self._http = http
@@ -136,6 +139,7 @@ class MetricsPage(Collector):
         for name, text, label, counts in (
             ("api_keys", "Keys that are let in.", "class", http.keys_by_class()),
             ("api_keys_limited", "Keys that have a limit.", "limit", http.keys_by_limit()),
+            *self.labelled(),
         ):
             gauge = GaugeMetricFamily(self._prefix + name, text, labels=(label,))
             for value, number in counts.items():

@@ -19,6 +19,7 @@ from paceline.serving.client import EngineClient
 
 if TYPE_CHECKING:
     from paceline.server.admission import Admission
+    from paceline.server.batches.open import BatchSettings
     from paceline.server.billing.open import Billing
 
 
@@ -43,6 +44,7 @@ def open_api(
     client: EngineClient,
     observer: Observer,
     billing: Billing,
+    batch_settings: BatchSettings,
 ) -> Callable[[], Api]:
     """What makes the API, to be called in a thread."""
 
@@ -51,6 +53,7 @@ def open_api(
         from paceline.checkpoint.open import open_checkpoint
         from paceline.server.api.routes import routes
         from paceline.server.api.usage_routes import usage_routes
+        from paceline.server.batches.open import open_batches
         from paceline.server.billing.counter import Counter
         from paceline.server.limits import SERVER_LIMITS
         from paceline.server.service import ServedModel, Service, ServiceSettings
@@ -78,16 +81,22 @@ def open_api(
         )
         counter = Counter(client, billing.pricing, billing.ledger)
         service = Service(client, served, settings, observer=observer, counter=counter)
+        batches = open_batches(service, routes(service), batch_settings)
 
         def close() -> None:
             service.close()
             billing.close()
 
         return Api(
-            routes=[*usage_routes(billing.path), *routes(service)],
+            routes=[
+                *usage_routes(billing.path),
+                *routes(service, None if batches is None else batches.routes()),
+            ],
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
             gauges=lambda: [*_gauges(service.admission), *billing.gauges()],
+            labelled=list if batches is None else batches.figures,
+            background=() if batches is None else (batches,),
             close=close,
         )
 

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from paceline.server.batches.line_run import EndedLine
 from paceline.server.call import RequestRecord
 from paceline.server.http.exchange import Exchange
 from paceline.server.logs import log
@@ -56,6 +57,27 @@ class RequestLog:
     def failed(self, exchange: Exchange, error: BaseException) -> None:
         log("request failed", level=logging.ERROR, error=error, id=exchange.id, route=exchange.route)
 
+    # ------------------------------------------------------------ lines of batches
+
+    def line_ended(self, line: EndedLine) -> None:
+        records = self._ended.pop(line.id, [])
+        if not self._writes_lines:
+            return
+        facts: dict[str, Any] = {
+            "id": line.id,
+            "batch": line.batch_id,
+            "line": line.number,
+            "status": line.status,
+            "code": line.error_code,
+            "tenant": line.tenant,
+            "time_s": round(time.monotonic() - line.received_s, 4),
+            "again": line.is_again or None,
+        }
+        log(f"BATCH {line.route}", **facts, **_generated(line.received_s, records))
+
+    def line_failed(self, request_id: str, batch_id: str, error: BaseException) -> None:
+        log("request failed", level=logging.ERROR, error=error, id=request_id, batch=batch_id)
+
 
 def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:
     facts: dict[str, Any] = {
@@ -67,6 +89,12 @@ def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:
     }
     if exchange.refused_by:
         facts["limit"] = exchange.refused_by
+    return facts | _generated(exchange.received_s, records)
+
+
+def _generated(received_s: float, records: list[RequestRecord]) -> dict[str, Any]:
+    """What the generations of a request tell."""
+    facts: dict[str, Any] = {}
     if not records:
         return facts
     first = min((r.first_token_s for r in records if r.first_token_s is not None), default=None)
@@ -74,7 +102,7 @@ def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:
     facts["prompt"] = sum(record.num_prompt for record in records)
     facts["cached"] = sum(record.num_cached for record in records)
     facts["output"] = sum(record.num_output for record in records)
-    facts["ttft_s"] = None if first is None else round(first - exchange.received_s, 4)
+    facts["ttft_s"] = None if first is None else round(first - received_s, 4)
     queued = [record.queue_s for record in records if record.queue_s is not None]
     facts["queue_s"] = round(max(queued), 4) if queued else None
     facts["preemptions"] = sum(record.preemptions for record in records) or None

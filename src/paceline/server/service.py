@@ -27,6 +27,7 @@ from paceline.server.failures import ContextTooLong, PriorityNotPermitted
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
+from paceline.server.tenant import BATCH_PRIORITY
 from paceline.serving.client import (
     EngineClient,
     EngineInfo,
@@ -153,7 +154,7 @@ class Service:
                 permit,
                 record,
                 self.observer,
-                first_token_timeout_s=self.settings.queue_timeout_s,
+                first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
             )
         except BaseException:  # nobody has it who could close it
             record.charge.give_up(record)
@@ -248,7 +249,10 @@ class Service:
         tenant = call.caller.tenant
         if body.cache_salt:
             tenant = f"{tenant}\x1f{body.cache_salt}"
-        timeout_s = self.settings.request_timeout_s
+        # A line of a batch has the batch's own time, and is never more urgent than its class.
+        is_batch = bool(call.caller.batch_id)
+        priority = max(body.priority, BATCH_PRIORITY) if is_batch else body.priority
+        timeout_s = None if is_batch else self.settings.request_timeout_s
         if timeout_s is not None:
             timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))
         started: list[tuple[PreparedRequest, EngineStream]] = []
@@ -258,7 +262,7 @@ class Service:
                     prompt.token_ids,
                     prompt.sampling,
                     tenant=tenant,
-                    priority=body.priority,
+                    priority=priority,
                     timeout_s=timeout_s,
                 )
                 started.append((prompt, stream))
@@ -296,4 +300,5 @@ def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,
         is_stream=body.streaming.wanted,
+        batch_id=call.caller.batch_id,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import flag_of
-from paceline.config_serve import ApiConfig, ServerConfig
+from paceline.config_serve import ApiConfig, BatchConfig, ServerConfig
 from paceline.server.limits import SERVER_LIMITS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ ROWS = [
 ]
 FLAGS = {
     flag_of(spec): getattr(config, spec.name)
-    for config in (ServerConfig(), ApiConfig())
+    for config in (ServerConfig(), ApiConfig(), BatchConfig())
     for spec in fields(config)
     if "help" in spec.metadata
 }
@@ -54,7 +54,7 @@ def test_a_row_names_what_there_is(row: list[str]) -> None:
     assert len(row) == 5
     _, default, set_by, _, shown_by = row
     assert default.startswith(WORDS) or re.fullmatch(r"[0-9]+(\.[0-9]+)?", default)
-    found = re.search(r"`(MAX_[A-Z_]+)` in `(server/[a-z_/]+)\.py`", set_by)
+    found = re.search(r"`(M(?:AX|IN)_[A-Z_]+)` in `(server/[a-z_/]+)\.py`", set_by)
     if found is not None:
         module = import_module("paceline." + found.group(2).replace("/", "."))
         assert str(getattr(module, found.group(1))) == default

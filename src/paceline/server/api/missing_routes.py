@@ -9,8 +9,7 @@ from paceline.server.failures import UnsupportedRoute
 MISSING = (
     *("/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/edits"),
     *("/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/videos", "/v1/videos/{rest:path}"),
-    *("/v1/files", "/v1/files/{rest:path}", "/v1/uploads", "/v1/uploads/{rest:path}"),
-    *("/v1/batches", "/v1/batches/{rest:path}", "/v1/fine_tuning/{rest:path}"),
+    *("/v1/uploads", "/v1/uploads/{rest:path}", "/v1/fine_tuning/{rest:path}"),
     *("/v1/assistants", "/v1/assistants/{rest:path}", "/v1/threads", "/v1/threads/{rest:path}"),
     *("/v1/vector_stores", "/v1/vector_stores/{rest:path}", "/v1/realtime", "/v1/realtime/{rest:path}"),
     *("/v1/conversations", "/v1/conversations/{rest:path}", "/v1/responses/{rest:path}"),

@@ -18,7 +18,8 @@ class Route:
     methods: tuple[str, ...]
     path: str  # a template, as "/v1/models/{id}"; `{id:path}` takes slashes too
     handler: Handler
-    takes_body: bool
+    takes_body: bool  # one JSON object
+    takes_stream: bool = False  # a body of any kind, which the handler reads as it comes
     openapi: Mapping[str, Any] = field(default_factory=dict)
     error_shape: str = OPENAI_ERRORS  # or ANTHROPIC_ERRORS
     needs_admin: bool = False  # shows or changes the server as a whole

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.server.api.admin_routes import admin_routes
 from paceline.server.api.anthropic_routes import anthropic_routes
+from paceline.server.api.batch_routes import disabled_routes
 from paceline.server.api.explain_routes import explain_routes
 from paceline.server.api.missing_routes import missing_routes
 from paceline.server.api.model_routes import model_routes
@@ -16,7 +19,8 @@ from paceline.server.service import Service
 __all__ = ["Route", "routes"]
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Route]:
+    """`batches`: the routes of files and batches, where the server has them."""
     return [
         *openai_routes(service),
         *model_routes(service),
@@ -25,5 +29,6 @@ def routes(service: Service) -> list[Route]:
         *responses_routes(service),
         *explain_routes(service),
         *admin_routes(service),
+        *(disabled_routes() if batches is None else batches),
         *missing_routes(),
     ]

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, Route
 from paceline.server.auth import ANYBODY, Keyring
-from paceline.server.call import Call, Events
+from paceline.server.call import Call, Download, Events
 from paceline.server.errors import Refusal, problem_of
 from paceline.server.http.exchange import CLIENT_CLOSED, ClientGone, Exchange, Receive, Scope, Send
 from paceline.server.http.request import HostCheck, check_content, speaks_anthropic, text_headers
-from paceline.server.http.respond import send_answer, send_events, send_problem
+from paceline.server.http.respond import send_answer, send_events, send_file, send_problem
 from paceline.server.http.routing import Match, RouteTable
 from paceline.server.http.strict_json import read_object
 from paceline.server.rate_limits import RateLimits
@@ -156,7 +156,7 @@ class Door:
                 body = await asyncio.get_running_loop().run_in_executor(None, read_object, data)
             else:
                 body = read_object(data)
-        exchange.is_admitted = True
+        exchange.is_admitted = not route.takes_stream
         call = Call(
             id=exchange.id,
             route=route.path,
@@ -167,6 +167,7 @@ class Door:
             path=match.parameters,
             allowance=exchange.allowance,
             query=scope["query_string"].decode("latin-1"),
+            chunks=exchange.body_chunks() if route.takes_stream else None,
         )
         return route, call
 
@@ -181,5 +182,8 @@ class Door:
         result = await route.handler(call)
         if isinstance(result, Events):
             await send_events(exchange, result, self.rules.stream_keep_alive_s)
+        elif isinstance(result, Download):
+            exchange.watch()
+            await send_file(exchange, result)
         else:
             await send_answer(exchange, result)

@@ -8,7 +8,7 @@ at, because neither a send to a closed connection nor a queue with something in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from paceline.server.call import RequestRecord
@@ -67,6 +67,19 @@ class Exchange:
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def body_chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes; raises ClientGone when it ends too early. A stopping server does not wait for it."""
+        while True:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                self.lost = True
+                raise ClientGone
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body", False):
+                self.is_admitted = True
+                return
 
     def watch(self) -> None:
         """From now on, end the work when the client goes away."""

@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,13 @@ class Listener:
     """One bound socket, served."""
 
     def __init__(
-        self, app: Any, bound: socket.socket, config: ServerConfig, *, uses_tls: bool = False
+        self,
+        app: Any,
+        bound: socket.socket,
+        config: ServerConfig,
+        *,
+        uses_tls: bool = False,
+        large_bodies: Mapping[bytes, int] | None = None,
     ) -> None:
         self.counts = ConnectionCounts()
         self.socket = bound
@@ -93,7 +99,7 @@ class Listener:
         self._backlog = config.backlog
         self._settings = uvicorn.Config(
             app,
-            http=guarded_protocol(config, self.counts),
+            http=guarded_protocol(config, self.counts, large_bodies),
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -13,7 +13,7 @@ import asyncio
 import re
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from paceline.server.http.request import CONNECTION, new_id
 
 WRITE_BUFFER_BYTES = 65_536
 NO_LINGER = struct.pack("ii", 1, 0)  # close with a reset, at once
+MIN_UPLOAD_BYTES_PER_S = 16_384  # below it a large body does not arrive, it occupies a connection
 LINGER_S = 1.0  # how long a refused client's bytes are swallowed, so that it gets to read its answer
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _OTHER_METHOD = re.compile(rb"[A-Z]{1,32} /[\x21-\x7e]* HTTP/1\.[01]\r?\n")
@@ -49,6 +50,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits: ServerConfig
     counts: ConnectionCounts
+    large_bodies: Mapping[bytes, int] = {}  # paths to which more bytes may be posted than to others
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -62,6 +64,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_headers = 0
         self._head_bytes = 0
         self._body_bytes = 0
+        self._timed_bytes = 0  # of the body, when its timer was set
+        self._max_body_bytes = self.limits.max_body_bytes
         self._quiet_bytes = 0  # received since the parser last had something to tell
         self._made_progress = False
 
@@ -126,7 +130,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._is_idle:
             self._stop("bad_request")
         self._in_head, self._in_body = True, False
-        self._num_headers = self._head_bytes = self._body_bytes = 0
+        self._num_headers = self._head_bytes = self._body_bytes = self._timed_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -157,12 +161,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._stop("bad_request")
-        if self._declared_bytes() > self.limits.max_body_bytes:
+        self._max_body_bytes = self._allowed_bytes()
+        if self._declared_bytes() > self._max_body_bytes:
             self._stop("body_too_large")
         self._arm(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._in_body = True  # from here on `cycle` is this request's own
+
+    def _allowed_bytes(self) -> int:
+        usual = self.limits.max_body_bytes
+        if self.parser.get_method() != b"POST":
+            return usual
+        return self.large_bodies.get(self.url.partition(b"?")[0], usual)
 
     def _declared_bytes(self) -> int:
         # The parser has seen to it that there is one at most, and that it is a number.
@@ -171,8 +182,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._made_progress = True
         self._body_bytes += len(body)
-        if self._body_bytes > self.limits.max_body_bytes:
+        if self._body_bytes > self._max_body_bytes:
             self._stop("body_too_large")
+        if self.cycle.response_complete:  # refused before it was there: the rest is not worth reading
+            self._max_body_bytes = min(self._max_body_bytes, self.limits.max_body_bytes)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -241,6 +254,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _body_is_late(self) -> None:
         self._timer = None
+        arrived, self._timed_bytes = self._body_bytes - self._timed_bytes, self._body_bytes
+        is_large = self._max_body_bytes > self.limits.max_body_bytes
+        if is_large and arrived >= MIN_UPLOAD_BYTES_PER_S * self.limits.body_timeout_s:
+            self._arm(self.limits.body_timeout_s, self._body_is_late)
+            return
         self.counts.timed_out += 1
         self._refuse("request_timeout")
 
@@ -282,9 +300,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-def guarded_protocol(limits: ServerConfig, counts: ConnectionCounts) -> type[GuardedProtocol]:
+def guarded_protocol(
+    limits: ServerConfig, counts: ConnectionCounts, large_bodies: Mapping[bytes, int] | None = None
+) -> type[GuardedProtocol]:
     """The protocol class of a listener with these limits."""
-    return type("Connection", (GuardedProtocol,), {"limits": limits, "counts": counts})
+    own = {"limits": limits, "counts": counts, "large_bodies": large_bodies or {}}
+    return type("Connection", (GuardedProtocol,), own)
 
 
 def refusal_bytes(code: str) -> bytes:
@@ -301,5 +322,5 @@ def refusal_bytes(code: str) -> bytes:
     if problem.retry_after_s is not None:
         lines.append(b"retry-after: %d" % problem.retry_after_s)
     if problem.status == 405:
-        lines.append(b"allow: GET, HEAD, POST")
+        lines.append(b"allow: GET, HEAD, POST, DELETE")
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from paceline.server.api.route import ANTHROPIC_ERRORS
-from paceline.server.call import Answer, Events
+from paceline.server.call import Answer, Download, Events
 from paceline.server.errors import Problem, anthropic_body, openai_body
 from paceline.server.http.exchange import Exchange
 from paceline.server.http.protocol import GuardedProtocol
@@ -20,6 +20,7 @@ from paceline.server.http.request import CONNECTION
 
 MAX_HEADER_CHARS = 2048
 COMMENT = b": keep-alive\n\n"
+PIECE_BYTES = 1 << 18  # of a file, read at once
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -49,6 +50,30 @@ async def send_problem(
     if problem.status == 401:
         more["www-authenticate"] = "Bearer"
     await send_answer(exchange, Answer(body=body, status=problem.status, headers=more))
+
+
+async def send_file(exchange: Exchange, download: Download) -> None:
+    """Send a file piece by piece, as fast as the client reads it."""
+    loop = asyncio.get_running_loop()
+    file = await loop.run_in_executor(None, download.path.open, "rb")
+    try:
+        headers = [
+            (b"content-type", download.media_type.encode("latin-1")),
+            (b"content-length", b"%d" % download.size),
+            *_encoded(download.headers),
+        ]
+        await exchange.begin(200, headers)
+        left = 0 if exchange.method == "HEAD" else download.size
+        while left > 0:
+            piece = await loop.run_in_executor(None, file.read, min(left, PIECE_BYTES))
+            if not piece:
+                raise EOFError(f"{download.path.name} is shorter than it was")
+            left -= len(piece)
+            if left:
+                await exchange.write(piece, more=True)
+        await exchange.write(b"" if exchange.method == "HEAD" or not download.size else piece, more=False)
+    finally:
+        file.close()
 
 
 async def send_events(exchange: Exchange, events: Events, keep_alive_s: float) -> None:

@@ -1,0 +1,148 @@
+"""/v1/batches: requests that are answered when nobody else waits, in the shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from paceline.errors import InvalidRequest
+from paceline.server.api.describe import operation
+from paceline.server.api.fields import Field, FieldTable, ignored_header
+from paceline.server.api.kinds import Choice, MapOf, Shaped, Text
+from paceline.server.api.query import read_query, whole_of
+from paceline.server.api.route import Route
+from paceline.server.batches.desk import Desk, Wanted
+from paceline.server.batches.records import WINDOW, shown_list
+from paceline.server.batches.upload import MAX_EXPIRY_S, MIN_EXPIRY_S
+from paceline.server.call import Answer, Call, Events
+from paceline.server.failures import UnsupportedRoute
+from paceline.server.limits import RequestLimits
+
+BATCHES = "/v1/batches"
+MAX_LISTED, DEFAULT_LISTED = 100, 20
+EXPIRY = "output_expires_after"
+EXPIRY_MUST = f"an object with anchor created_at and seconds from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
+DISABLED = ("/v1/files", "/v1/files/{rest:path}", BATCHES, f"{BATCHES}/{{rest:path}}")
+
+
+def batches_table(limits: RequestLimits, endpoints: tuple[str, ...]) -> FieldTable:
+    metadata = MapOf(Text(0, limits.metadata_chars), limits.metadata_entries)
+    return FieldTable(
+        BATCHES,
+        [
+            Field(
+                name="input_file_id",
+                kind=Text(1, limits.name_chars),
+                help="a file of the purpose batch",
+                required=True,
+            ),
+            Field(name="endpoint", kind=Choice(endpoints), help="where its requests go", required=True),
+            Field(
+                name="completion_window",
+                kind=Choice((WINDOW,)),
+                help="after which what is left is not run any more",
+                required=True,
+            ),
+            Field(name="metadata", kind=metadata, help="kept and given back"),
+            Field(
+                name=EXPIRY,
+                kind=Shaped((dict,), EXPIRY_MUST),
+                help="when the files it gives are removed",
+            ),
+        ],
+    )
+
+
+class BatchRoutes:
+    def __init__(self, desk: Desk, table: FieldTable, *, strict: bool) -> None:
+        self._desk = desk
+        self._table = table
+        self._strict = strict
+
+    async def create(self, call: Call) -> Answer:
+        read = self._table.read(call.body, strict=self._strict)
+        given = read.fields
+        wanted = Wanted(
+            input_file_id=given["input_file_id"],
+            endpoint=given["endpoint"],
+            metadata=msgspec.json.encode(given.get("metadata")).decode(),
+            output_expires_s=_expiry(given.get(EXPIRY)),
+        )
+        batch = await self._desk.begin(call.caller.tenant, wanted)
+        return Answer(body=msgspec.json.encode(batch.shown()), headers=ignored_header(read.ignored))
+
+    async def all(self, call: Call) -> Answer:
+        query = read_query(call.query, ("after", "limit"))
+        limit = whole_of(query, "limit", default=DEFAULT_LISTED, low=1, high=MAX_LISTED)
+        batches, has_more = await self._desk.batches(
+            call.caller.tenant, after=query.get("after"), limit=limit
+        )
+        return Answer(body=msgspec.json.encode(shown_list(batches, has_more=has_more)))
+
+    async def one(self, call: Call) -> Answer:
+        batch = await self._desk.batch(call.caller.tenant, call.path["id"])
+        return Answer(body=msgspec.json.encode(batch.shown()))
+
+    async def cancel(self, call: Call) -> Answer:
+        batch = await self._desk.cancel(call.caller.tenant, call.path["id"])
+        return Answer(body=msgspec.json.encode(batch.shown()))
+
+
+def batch_routes(
+    desk: Desk, limits: RequestLimits, endpoints: tuple[str, ...], *, strict: bool
+) -> list[Route]:
+    table = batches_table(limits, endpoints)
+    routes = BatchRoutes(desk, table, strict=strict)
+    return [
+        Route(
+            methods=("POST",),
+            path=BATCHES,
+            handler=routes.create,
+            takes_body=True,
+            openapi=operation("Run a file of requests when nobody else waits", table.schema()),
+        ),
+        Route(
+            methods=("GET",),
+            path=BATCHES,
+            handler=routes.all,
+            takes_body=False,
+            openapi=operation("List your batches"),
+        ),
+        Route(
+            methods=("GET",),
+            path=f"{BATCHES}/{{id}}",
+            handler=routes.one,
+            takes_body=False,
+            openapi=operation("Tell how a batch goes", parameters=("id",)),
+        ),
+        Route(
+            methods=("POST",),
+            path=f"{BATCHES}/{{id}}/cancel",
+            handler=routes.cancel,
+            takes_body=False,
+            openapi=operation("Cancel a batch", parameters=("id",)),
+        ),
+    ]
+
+
+async def _refuse(call: Call) -> Answer | Events:
+    shown = call.route.partition("/{")[0]
+    raise UnsupportedRoute(f"{shown} is off here; it needs a server that was started with --batch-dir FOLDER")
+
+
+def disabled_routes() -> list[Route]:
+    """What stands in for files and batches where they have no folder."""
+    methods = ("GET", "POST", "DELETE")
+    return [Route(methods=methods, path=path, handler=_refuse, takes_body=False) for path in DISABLED]
+
+
+def _expiry(given: Mapping[str, Any] | None) -> int | None:
+    if given is None:
+        return None
+    seconds = given.get("seconds")
+    is_known = set(given) == {"anchor", "seconds"} and given["anchor"] == "created_at"
+    if not is_known or type(seconds) is not int or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        raise InvalidRequest(f"{EXPIRY} must be {EXPIRY_MUST}", param=EXPIRY)
+    return int(seconds)

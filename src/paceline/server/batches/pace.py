@@ -1,0 +1,58 @@
+"""How many lines of batches may be under way: what others leave free, and one at least.
+
+Grows while nobody waits, halves while somebody of a higher class does, and keeps a few lines waiting so that a row
+that is left is taken at once (`attempts` takes those back when somebody else comes to wait). Pure: it is told the
+load and knows neither time nor engine. One line always stays in the engine's queue, where the scheduler lets it age:
+batches step back and never starve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What goes on at one moment."""
+
+    rows: int  # requests the engine runs at once
+    queue: int  # requests that may wait beside them
+    waiting: int  # requests in the engine's queue, whoever sent them
+    own: int  # answers asked for by lines under way
+    others: int  # answers asked for by everybody else
+    others_unstarted: int  # requests of everybody else that have no token yet
+
+    @property
+    def backlog(self) -> int:
+        """Lines that may wait in the engine's queue. Half of the places to wait in are always left to others."""
+        return min(max(1, self.rows // 8), self.queue // 2)
+
+    @property
+    def others_queued(self) -> int:
+        """How many of the others may be waiting for a place: without a token, while somebody waits."""
+        return min(self.others_unstarted, self.waiting)
+
+
+class Pace:
+    """The bound that grows and halves. `observe` a few times a second, `allowed` at any moment."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.limit = 1
+
+    def observe(self, load: Load) -> None:
+        if load.others_queued:
+            self.limit = max(1, min(self.limit, load.own) // 2)
+        elif load.waiting > load.backlog:  # no row or no memory is free: more lines would only wait
+            self.limit = max(1, min(self.limit, load.own - (load.waiting - load.backlog)))
+        else:
+            self.limit += max(1, load.rows // 8)
+        self.limit = min(self.limit, self._ceiling(load))
+
+    def allowed(self, load: Load) -> int:
+        """How many lines may be under way now."""
+        return 1 if load.others_queued else min(self.limit, self._ceiling(load))
+
+    def _ceiling(self, load: Load) -> int:
+        free = load.rows + load.backlog - load.others
+        return max(1, free if self._most is None else min(free, self._most))

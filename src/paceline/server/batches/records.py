@@ -1,0 +1,173 @@
+"""A stored file, a batch and one line of its input: what is kept of them, and what a client is shown.
+
+Plain values in the shapes of the OpenAI API. Knows neither the database nor HTTP.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+Json = dict[str, Any]
+
+INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+PURPOSES = (INPUT_PURPOSE, OUTPUT_PURPOSE)
+WINDOW, WINDOW_S = "24h", 24 * 3600
+VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cancelled"
+OPEN_STATES = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+STATES = (*OPEN_STATES, COMPLETED, FAILED, EXPIRED, CANCELLED)
+TIMES = tuple(f"{state}_at" for state in STATES if state != VALIDATING)
+
+
+def new_file_id() -> str:
+    return f"file-{uuid.uuid4().hex}"
+
+
+def new_batch_id() -> str:
+    return f"batch_{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """One file of a tenant. Where its bytes are follows from its id."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int  # seconds since 1970, as all times here
+    expires_at: int | None = None
+
+    def shown(self) -> Json:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineError:
+    """What is wrong with a batch as a whole, or with one line of its input."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def shown(self) -> Json:
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One batch as it stands. The fields are the columns of its table."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    model: str
+    metadata: str  # JSON
+    status: str
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    cancelling_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelled_at: int | None = None
+    errors: str = "[]"  # JSON
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    output_expires_s: int | None = None  # how long after their making its files are kept
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in OPEN_STATES
+
+    def shown(self) -> Json:
+        errors = msgspec.json.decode(self.errors)
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": WINDOW,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{name: getattr(self, name) for name in TIMES},
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": {
+                "input_tokens": self.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.prompt_tokens + self.output_tokens,
+            },
+            "metadata": msgspec.json.decode(self.metadata),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Where one request is in the input file."""
+
+    number: int  # from 1, blank lines counted
+    offset: int
+    length: int
+    custom_id: str
+    losses: int = 0  # how often the engine was lost while it worked on this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineResult:
+    """What became of one line."""
+
+    batch_id: str
+    number: int
+    is_ok: bool
+    data: bytes  # the line of the output or error file, with its end
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+def errors_json(errors: Sequence[LineError]) -> str:
+    return msgspec.json.encode([error.shown() for error in errors]).decode()
+
+
+def shown_list(items: Sequence[StoredFile] | Sequence[Batch], *, has_more: bool) -> Json:
+    """One page of a list."""
+    return {
+        "object": "list",
+        "data": [item.shown() for item in items],
+        "first_id": items[0].id if items else None,
+        "last_id": items[-1].id if items else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,268 @@
+"""One batch on its way: its input is checked, its lines are run, its files are written.
+
+Can be stopped at any moment and begun again by another server: what it has done is in the store. Cancelling and
+expiring end what is under way at once and keep every result there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from paceline.errors import PacelineError
+from paceline.server.batches.attempts import Withdrawn
+from paceline.server.batches.database import Database
+from paceline.server.batches.finish import finish_batch
+from paceline.server.batches.gate import Gate
+from paceline.server.batches.line_run import LineRunner, RunAgain
+from paceline.server.batches.lines import Findings, Rules, read_body, read_input
+from paceline.server.batches.recorder import RETRY_S, Recorder, insist
+from paceline.server.batches.records import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    VALIDATING,
+    Batch,
+    Line,
+    LineError,
+    LineResult,
+    errors_json,
+)
+from paceline.server.batches.results import refused
+from paceline.server.batches.store import StorageFailed, Store
+from paceline.server.call import Caller
+from paceline.server.errors import problem_of
+from paceline.server.failures import GenerationFailed
+from paceline.server.http.request import new_id
+from paceline.server.logs import log
+
+PAGE_LINES = 64
+Value = TypeVar("Value")
+MAX_LOSSES = 3  # engines that may be lost over one line
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bench:
+    """What all batches share."""
+
+    store: Store
+    recorder: Recorder
+    gate: Gate
+    lines: LineRunner
+    callers: Callable[[str], Caller | None]  # who a tenant is now; None when its key is not let in
+    models: tuple[str, ...]
+    max_lines: int
+    max_line_bytes: int
+    retry_s: float = RETRY_S  # before something is tried a second time
+
+
+class _Turn:
+    """Whether a line is inside the gate."""
+
+    __slots__ = ("_gate", "_is_inside", "_tenant")
+
+    def __init__(self, gate: Gate, tenant: str) -> None:
+        self._gate = gate
+        self._tenant = tenant
+        self._is_inside = True
+
+    def leave(self) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            self._gate.leave()
+
+    async def again(self, *, alone: bool) -> None:
+        """Go out, and come back when it is one's turn."""
+        self.leave()
+        await self._gate.enter(self._tenant, alone=alone)
+        self._is_inside = True
+
+
+class BatchWork:
+    """The work on one batch that is not over."""
+
+    def __init__(self, bench: Bench, batch: Batch) -> None:
+        self._bench = bench
+        self.batch = batch
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def end(self, status: str) -> None:
+        """Run no more lines: the batch was cancelled, or its time is over."""
+        if not self._ended.done():
+            self._ended.set_result(status)
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Who is cancelled here leaves it to the next server."""
+        batch = self.batch
+        try:
+            if batch.status == CANCELLING:
+                self.end(CANCELLED)
+            is_valid = batch.status != VALIDATING or await self._validate()
+            if not is_valid:
+                return
+            status = COMPLETED
+            if batch.status in (VALIDATING, IN_PROGRESS):
+                status = await self._run_lines()
+            elif batch.status == CANCELLING:
+                status = CANCELLED
+            await self._finish(status)
+        except Exception as error:
+            log("a batch failed", level=logging.ERROR, error=error, batch=batch.id)
+            told = LineError(
+                code="internal_error", message="the batch failed inside the server; send it again"
+            )
+            await self._finish(FAILED, told)
+
+    # -- checking ------------------------------------------------------------------------------------------
+
+    async def _validate(self) -> bool:
+        """Check the input and note where its lines are. False when that was all."""
+        bench, batch = self._bench, self.batch
+        rules = Rules(
+            endpoint=batch.endpoint,
+            models=bench.models,
+            max_lines=bench.max_lines,
+            max_line_bytes=bench.max_line_bytes,
+        )
+        findings, path = Findings(), bench.store.folder.path_of(batch.input_file_id)
+        is_stopped = False
+        pages = read_input(path, rules, findings, lambda: is_stopped or self._ended.done())
+        try:
+            await self._ask(lambda db: db.forget_lines(batch.id))
+            while page := await bench.store.file_work(lambda: next(pages, None)):
+                await self._ask(lambda db: db.add_lines(batch.id, page))
+        finally:
+            is_stopped = True
+        now = bench.store.now()
+        if findings.errors and not self._ended.done():
+            await self._ask(lambda db: db.forget_lines(batch.id))
+            errors = errors_json(findings.errors)
+            return not await self._ask(
+                lambda db: db.move(batch.id, FAILED, now, before=(VALIDATING,), errors=errors)
+            )
+        await self._ask(lambda db: db.begin(batch.id, now, findings.total))
+        return True
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    async def _run_lines(self) -> str:
+        """Run what has no result yet; how the batch ends."""
+        feeding = asyncio.get_running_loop().create_task(self._feed())
+        try:
+            await asyncio.wait((feeding, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            feeding.cancel()
+            done = await asyncio.gather(feeding, return_exceptions=True)
+        if self._ended.done():
+            await self._bench.recorder.flush()
+            return self._ended.result()
+        if isinstance(done[0], BaseException):
+            raise done[0]
+        return COMPLETED
+
+    async def _feed(self) -> None:
+        batch, gate = self.batch, self._bench.gate
+        loop, running = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        after = 0
+        try:
+            while page := await self._ask(
+                partial(Database.pending, batch_id=batch.id, after=after, limit=PAGE_LINES)
+            ):
+                for line in page:
+                    await gate.enter(batch.tenant, alone=line.losses > 0)
+                    turn = _Turn(gate, batch.tenant)
+                    task = loop.create_task(self._run_line(line, turn))
+                    running.add(task)
+                    # Not in the task itself: one that is cancelled before it begins never gets there.
+                    task.add_done_callback(partial(self._line_over, turn, running))
+                after = page[-1].number
+            while running:
+                await asyncio.wait(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _line_over(self, turn: _Turn, running: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        running.discard(task)
+        turn.leave()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log("a line of a batch was not run", level=logging.ERROR, error=error, batch=self.batch.id)
+
+    async def _run_line(self, line: Line, turn: _Turn) -> None:
+        bench, batch = self._bench, self.batch
+        path = bench.store.folder.path_of(batch.input_file_id)
+        pause_s = bench.retry_s
+        while True:
+            try:
+                body = await bench.store.file_work(lambda: read_body(path, line))
+                result = await bench.lines.run(batch, line, body, await self._caller())
+                break
+            except Withdrawn:
+                await turn.again(alone=False)
+            except PacelineError as error:  # the input is not what it was when it was checked
+                log(
+                    "a line cannot be read",
+                    level=logging.ERROR,
+                    error=error,
+                    batch=batch.id,
+                    line=line.number,
+                )
+                result = refused(batch.id, line, new_id(), problem_of(error))
+                break
+            except RunAgain as again:
+                if again.is_loss:
+                    lost = await self._note_loss(line, turn)
+                    if lost is not None:
+                        result = lost
+                        break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        await bench.recorder.record(result)
+
+    async def _note_loss(self, line: Line, turn: _Turn) -> LineResult | None:
+        """The engine was lost while it worked on this line, which from now on runs alone, and not for ever."""
+        losses = await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
+        if losses >= MAX_LOSSES:
+            error = GenerationFailed("the engine was lost each time it worked on this request")
+            return refused(self.batch.id, line, new_id(), problem_of(error))
+        await turn.again(alone=True)
+        return None
+
+    async def _caller(self) -> Caller:
+        """On whose behalf lines are run; waits while the key is not let in."""
+        while (caller := self._bench.callers(self.batch.tenant)) is None:
+            await asyncio.sleep(self._bench.retry_s)
+        return caller
+
+    # -- ending --------------------------------------------------------------------------------------------
+
+    async def _finish(self, status: str, *errors: LineError) -> None:
+        store, batch_id = self._bench.store, self.batch.id
+        if status == COMPLETED:
+            now = store.now()
+            is_last = await self._ask(
+                lambda db: db.move(batch_id, FINALIZING, now, before=(IN_PROGRESS, FINALIZING))
+            )
+            status = COMPLETED if is_last else CANCELLED  # in the last moment
+        pause_s = self._bench.retry_s
+        while True:
+            batch = await self._ask(lambda db: db.batch(batch_id))
+            assert batch is not None
+            try:
+                return await finish_batch(store, batch, status, errors)
+            except StorageFailed as error:
+                log("a batch waits for its disk", level=logging.ERROR, batch=batch_id, reason=error.__cause__)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _ask(self, do: Callable[[Database], Value]) -> Value:
+        return await insist(self._bench.store, do, retry_s=self._bench.retry_s, batch_id=self.batch.id)
