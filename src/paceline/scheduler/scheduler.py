@@ -25,6 +25,7 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.state import Journal, SchedulerState
@@ -55,8 +56,10 @@ class Scheduler:
         """Take in the result of the oldest plan under way."""
         self._tick()
         self._note("done", result.seq)
+        work = self.state.flights[0].work
         if self.composer.pace is not None:
-            self.composer.pace.learn(self.state.flights[0].work, result.times)
+            self.composer.pace.learn(work, result.times)
+        self.state.forecaster.learn(work, result.times)
         apply_result(self.state, result)
 
     def take_events(self) -> StepEvents:
@@ -79,6 +82,12 @@ class Scheduler:
     def take_journal(self) -> Journal:
         taken, self.state.journal = self.state.journal, []
         return taken
+
+    def forecast(self, request: Request) -> Forecast | None:
+        """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
+        self._tick()
+        budget = self.composer.budget or self.state.config.max_num_batched_tokens
+        return self.state.forecaster.predict(self.state, request, budget)
 
     # -- inputs --------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
+from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
@@ -30,6 +31,7 @@ SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
 Journal = list[tuple[object, ...]]
+_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 
@@ -114,6 +116,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
+        self.forecaster = Forecaster()
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
         self.journal: Journal = []
@@ -280,6 +283,8 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, f"finish hook: {type(error).__name__}")
         num_output = num_tokens - request.num_prompt
+        if reason in _WELL:
+            self.forecaster.ended(request.num_prompt, num_output, request.max_total - request.num_prompt)
         self.decide(DecisionKind.FINISH, request, detail or reason.value, num_output)
         sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
