@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +24,28 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
-from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
+from paceline.errors import (
+    InvalidRequest,
+    InvalidTransition,
+    NeverFits,
+    PacelineError,
+    QueueFull,
+    UnknownRequest,
+)
 from paceline.scheduler.compose import Composer
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.state import Journal, SchedulerState
 from paceline.scheduler.update import apply_result, finish, retire_batch
+
+
+class Objection(NamedTuple):
+    """Why requests are refused."""
+
+    requests: Sequence[Request]
+    reason: str
+    error: PacelineError
 
 
 class Scheduler:
@@ -93,23 +109,19 @@ class Scheduler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Accept new requests, all of them or none. Raises when one can never fit or the queue is full."""
-        state = self.state
         self._tick()
-        for request in requests:
-            self._refuse_if_impossible(request)
-        num_tokens = sum(request.num_tokens for request in requests)
-        config, queue = state.config, state.queue
-        if len(queue) + len(requests) > config.max_queue:
-            self._reject(requests, "queue_full")
-            raise QueueFull(f"{len(queue)} requests are waiting; the queue takes {config.max_queue}")
-        if queue.num_tokens + num_tokens > config.max_queue_tokens:
-            self._reject(requests, "queue_full")
-            raise QueueFull(
-                f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
-                f"the queue takes {config.max_queue_tokens}"
-            )
+        objection = self._objection(requests)
+        if objection is not None:
+            self._reject(objection.requests, objection.reason)
+            raise objection.error
         for request in requests:
             self._accept(request, len(requests))
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise what these requests would be refused with if they came now."""
+        objection = self._objection(requests)
+        if objection is not None:
+            raise objection.error
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -314,26 +326,45 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _refuse_if_impossible(self, request: Request) -> None:
+    def _objection(self, requests: Sequence[Request]) -> Objection | None:
+        """Why these requests cannot be taken; None: they can. Changes nothing."""
+        for request in requests:
+            impossible = self._impossible(request)
+            if impossible is not None:
+                return impossible
+        num_tokens = sum(request.num_tokens for request in requests)
+        config, queue = self.state.config, self.state.queue
+        if len(queue) + len(requests) > config.max_queue:
+            message = f"{len(queue)} requests are waiting; the queue takes {config.max_queue}"
+            return Objection(requests, "queue_full", QueueFull(message))
+        if queue.num_tokens + num_tokens > config.max_queue_tokens:
+            message = (
+                f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
+                f"the queue takes {config.max_queue_tokens}"
+            )
+            return Objection(requests, "queue_full", QueueFull(message))
+        return None
+
+    def _impossible(self, request: Request) -> Objection | None:
+        """Why a request can never be served; one that is known already is not refused but an error of the caller."""
         state = self.state
         if request.id in state.requests or request.state is not RequestState.NEW:
             raise InvalidRequest(f"request {request.id} is already known")
         longest = state.config.max_model_len
         if request.max_total > longest:
-            self._reject([request], "context_length_exceeded")
-            raise NeverFits(
+            message = (
                 f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
-                f"and {request.sampling.max_tokens} more are asked for",
-                param="max_tokens",
+                f"and {request.sampling.max_tokens} more are asked for"
             )
+            return Objection([request], "context_length_exceeded", NeverFits(message, param="max_tokens"))
         if not state.kv.can_ever_hold(request.max_total):
-            self._reject([request], "kv_capacity")
             slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
-            raise NeverFits(
+            message = (
                 f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
-                "ask for fewer tokens or give the cache more blocks",
-                param="max_tokens",
+                "ask for fewer tokens or give the cache more blocks"
             )
+            return Objection([request], "kv_capacity", NeverFits(message, param="max_tokens"))
+        return None
 
     def _reject(self, requests: Sequence[Request], reason: str) -> None:
         for request in requests:
