@@ -99,6 +99,8 @@ class Routes:
         self.counts = dict.fromkeys(("started", "cancelled", "ended", "closed", "frames"), 0)
 
     async def echo(self, call: Call) -> Answer:
+        if call.allowance is not None and "tokens" in call.body:
+            call.allowance.charge_tokens(call.body["tokens"], 0)
         body = {"body": call.body, "id": call.id, "tenant": call.caller.tenant, "path": call.path}
         return Answer(
             body=json.dumps(body).encode(),

@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import bench_options, chat, run, run_batch, serve, sim_options
+from paceline.cli import bench_options, chat, keys_options, run, run_batch, serve, sim_options
 from paceline.cli.options import Flag, Panel
 from paceline.config import flag_of
 
@@ -23,6 +23,9 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "sim": sim_options.PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
+    "keys add": keys_options.ADD_PANELS,
+    "keys ls": keys_options.LIST_PANELS,
+    "keys revoke": keys_options.REVOKE_PANELS,
 }
 HEAD = (
     "# Options\n\n"

@@ -22,7 +22,20 @@ from paceline.server.auth import Keyring
 from paceline.server.health import PUBLIC
 from tests.e2e.catalogue.catalogue import canary, log_problems
 from tests.e2e.catalogue.connections import ask_all
-from tests.e2e.catalogue.entry import BAD_KEY, CHAT, COMPLETIONS, GOOD, QUEUE_FULL, VALUE, answer_of
+from tests.e2e.catalogue.entry import (
+    BAD_KEY,
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    DETOKENIZE,
+    GOOD,
+    MESSAGES,
+    QUEUE_FULL,
+    RESPONSES,
+    TOKENIZE,
+    VALUE,
+    answer_of,
+)
 from tests.e2e.catalogue.served import KEYS, TinyServer, signed, tiny_server
 from tests.e2e.http_server import Reply, request_bytes
 from tests.pure.server_api.api_helpers import Api
@@ -221,6 +234,44 @@ def test_a_key_has_as_many_requests_under_way_as_it_may(server: TinyServer) -> N
     long = {**GOOD[COMPLETIONS], "max_tokens": 200, "ignore_eos": True}
     found = statuses_of(server, [signed("POST", COMPLETIONS, long, key="low")] * 8, 8)
     assert set(found) == {(200, ""), (429, "concurrency_exceeded")} and found[200, ""] >= 2
+
+
+GENERATIONS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+SPENT = ((429, "rate_limit_exceeded"), (429, "*"))  # without a code where the API has none
+
+
+def test_every_route_that_generates_holds_a_key_to_its_tokens(server: TinyServer) -> None:
+    """Two come back in a second: the first request leaves enough spent for all the others to be refused."""
+    reply = server.post(COMPLETIONS, {**GOOD[COMPLETIONS], "prompt": "x" * 80, "n": 2}, key="metered")
+    total = reply.json["usage"]["total_tokens"]
+    remaining = int(reply.headers["x-ratelimit-remaining-tokens"])
+    assert reply.headers["x-ratelimit-limit-tokens"] == "120" and total == 86
+    assert 120 - total <= remaining <= 120 - total + 20, "what was not used has been given back"
+    assert reply.headers["x-ratelimit-remaining-requests"] in ("599", "600")
+    for route in GENERATIONS:
+        for stream in (False, True):
+            more = {"max_output_tokens" if route == RESPONSES else "max_tokens": 100, "stream": stream}
+            refused = server.post(route, {**GOOD[route], **more}, key="metered")
+            assert answer_of(refused) in SPENT, route
+            assert "tokens_per_minute" in refused.json["error"]["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert refused.headers["x-ratelimit-remaining-requests"] in ("599", "600"), "429 is not counted"
+    assert server.metric("requests_refused_by_key_limit_total") >= 8
+
+
+def test_all_routes_that_generate_count_against_one_limit(server: TinyServer) -> None:
+    assert server.post(MESSAGES, GOOD[MESSAGES], key="rare").status == 200
+    for route in GENERATIONS:
+        assert answer_of(server.post(route, GOOD[route], key="rare")) in SPENT, route
+    for route in (TOKENIZE, DETOKENIZE, COUNT):
+        assert server.post(route, GOOD[route], key="rare").status == 200, route
+
+
+def test_a_priority_above_the_keys_is_refused_and_counted(server: TinyServer) -> None:
+    before = server.metric("requests_refused_by_key_limit_total")
+    for route in (CHAT, COMPLETIONS, MESSAGES):
+        assert server.post(route, {**GOOD[route], "priority": -1}, key="low").status == 403, route
+    assert server.metric("requests_refused_by_key_limit_total") == before + 3
 
 
 def test_75_nothing_that_a_request_names_is_fetched(server: TinyServer) -> None:

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
 from paceline.cli.doctor import add_doctor
+from paceline.cli.keys import add_keys
 from paceline.cli.models import add_models
 from paceline.cli.options import dashed
 from paceline.cli.run import add_run
@@ -60,6 +61,7 @@ add_chat(app)
 add_run(app)
 add_run_batch(app)
 add_models(app)
+add_keys(app)
 add_sim(app)
 add_bench(app)
 add_doctor(app)

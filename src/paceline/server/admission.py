@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from paceline.errors import InvalidRequest
 from paceline.server.call import Caller
 from paceline.server.failures import ConcurrencyExceeded, TooBusy
+from paceline.server.rate_limits import Allowance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,13 +25,14 @@ class Capacity:
 class Permit:
     """The right of one request to be here. `release` as often as you like."""
 
-    __slots__ = ("_admission", "_is_open", "_is_waiting", "_tenant", "places", "tokens")
+    __slots__ = ("_admission", "_is_open", "_is_waiting", "_tenant", "allowance", "places", "tokens")
 
     def __init__(self, admission: Admission, tenant: str, places: int, tokens: int) -> None:
         self._admission = admission
         self._tenant = tenant
         self.places = places
         self.tokens = tokens
+        self.allowance: Allowance | None = None  # where the key has limits by the minute
         self._is_open = True
         self._is_waiting = True
 
@@ -45,7 +47,10 @@ class Permit:
             self._is_waiting = False
             self._admission.give_back_tokens(self.tokens)
 
-    def release(self) -> None:
+    def release(self, *, used_tokens: int = 0) -> None:
+        """The request is over, and has used so many tokens of its prompt and its answers."""
+        if self.allowance is not None:
+            self.allowance.settle_tokens(used_tokens)
         if self._is_open:
             self._is_open = False
             self.leave_queue()

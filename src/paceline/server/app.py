@@ -6,7 +6,7 @@ there; `open_api` adds the API when the engine and the tokenizer are ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config_serve import LOOPBACK, ServerConfig, split_list
@@ -44,10 +44,13 @@ class Application:
         self.status = ServerStatus(client)
         self.requests = RequestMetrics()
         self.http = HttpMetrics()
+        self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
         self.dropped_lines: Callable[[], int] = lambda: 0
         self.listeners: list[Listener] = []
         self.loop_lag_s = 0.0  # kept by the lifecycle
+        # Told the tenants' shares when the API is there and whenever keys are read again: for a fair scheduler.
+        self.on_weights: Callable[[Mapping[str, float]], None] = lambda weights: None
         self._api_gauges: Facts = list
         self.metrics = MetricsPage(
             client,
@@ -75,10 +78,15 @@ class Application:
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.main.replace_routes([*api.routes, *self._own])
+        self.on_weights(self.main.rules.keyring.weights)
 
     def replace_keys(self, keyring: Keyring) -> None:
+        """Other keys from now on. What is under way keeps the rights it came with."""
         for door in self.doors:
             door.rules.keyring = keyring
+            door.rules.rates.keep_only(keyring.weights)
+        self.http.callers = keyring.callers
+        self.on_weights(keyring.weights)
 
     @property
     def num_under_way(self) -> int:

@@ -14,28 +14,37 @@ from dataclasses import dataclass
 from paceline.server.call import Caller
 from paceline.server.errors import Refusal
 from paceline.server.http.request import RawHeaders, presented_key
+from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
 
 ANYBODY = Caller()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key. `weight` and `service_class` are kept for scheduling between tenants."""
+    """One key: the hash that knows it, and what whoever has it may do."""
 
     name: str
     sha256: bytes
+    enabled: bool = True
+    service_class: str = DEFAULT_CLASS
     weight: float = 1.0
-    service_class: str = "standard"
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None
-    enabled: bool = True
+    prices: Prices = FREE
 
     @property
     def caller(self) -> Caller:
         return Caller(
             tenant=self.name,
+            service_class=self.service_class,
+            weight=self.weight,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
             max_concurrency=self.max_concurrency,
             lowest_priority_number=self.lowest_priority_number,
+            prices=self.prices,
         )
 
 
@@ -48,6 +57,16 @@ class Keyring:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    @property
+    def callers(self) -> Sequence[Caller]:
+        """Everybody who is let in."""
+        return [caller for key, caller in zip(self._keys, self._callers, strict=True) if key.enabled]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each tenant: what a policy that shares fairly between tenants goes by."""
+        return {key.name: key.weight for key in self._keys}
 
     def admit(self, headers: RawHeaders) -> Caller:
         """Who asks; raises `Refusal` for nobody we know."""

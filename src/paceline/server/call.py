@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
+
+if TYPE_CHECKING:
+    from paceline.server.rate_limits import Allowance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +21,13 @@ class Caller:
     """Who asks, as far as the key tells; without keys everybody is the default tenant."""
 
     tenant: str = "default"
+    service_class: str = DEFAULT_CLASS
+    weight: float = 1.0  # the tenant's share where tenants compete
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers together
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
+    prices: Prices = FREE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,7 @@ class Call:
     caller: Caller
     received_s: float  # monotonic
     path: Mapping[str, str] = field(default_factory=dict)
+    allowance: Allowance | None = None  # what it counts against, where the key has limits by the minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +81,7 @@ class RequestRecord:
     route: str
     tenant: str
     received_s: float  # monotonic, of this process
+    service_class: str = DEFAULT_CLASS
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0

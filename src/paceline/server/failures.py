@@ -7,6 +7,7 @@ sentences for the client and never hold the words of an exception from inside.
 from __future__ import annotations
 
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
+from paceline.server.tenant import CONCURRENCY, PRIORITY
 
 
 class UnknownParameter(InvalidRequest):
@@ -51,6 +52,12 @@ class NotPermitted(InvalidRequest):
     code = "not_permitted"
 
 
+class PriorityNotPermitted(NotPermitted):
+    """A priority above what the key may ask for."""
+
+    limit = PRIORITY
+
+
 class TooBusy(QueueFull):
     """No place in the queue (429, `Retry-After` from `retry_after_s`)."""
 
@@ -62,6 +69,20 @@ class ConcurrencyExceeded(TooBusy):
     """This key has as many requests under way as it may have (429)."""
 
     code = "concurrency_exceeded"
+    limit = CONCURRENCY
+
+
+class RateLimited(TooBusy):
+    """This key has asked for as much as it may in a minute (429); `limit` is its name in the keys file."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, per_minute: int, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"the limit {limit} of this key, {per_minute}, is reached; try again in {retry_after_s} s"
+        )
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class QueueTimeout(PacelineError):

@@ -117,6 +117,14 @@ class Generation:
         return Usage(num_prompt=self._num_prompt, num_output=record.num_output, num_cached=record.num_cached)
 
     @property
+    def _used_tokens(self) -> int:
+        """What counts against the key's limit: all that was delivered, and nothing where we failed before that."""
+        record = self.record
+        if record.first_token_s is None and record.error_code:
+            return 0
+        return self._num_prompt + record.num_output
+
+    @property
     def prompts(self) -> list[PreparedRequest]:
         return [part.prepared for part in self._parts]
 
@@ -209,7 +217,7 @@ class Generation:
                 part.stream.close()
                 _forget(part.task)
         finally:
-            self._permit.release()
+            self._permit.release(used_tokens=self._used_tokens)
             record.finished_s = time.monotonic()
             if self._num_open and not record.finish_reason:
                 record.finish_reason = _ABORT  # the client left

@@ -7,9 +7,11 @@ numbers that requests add to. Labels come from closed sets. Everything belongs t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from paceline.server.call import RequestRecord
+from paceline.server.call import Caller, RequestRecord
+from paceline.server.tenant import CLASSES, LIMITS
 from paceline.serving.client import EngineClient, EngineState, EngineUnavailable
 
 TTFT_BUCKETS = (
@@ -127,14 +129,29 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
 
 
 class HttpMetrics:
-    """Requests by route, method and status; all three from closed sets."""
+    """Requests by route, method and status, and what keys are refused by; all of it from closed sets."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str, str], int] = {}
+        self.refused = {(limit, name): 0 for limit in LIMITS for name in CLASSES}
+        self.callers: Sequence[Caller] = ()  # everybody who has a key
 
     def count(self, route: str, method: str, status: int) -> None:
         key = (route, method if method in METHODS else "other", str(status))
         self.counts[key] = self.counts.get(key, 0) + 1
+
+    def count_refusal(self, limit: str, service_class: str) -> None:
+        """A request was refused by a limit of its key."""
+        if (limit, service_class) in self.refused:
+            self.refused[limit, service_class] += 1
+
+    def keys_by_class(self) -> dict[str, int]:
+        counts = Counter(caller.service_class for caller in self.callers)
+        return {name: counts[name] for name in CLASSES}
+
+    def keys_by_limit(self) -> dict[str, int]:
+        """How many keys have each limit."""
+        return {limit: sum(getattr(caller, limit) is not None for caller in self.callers) for limit in LIMITS}
 
 
 def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:

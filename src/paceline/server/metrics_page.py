@@ -117,6 +117,25 @@ class MetricsPage(Collector):
         for labels, count in self._http.counts.items():
             family.add_metric(labels, count)
         yield family
+        yield from self._keys()
+
+    def _keys(self) -> Iterable[Metric]:
+        http = self._http
+        text = "Requests refused by a limit of their key."
+        refused = CounterMetricFamily(
+            self._prefix + "requests_refused_by_key_limit", text, labels=("limit", "class")
+        )
+        for labels, count in http.refused.items():
+            refused.add_metric(labels, count)
+        yield refused
+        for name, text, label, counts in (
+            ("api_keys", "Keys that are let in.", "class", http.keys_by_class()),
+            ("api_keys_limited", "Keys that have a limit.", "limit", http.keys_by_limit()),
+        ):
+            gauge = GaugeMetricFamily(self._prefix + name, text, labels=(label,))
+            for value, number in counts.items():
+                gauge.add_metric((value,), number)
+            yield gauge
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
         counter = CounterMetricFamily(self._prefix + name, text, labels=LABELS)

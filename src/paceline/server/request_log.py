@@ -45,6 +45,8 @@ class RequestLog:
 
     def ended(self, exchange: Exchange) -> None:
         self._http.count(exchange.route, exchange.method, exchange.status)
+        if exchange.refused_by:
+            self._http.count_refusal(exchange.refused_by, exchange.service_class)
         records = self._ended.pop(exchange.id, [])
         if not self._writes_lines or exchange.route in QUIET:
             return
@@ -63,6 +65,8 @@ def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:
         "tenant": exchange.tenant,
         "time_s": round(time.monotonic() - exchange.received_s, 4),
     }
+    if exchange.refused_by:
+        facts["limit"] = exchange.refused_by
     if not records:
         return facts
     first = min((r.first_token_s for r in records if r.first_token_s is not None), default=None)

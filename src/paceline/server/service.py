@@ -20,7 +20,7 @@ from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
-from paceline.server.failures import ContextTooLong, NotPermitted
+from paceline.server.failures import ContextTooLong, PriorityNotPermitted
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
@@ -151,9 +151,13 @@ class Service:
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
         try:
+            self._check_tokens(call, body, size, known)
+            permit.allowance = call.allowance
             is_short = size <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
+            if permit.allowance is not None:
+                permit.allowance.charge_tokens(permit.tokens, _longest_answers(prepared))
             started = self._submit(call, body, prepared)
         except BaseException:
             permit.release()
@@ -223,7 +227,18 @@ class Service:
         lowest = call.caller.lowest_priority_number
         if lowest is not None and body.priority < lowest:
             message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
-            raise NotPermitted(message, param="priority")
+            raise PriorityNotPermitted(message, param="priority")
+
+    def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
+        """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
+        if call.allowance is None:
+            return
+        most, longest = known.facts.max_model_len, body.sampling.max_tokens
+        least = size // self.settings.limits.prompt_chars_per_token
+        guess = size // CHARS_PER_TOKEN
+        at_least = least + min(longest, max(0, most - least))
+        about = guess + body.num_branches * min(longest, max(0, most - guess))
+        call.allowance.check_tokens(at_least, about)
 
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
         if body.messages is not None:
@@ -268,12 +283,18 @@ class Service:
         return started
 
 
+def _longest_answers(prepared: Sequence[PreparedRequest]) -> int:
+    """Tokens of all answers, if each gets as long as it may."""
+    return sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
+
+
 def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -> RequestRecord:
     return RequestRecord(
         id=call.id,
         route=call.route,
         tenant=call.caller.tenant,
         received_s=call.received_s,
+        service_class=call.caller.service_class,
         num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,

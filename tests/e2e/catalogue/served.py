@@ -32,10 +32,14 @@ KEYS = {
     "gone": "canary-key-gone-5e10",
     "low": "canary-key-low-c2d4",
     "holder": "canary-key-holder-08b7",
+    "metered": "canary-key-metered-4a61",
+    "rare": "canary-key-rare-e95d",
 }
 RULES: dict[str, dict[str, Any]] = {
     "gone": {"enabled": False},
     "low": {"lowest_priority_number": 0, "max_concurrency": 2},
+    "metered": {"tokens_per_minute": 120, "requests_per_minute": 600, "class": "batch"},
+    "rare": {"requests_per_minute": 1},
 }
 FOLDER, VARIABLE = "canary-folder-d41d", "canary-variable-3b9f"
 OTHERS_PROMPT = "canary prompt of beta 6e0c"

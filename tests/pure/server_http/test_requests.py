@@ -128,7 +128,7 @@ def written(path: Path, text: str, mode: int = 0o600) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        f'# keys\n{{"name": "a", "sha256": "{HASH}", "weight": 2, "class": "gold"}}\n\n',
+        f'# keys\n{{"name": "a", "sha256": "{HASH}", "weight": 2, "class": "spot"}}\n\n',
         f'[{{"name": "a", "sha256": "{HASH}"}}]',
         f"- name: a\n  sha256: {HASH}\n  max_concurrency: 4\n",
         f"keys:\n- name: a\n  sha256: {HASH}\n",

@@ -22,7 +22,9 @@ from paceline.server.http.request import HostCheck, check_content, speaks_anthro
 from paceline.server.http.respond import send_answer, send_events, send_problem
 from paceline.server.http.routing import Match, RouteTable
 from paceline.server.http.strict_json import read_object
+from paceline.server.rate_limits import RateLimits
 
+TOO_MANY = 429
 PARSED_ON_THE_LOOP_BYTES = 262_144  # larger bodies are parsed beside the event loop
 
 
@@ -44,6 +46,7 @@ class Rules:
     refusal: Callable[[], Refusal | None]  # why no new work is taken, if so
     stream_keep_alive_s: float
     public: frozenset[str] = field(default_factory=frozenset)  # templates that need no key
+    rates: RateLimits = field(default_factory=RateLimits)  # kept when keys are replaced
 
 
 class Door:
@@ -105,8 +108,11 @@ class Door:
     async def _tell(self, exchange: Exchange, error: BaseException, shape: str) -> None:
         problem = problem_of(error)
         exchange.error_code = problem.code
+        exchange.refused_by = getattr(error, "limit", "")
         if problem.is_ours:
             self._log.failed(exchange, error)
+        if problem.status == TOO_MANY and exchange.allowance is not None:
+            exchange.allowance.take_back()
         if not exchange.has_begun and not exchange.lost:
             headers = error.headers if isinstance(error, Refusal) else None
             await send_problem(exchange, problem, shape, headers)
@@ -127,7 +133,7 @@ class Door:
         caller = ANYBODY
         if match.template not in self.rules.public:
             caller = self.rules.keyring.admit(scope["headers"])
-        exchange.tenant = caller.tenant
+        exchange.tenant, exchange.service_class = caller.tenant, caller.service_class
         if match.template == "none":
             raise self._starting() or Refusal("not_found")
         if route is None:
@@ -137,6 +143,9 @@ class Door:
             refusal = self.rules.refusal()
             if refusal is not None:
                 raise refusal
+            exchange.allowance = self.rules.rates.open(caller)
+            if exchange.allowance is not None:
+                exchange.allowance.count_request()
         body = {}
         if route.takes_body:
             check_content(headers)
@@ -154,6 +163,7 @@ class Door:
             caller=caller,
             received_s=exchange.received_s,
             path=match.parameters,
+            allowance=exchange.allowance,
         )
         return route, call
 

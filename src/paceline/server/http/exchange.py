@@ -14,6 +14,7 @@ from typing import Any
 from paceline.server.call import RequestRecord
 from paceline.server.errors import Refusal
 from paceline.server.http.request import CONNECTION, echoed_id, new_id, speaks_anthropic
+from paceline.server.rate_limits import Allowance
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -39,6 +40,9 @@ class Exchange:
         self.method: str = scope["method"]
         self.route = "none"  # the template of the matched route
         self.tenant = ""
+        self.service_class = ""
+        self.allowance: Allowance | None = None  # where the key has limits by the minute
+        self.refused_by = ""  # the key's limit that did, if one did
         self.status = 0
         self.error_code = ""
         self.has_begun = False  # the status line is out
@@ -117,6 +121,11 @@ class Exchange:
             headers.append((b"x-paceline-request-id", request_id))
         if speaks_anthropic(self.scope["headers"]):
             headers.append((b"request-id", own or request_id))
+        if self.allowance is not None:
+            headers += [
+                (name.encode("ascii"), value.encode("ascii"))
+                for name, value in self.allowance.headers().items()
+            ]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool) -> None:

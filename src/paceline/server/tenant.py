@@ -1,0 +1,37 @@
+"""Words and values about whoever has a key: classes of service, names of limits, prices.
+
+Closed sets, so that they can be labels of metrics and columns of bills. Knows nothing of files, keys and requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLASSES = ("interactive", "standard", "spot", "batch")
+DEFAULT_CLASS = "standard"
+REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
+CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
+LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file
+LARGEST_PRIORITY = 2**31 - 1
+# The smallest and the largest number that each limit can be.
+BOUNDS = {
+    REQUESTS: (1, 10**9),
+    TOKENS: (1, 10**12),
+    CONCURRENCY: (1, 10**6),
+    PRIORITY: (-LARGEST_PRIORITY, LARGEST_PRIORITY),
+}
+LARGEST_WEIGHT = 1e6
+LARGEST_PRICE = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a key pays, in whatever unit the operator counts: plain numbers, only ever multiplied and added."""
+
+    prompt: float = 0.0  # for a million prompt tokens that were computed
+    cached_prompt: float = 0.0  # for a million that were found in the cache
+    output: float = 0.0  # for a million generated tokens
+    kv_block_second: float = 0.0  # for one KV block held for one second
+
+
+FREE = Prices()
