@@ -50,7 +50,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     # Steps of many rows come from worlds made for them, with blocks for nearly all of them. In a crowd everything
     # happens at once and is dear to check; in the others a few rows are all there is.
-    kind = rng.choices(("wide", "crowd", "narrow"), (0.42, 0.06, 0.52))[0]
+    kind = rng.choices(("wide", "crowd", "narrow"), (0.47, 0.06, 0.47))[0]
     block_size = rng.choice((8, 8, 16) if kind == "wide" else (1, 2, 4, 4, 8, 16))
     max_num_seqs = rng.choice(
         {"wide": (9, 10, 10, 11), "crowd": (6, 12, 16, 24), "narrow": (1, 1, 2, 3)}[kind]
@@ -104,10 +104,10 @@ def draw_config(rng: random.Random) -> EngineConfig:
 def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
     take short prompts first."""
-    if rng.random() < 0.6:
+    if rng.random() < 0.7:
         return config
     policy = "short-first" if rng.random() < 0.3 else config.scheduler.scheduling_policy
-    sizes = tuple(sorted(rng.sample((1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), rng.randint(1, 6))))
+    sizes = tuple(sorted(rng.sample((2, 6, 12, 16, 24, 32, 48, 64, 96, 128), rng.randint(1, 6))))
     costs = StepCosts(
         sizes=sizes,
         seconds=tuple(1e-3 + 1e-4 * size for size in sizes),

@@ -23,7 +23,8 @@ SLOT_RUNGS = (
 TOKEN_RUNGS = (
     64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 2048, 2304, 2560, 3072, 4096,
 )  # fmt: skip
-MIXED_SLOTS = (32, 256)
+FEW_SLOTS, MANY_SLOTS = 32, 256
+LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few
 MAX_SPANS = 256  # of a step with prompts that is replayed
 
 _logger = logging.getLogger("paceline")
@@ -72,10 +73,10 @@ def decode_keys(max_slots: int) -> list[DecodeKey]:
 
 
 def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
-    rungs = [rung for rung in TOKEN_RUNGS if rung <= max_tokens]
-    pairs = {
-        MixedKey(rung, min(rung, most, max_slots)) for rung in rungs for most in (*MIXED_SLOTS, max_slots)
-    }
+    pairs = set()
+    for rung in (rung for rung in TOKEN_RUNGS if rung <= max_tokens):
+        few = (FEW_SLOTS,) if rung < LONG_STEP else ()
+        pairs |= {MixedKey(rung, min(rung, most, max_slots)) for most in (*few, MANY_SLOTS, max_slots)}
     return sorted(pairs)
 
 
