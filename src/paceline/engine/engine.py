@@ -57,7 +57,9 @@ class Engine:
         self.scheduler = scheduler
         self.depth = depth
         self.last_error: Exception | None = None
-        self.on_forecast: OnForecast | None = None  # told of every request before it is added, if anybody cares
+        self.on_forecast: OnForecast | None = (
+            None  # told of every request before it is added, if anybody cares
+        )
         self._runner = runner
         self._clock = clock
         self._hooks = hooks

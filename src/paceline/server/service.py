@@ -15,16 +15,24 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
+from paceline.errors import NeverFits, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
-from paceline.server.failures import ContextTooLong, PriorityNotPermitted
+from paceline.server.failures import ConcurrencyExceeded, ContextTooLong, PriorityNotPermitted, TooBusy
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
-from paceline.serving.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
+from paceline.serving.client import (
+    EngineClient,
+    EngineInfo,
+    EngineState,
+    EngineStream,
+    EngineUnavailable,
+    Prospect,
+)
 from paceline.text.tokenizer import Tokenizer
 
 # A shorter prompt is tokenised faster than another thread takes over.
@@ -140,9 +148,7 @@ class Service:
             self.admission.check_door(call.caller)
         except (NeverFits, QueueFull, TooBusy, ConcurrencyExceeded) as error:
             reason = str(error)
-        return Estimate(
-            num_prompt=len(ids), max_tokens=sampling.max_tokens, prospect=prospect, reason=reason
-        )
+        return Estimate(num_prompt=len(ids), max_tokens=sampling.max_tokens, prospect=prospect, reason=reason)
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""

@@ -54,6 +54,8 @@ def estimate_routes(service: Service) -> list[Route]:
             path=ESTIMATE,
             handler=route.answer,
             takes_body=True,
-            openapi=operation("When a request would be served, without running it", route.chat.table.schema()),
+            openapi=operation(
+                "When a request would be served, without running it", route.chat.table.schema()
+            ),
         )
     ]
