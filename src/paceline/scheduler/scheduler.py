@@ -23,8 +23,10 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
-from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
+from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.forecast import Forecast
+from paceline.scheduler.objections import objection_to
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
@@ -57,8 +59,10 @@ class Scheduler:
         """Take in the result of the oldest plan under way."""
         self._tick()
         self._note("done", result.seq)
+        work = self.state.flights[0].work
         if self.composer.pace is not None:
-            self.composer.pace.learn(self.state.flights[0].work, result.times)
+            self.composer.pace.learn(work, result.times)
+        self.state.forecaster.learn(work, result.times)
         apply_result(self.state, result)
 
     def take_events(self) -> StepEvents:
@@ -82,27 +86,29 @@ class Scheduler:
         taken, self.state.journal = self.state.journal, []
         return taken
 
+    def forecast(self, request: Request) -> Forecast | None:
+        """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
+        self._tick()
+        budget = self.composer.budget or self.state.config.max_num_batched_tokens
+        return self.state.forecaster.predict(self.state, request, budget)
+
     # -- inputs --------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:
         """Accept new requests, all of them or none. Raises when one can never fit or the queue is full."""
-        state = self.state
         self._tick()
-        for request in requests:
-            self._refuse_if_impossible(request)
-        num_tokens = sum(request.num_tokens for request in requests)
-        config, queue = state.config, state.queue
-        if len(queue) + len(requests) > config.max_queue:
-            self._reject(requests, Rule.QUEUE_FULL)
-            raise QueueFull(f"{len(queue)} requests are waiting; the queue takes {config.max_queue}")
-        if queue.num_tokens + num_tokens > config.max_queue_tokens:
-            self._reject(requests, Rule.QUEUE_FULL)
-            raise QueueFull(
-                f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
-                f"the queue takes {config.max_queue_tokens}"
-            )
+        objection = objection_to(self.state, requests)
+        if objection is not None:
+            self._reject(objection.requests, objection.rule)
+            raise objection.error
         for request in requests:
             self._accept(request, len(requests))
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise what these requests would be refused with if they came now."""
+        objection = objection_to(self.state, requests)
+        if objection is not None:
+            raise objection.error
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -318,27 +324,6 @@ class Scheduler:
         self.state.kv.settle()
 
     # -- helpers -------------------------------------------------------------------------------------------
-
-    def _refuse_if_impossible(self, request: Request) -> None:
-        state = self.state
-        if request.id in state.requests or request.state is not RequestState.NEW:
-            raise InvalidRequest(f"request {request.id} is already known")
-        longest = state.config.max_model_len
-        if request.max_total > longest:
-            self._reject([request], Rule.CONTEXT_LENGTH)
-            raise NeverFits(
-                f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
-                f"and {request.sampling.max_tokens} more are asked for",
-                param="max_tokens",
-            )
-        if not state.kv.can_ever_hold(request.max_total):
-            self._reject([request], Rule.KV_CAPACITY)
-            slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
-            raise NeverFits(
-                f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
-                "ask for fewer tokens or give the cache more blocks",
-                param="max_tokens",
-            )
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
         kv = self.state.kv

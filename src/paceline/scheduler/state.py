@@ -31,6 +31,7 @@ from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
+from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
@@ -48,6 +49,7 @@ NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
 _USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
 _FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
 _ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES)}
+_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 
@@ -133,6 +135,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
+        self.forecaster = Forecaster()
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
         self.last_in: RequestId = NOBODY  # who was given a row last
@@ -335,6 +338,8 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = num_tokens - request.num_prompt
+        if reason in _WELL:
+            self.forecaster.ended(request.num_prompt, num_output, request.max_total - request.num_prompt)
         rule = _ENDINGS.get(
             detail or reason._value_
         )  # every request comes here: the property costs ten times as much

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.plan import RowLogprobs
@@ -21,6 +21,7 @@ from paceline.llm.prompts import PreparedRequest
 from paceline.server.admission import Permit
 from paceline.server.call import Observer, RequestRecord
 from paceline.server.failures import DeadlineExceeded, GenerationFailed, QueueTimeout
+from paceline.server.prospects import ProspectHeaders
 from paceline.serving.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
 from paceline.text.tokenizer import Tokenizer
 
@@ -99,6 +100,11 @@ class Generation:
         self._num_prompt = sum(len(part.prepared.token_ids) for part in self._parts)
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
+
+    def headers(self, others: Mapping[str, str]) -> Mapping[str, str]:
+        """Headers of the answer: with `others`, what the engine said about when it will come."""
+        stream = self._parts[0].stream
+        return ProspectHeaders(others, lambda: stream.prospect)
 
     @property
     def is_open(self) -> bool:

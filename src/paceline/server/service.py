@@ -15,13 +15,14 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
+from paceline.errors import NeverFits, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
 from paceline.server.explanations import Explanations
-from paceline.server.failures import ContextTooLong, PriorityNotPermitted
+from paceline.server.failures import ConcurrencyExceeded, ContextTooLong, PriorityNotPermitted, TooBusy
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
@@ -32,6 +33,7 @@ from paceline.serving.client import (
     EngineStream,
     EngineUnavailable,
     NumberedStream,
+    Prospect,
 )
 from paceline.text.tokenizer import Tokenizer
 
@@ -69,6 +71,16 @@ class ServiceSettings:
     max_queued_tokens: int | None = None  # None: a quarter of what so many prompts could hold
     request_timeout_s: float | None = None  # from arrival to the end
     queue_timeout_s: float | None = None  # from arrival to the first token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What would become of a request. `reason`: why it would be refused; None when it would not."""
+
+    num_prompt: int
+    max_tokens: int
+    prospect: Prospect | None
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,13 +124,34 @@ class Service:
 
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""
+        self.check_loaded()
+        self.admission.check_door(call.caller)
+
+    def check_loaded(self) -> None:
+        """Raises EngineUnavailable when no engine is there to answer."""
         state = self.client.state
         if state is EngineState.STARTING:
             raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
         if state is not EngineState.READY:
             raise EngineUnavailable("the engine is not available; try again in a moment")
         self._loaded()
-        self.admission.check_door(call.caller)
+
+    async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
+        """When a request of one prompt would be served if it came now."""
+        self._check_priority(call, body)
+        known = self._loaded()
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
+        ids, sampling = prepared.token_ids, prepared.sampling
+        prospect, reason = None, None
+        try:
+            prospect = await self.client.ask(
+                ids, sampling, tenant=self._tenant(call, body), priority=body.priority
+            )
+            self.admission.check_door(call.caller)
+        except (NeverFits, QueueFull, TooBusy, ConcurrencyExceeded) as error:
+            reason = str(error)
+        return Estimate(num_prompt=len(ids), max_tokens=sampling.max_tokens, prospect=prospect, reason=reason)
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
@@ -195,6 +228,10 @@ class Service:
         )
         return _Known(info=info, facts=facts, reader=reader)
 
+    def _tenant(self, call: Call, body: ParsedBody) -> str:
+        tenant = call.caller.tenant
+        return f"{tenant}\x1f{body.cache_salt}" if body.cache_salt else tenant
+
     def _check_priority(self, call: Call, body: ParsedBody) -> None:
         lowest = call.caller.lowest_priority_number
         if lowest is not None and body.priority < lowest:
@@ -233,9 +270,7 @@ class Service:
     def _submit(
         self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]
     ) -> list[tuple[PreparedRequest, EngineStream]]:
-        tenant = call.caller.tenant
-        if body.cache_salt:
-            tenant = f"{tenant}\x1f{body.cache_salt}"
+        tenant = self._tenant(call, body)
         timeout_s = self.settings.request_timeout_s
         if timeout_s is not None:
             timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))

@@ -73,6 +73,15 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """When a request would have its first and last token, in seconds from its arrival; None: nobody knows yet."""
+
+    first_token_s: float | None
+    finish_s: float | None
+    ahead: int  # requests that wait and go before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """The one end of a branch."""
 
@@ -99,6 +108,10 @@ class BranchNews:
 
 class EngineStream(Protocol):
     """One request under way. Its owner must `close` it, in whatever way it ends."""
+
+    @property
+    def prospect(self) -> Prospect | None:
+        """What the engine said when it took the request; None before that. There when the first news are."""
 
     async def take(self) -> list[BranchNews]:
         """Wait until there is news; a slow reader finds everything since its last look in one piece.
@@ -173,3 +186,8 @@ class EngineClient(Protocol):
         timeout_s: float | None = None,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
+
+    async def ask(
+        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+    ) -> Prospect:
+        """When a request would be served if it came now. Raises what it would be refused with."""

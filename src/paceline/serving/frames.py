@@ -87,6 +87,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: Priority
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
+    asks: bool = False  # only to be told when it would be served
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -171,6 +172,15 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     param: str | None
 
 
+class Told(msgspec.Struct, array_like=True, frozen=True):
+    """When a request will have its first and last token as things stood when it came; None: nobody knows yet."""
+
+    first: int
+    first_token_s: float | None
+    finish_s: float | None
+    ahead: int
+
+
 class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
     """Everything that became known since the last one; an empty one is a sign of life.
 
@@ -184,6 +194,7 @@ class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
     endings: list[BranchEnding] = []
     refusals: list[Refusal] = []
     stats: EngineStats | None = None
+    told: list[Told] = []
 
 
 class ToldDecision(msgspec.Struct, array_like=True, frozen=True):

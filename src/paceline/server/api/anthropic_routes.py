@@ -100,7 +100,7 @@ class MessageRoutes:
             message = _message(call.id, body.model, content, output, generation.usage)
         finally:
             generation.close()
-        return Answer(body=_encode(message), headers=headers)
+        return Answer(body=_encode(message), headers=generation.headers(headers))
 
     async def count(self, call: Call) -> Answer | Events:
         service, settings = self._service, self._service.settings

@@ -48,7 +48,7 @@ class OpenAIRoute:
             answer = await self._whole(call, body, generation)
         finally:
             generation.close()
-        return Answer(body=answer, headers=headers)
+        return Answer(body=answer, headers=generation.headers(headers))
 
     async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> bytes:
         outputs = await generation.complete()

@@ -170,7 +170,7 @@ class ResponsesRoute:
             answer = response.finished(output, output.text, generation.usage)
         finally:
             generation.close()
-        return Answer(body=_encode(answer), headers=headers)
+        return Answer(body=_encode(answer), headers=generation.headers(headers))
 
 
 def responses_routes(service: Service) -> list[Route]:
