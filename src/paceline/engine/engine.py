@@ -20,7 +20,7 @@ from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
-from paceline.core.request import DEFAULT_TENANT, Request, RequestId
+from paceline.core.request import DEFAULT_TENANT, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
 from paceline.scheduler.forecast import Forecast
@@ -96,8 +96,9 @@ class Engine:
             self._next_id = first_id
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         branches = self._family(tokens, sampling, tenant, priority, arrival_s)
+        due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
-            branch.deadline_s, branch.needs_host = deadline_s, needs_host
+            branch.deadline_s, branch.needs_host = due_s, needs_host
         if self.on_forecast is not None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
         self.scheduler.add(branches)

@@ -7,6 +7,7 @@ learns the same. Asked once a step, it does a fixed number of operations. It nev
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 
 import numpy as np
@@ -37,14 +38,18 @@ class Pace:
         pressure = min(max(waited_s / self._patience_s - 1.0, 0.0), 1.0)
         return self._target_s * (1.0 + (self._stretch - 1.0) * pressure)
 
-    def budget(self, rows: int, context: int, prompt: tuple[int, int], waited_s: float) -> int:
+    def budget(
+        self, rows: int, context: int, prompt: tuple[int, int], waited_s: float, most_s: float = math.inf
+    ) -> int:
         """Tokens the next step may carry with `rows` decoding rows that read `context` tokens.
 
         `prompt` says of the first prompt under way how many of its tokens are computed and how many are not.
+        `most_s` is the least that any row wants between two of its tokens; prompts go on all the same.
         """
         costs = self._costs
         sizes, seconds = costs.sizes, costs.seconds
-        left_s = self.target_s(waited_s) / self.ratio - costs.context_s * context - costs.row_s * rows
+        target_s = min(self.target_s(waited_s), most_s)
+        left_s = target_s / self.ratio - costs.context_s * context - costs.row_s * rows
         least = bisect_left(sizes, rows + sizes[0])  # prompts go on, however much the others read
         if least == len(sizes):
             return min(rows + sizes[0], self._most)
@@ -94,7 +99,26 @@ def paced_budget(state: SchedulerState, pace: Pace, mask: NDArray[np.bool_], pro
     if prompts:
         done = rows.upper.item(prompts[0])
         rest = rows.known.item(prompts[0]) - done
-    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state))
+    most_s = _least_gap(state, mask)
+    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), most_s)
+
+
+def expected_budget(state: SchedulerState, pace: Pace | None, decoding: int) -> int:
+    """The budget a step to come would have, with so many rows that read as much as those do that run now."""
+    rows = state.rows
+    if pace is None:
+        return state.config.max_num_batched_tokens
+    context = int(np.dot(rows.upper[: rows.high], rows.decoding[: rows.high]))
+    running = int(np.count_nonzero(rows.decoding[: rows.high]))
+    context = context * decoding // running if running else 0
+    most_s = _least_gap(state, rows.decoding[: rows.high])
+    return pace.budget(decoding, context, (0, 0), _longest_wait(state), most_s)
+
+
+def _least_gap(state: SchedulerState, mask: NDArray[np.bool_]) -> float:
+    """The least seconds between two tokens that any of these rows wants; infinity if none says so."""
+    rows = state.rows
+    return float(np.min(rows.itl_s[: len(mask)], where=mask, initial=np.inf)) if rows.num_itl else math.inf
 
 
 def _longest_wait(state: SchedulerState) -> float:

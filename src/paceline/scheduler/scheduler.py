@@ -25,8 +25,10 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler.compose import Composer
+from paceline.scheduler.feasibility import late_objection
 from paceline.scheduler.forecast import Forecast
-from paceline.scheduler.objections import objection_to
+from paceline.scheduler.objections import Objection, objection_to
+from paceline.scheduler.pace import expected_budget
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
@@ -62,8 +64,8 @@ class Scheduler:
         work = self.state.flights[0].work
         if self.composer.pace is not None:
             self.composer.pace.learn(work, result.times)
-        self.state.forecaster.learn(work, result.times)
         apply_result(self.state, result)
+        self.state.forecaster.learn(work, result.times, self.state.now_s, is_busy=bool(self.state.requests))
 
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
@@ -89,15 +91,16 @@ class Scheduler:
     def forecast(self, request: Request) -> Forecast | None:
         """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
         self._tick()
-        budget = self.composer.budget or self.state.config.max_num_batched_tokens
-        return self.state.forecaster.predict(self.state, request, budget)
+        state, pace = self.state, self.composer.pace
+        return state.forecaster.predict(state, request, lambda rows: expected_budget(state, pace, rows))
 
     # -- inputs --------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Accept new requests, all of them or none. Raises when one can never fit or the queue is full."""
+        """Accept new requests, all of them or none. Raises when one can never fit, cannot make its times, or the queue
+        is full."""
         self._tick()
-        objection = objection_to(self.state, requests)
+        objection = objection_to(self.state, requests) or self._too_late(requests[0])
         if objection is not None:
             self._reject(objection.requests, objection.rule)
             raise objection.error
@@ -106,7 +109,7 @@ class Scheduler:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise what these requests would be refused with if they came now."""
-        objection = objection_to(self.state, requests)
+        objection = objection_to(self.state, requests) or self._too_late(requests[0])
         if objection is not None:
             raise objection.error
 
@@ -325,6 +328,13 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
+    def _too_late(self, request: Request) -> Objection | None:
+        """Why a request cannot make its times; a branch of one that runs is not asked."""
+        if not request.sampling.has_wishes or request.parent is not None:
+            return None
+        forecast = self.forecast(request)
+        return None if forecast is None else late_objection(request, forecast)
+
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
         kv = self.state.kv
         usable = min(group.pool.usable for group in kv.groups)
@@ -372,7 +382,7 @@ class Scheduler:
         sizes = (request.num_prompt, request.sampling.max_tokens)
         order = (request.arrival_s, request.tenant, request.priority, request.deadline_s)
         keys = tuple(key.key for key in request.keys)
-        extra = (request.model, request.adapter, request.num_tokens, together)
+        extra = (request.model, request.adapter, request.num_tokens, together, _wishes(request))
         self._note("add", request.id, *sizes, *order, request.parent, request.needs_host, keys, *extra)
 
     def _note_idle(self, noted: int, decided: int) -> None:
@@ -388,3 +398,11 @@ class Scheduler:
         if withheld != self._withheld:
             self._withheld = withheld
             self._note("withheld", withheld)
+
+
+def _wishes(request: Request) -> tuple[int | None, int | None, int | None, str] | None:
+    """What a request wants of its times, as the journal has it; None for nothing."""
+    wanted = request.sampling
+    if not wanted.has_wishes:
+        return None
+    return wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible

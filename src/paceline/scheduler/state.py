@@ -49,7 +49,6 @@ NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
 _USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
 _FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
 _ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES)}
-_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 
@@ -181,6 +180,10 @@ class SchedulerState:
             self._next_tenant += 1
         return index
 
+    def known_tenant(self, name: str) -> int:
+        """The number of a tenant, or the one it would get."""
+        return self._tenants.get(name, self._next_tenant)
+
     def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
         table = self.rows
@@ -196,6 +199,7 @@ class SchedulerState:
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],
             deadline_s=table.deadline_s[rows],
+            first_due_s=table.first_due_s[rows],
             num_computed=(computed := table.computed[rows]),
             attained=np.maximum(table.attained[rows], computed),
             started=np.ones(len(rows), np.int64),
@@ -338,8 +342,7 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = num_tokens - request.num_prompt
-        if reason in _WELL:
-            self.forecaster.ended(request.num_prompt, num_output, request.max_total - request.num_prompt)
+        self.forecaster.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(
             detail or reason._value_
         )  # every request comes here: the property costs ten times as much

@@ -47,6 +47,10 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    deadline_ms: int | None = None
+    ttft_slo_ms: int | None = None
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "refuse"
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
@@ -170,6 +174,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     message: str
     param: str | None
+    retry_after_s: float | None = None
 
 
 class Told(msgspec.Struct, array_like=True, frozen=True):

@@ -12,7 +12,13 @@ from paceline.core.events import Finished, StepEvents
 from paceline.core.hooks import NoHooks
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import Request, RequestId
-from paceline.errors import EngineFailed, NeverFits, QueueFull
+from paceline.errors import (
+    DeadlineImpossible,
+    DeadlineInfeasible,
+    EngineFailed,
+    NeverFits,
+    QueueFull,
+)
 from paceline.factory import build_engine
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.sim.faults import Aborts, ReplicaFaults
@@ -73,7 +79,7 @@ class Replica:
         self.clock.advance_to(now_s)
         try:
             self.engine.add_request(request)
-        except (NeverFits, QueueFull):
+        except (NeverFits, QueueFull, DeadlineInfeasible, DeadlineImpossible):
             self._meter.refused(request.id, now_s)
             return
         self._live[request.id] = request
