@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument("where", choices=("server", "sim"))
     parser.add_argument("--seconds", type=float, default=90.0, help="how long requests come")
     parser.add_argument(
-        "--rate", type=float, default=1.5, help="requests per second to the server, on average"
+        "--rate", type=float, help="requests per second to the server; default: 0.7 of saturation"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trace", default="azure-conv", help="the Azure 2023 conversation trace")

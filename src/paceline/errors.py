@@ -34,7 +34,14 @@ class NeverFits(InvalidRequest):
 
 
 class QueueFull(PacelineError):
-    """The bounded queue has no place left."""
+    """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class DeadlineImpossible(InvalidRequest):

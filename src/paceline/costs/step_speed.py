@@ -13,6 +13,7 @@ from paceline.costs.running_line import RunningLine
 
 MEMORY = 400  # steps that count for what tokens cost
 FEWEST = 8  # steps that must have run before anything is said
+FEWEST_MIXED = 2  # of these with prompts: rows that decode say nothing about what more tokens cost
 LEARNING = 0.12  # share of a surprise that the next step is thought to repeat
 FURTHEST = 1.0  # most surprise that is taken in at once, as a logarithm: a stall says little about what comes
 LEVELLING = 0.03  # weight of the last step in how far steps are above their usual length on average
@@ -33,7 +34,8 @@ class StepSpeed:
 
     @property
     def is_known(self) -> bool:
-        return self._plain.num_points + self._mixed.num_points >= FEWEST
+        plain, mixed = self._plain.num_points, self._mixed.num_points
+        return mixed >= FEWEST_MIXED and plain + mixed >= FEWEST
 
     def learn(self, decoding: int, prompt_tokens: int, took_s: float) -> None:
         """A step with so many decoding rows and tokens of prompts has run."""
@@ -51,7 +53,5 @@ class StepSpeed:
 
     def seconds(self, decoding: float, prompt_tokens: float) -> float:
         """0 before anything was learnt."""
-        line, other = (self._mixed, self._plain) if prompt_tokens else (self._plain, self._mixed)
-        if line.num_points < FEWEST and other.num_points > line.num_points:
-            line = other
+        line = self._mixed if prompt_tokens or not self._plain.num_points else self._plain
         return self._ratio * self._excess * line.at(decoding + prompt_tokens)

@@ -94,6 +94,10 @@ class Scheduler:
         state, pace = self.state, self.composer.pace
         return state.forecaster.predict(state, request, lambda rows: expected_budget(state, pace, rows))
 
+    def next_place_s(self) -> float | None:
+        """Seconds until a running request is thought to end; None: nobody runs, or nobody knows."""
+        return self.state.forecaster.next_ending_s(self.state)
+
     # -- inputs --------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -1,9 +1,8 @@
-"""What a caller is told about when an answer will come: headers of answers, and the answer of /v1/estimate."""
+"""What a caller is told about when an answer will come, in the headers of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from paceline.serving.client import Prospect
 
@@ -29,29 +28,10 @@ class ProspectHeaders(Mapping[str, str]):
         headers = dict(self._others)
         if found is not None and found.first_token_s is not None and found.finish_s is not None:
             headers["x-paceline-queue-position"] = str(found.ahead)
-            headers["x-paceline-predicted-ttft-ms"] = str(_milliseconds(found.first_token_s))
-            headers["x-paceline-predicted-finish-ms"] = str(_milliseconds(found.finish_s))
+            headers["x-paceline-predicted-ttft-ms"] = str(milliseconds(found.first_token_s))
+            headers["x-paceline-predicted-finish-ms"] = str(milliseconds(found.finish_s))
         return headers
 
 
-def estimate_body(
-    model: str, num_prompt: int, max_tokens: int, prospect: Prospect | None, reason: str | None
-) -> dict[str, Any]:
-    """`reason`: why the request would be refused; None when it would not."""
-    first_s = None if prospect is None else prospect.first_token_s
-    finish_s = None if prospect is None else prospect.finish_s
-    return {
-        "object": "estimate",
-        "model": model,
-        "fits": reason is None,
-        "reason": reason,
-        "prompt_tokens": num_prompt,
-        "max_tokens": max_tokens,
-        "queue_position": None if prospect is None else prospect.ahead,
-        "ttft_ms": None if first_s is None else _milliseconds(first_s),
-        "finish_ms": None if finish_s is None else _milliseconds(finish_s),
-    }
-
-
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
     return max(0, round(1e3 * seconds))

@@ -15,14 +15,15 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
-from paceline.errors import NeverFits, QueueFull
+from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
+from paceline.server.estimates import Estimate
 from paceline.server.explanations import Explanations
-from paceline.server.failures import ConcurrencyExceeded, ContextTooLong, PriorityNotPermitted, TooBusy
+from paceline.server.failures import ContextTooLong, PriorityNotPermitted
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.prompt_size import check_prompt
@@ -33,7 +34,6 @@ from paceline.serving.client import (
     EngineStream,
     EngineUnavailable,
     NumberedStream,
-    Prospect,
 )
 from paceline.text.tokenizer import Tokenizer
 
@@ -73,16 +73,6 @@ class ServiceSettings:
     queue_timeout_s: float | None = None  # from arrival to the first token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What would become of a request. `reason`: why it would be refused; None when it would not."""
-
-    num_prompt: int
-    max_tokens: int
-    prospect: Prospect | None
-    reason: str | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
     """What follows from an engine that has loaded its model."""
@@ -108,7 +98,8 @@ class Service:
         self.tokenizer = model.tokenizer
         self.settings = settings or ServiceSettings()
         self.observer: Observer = observer or NoObserver()
-        self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
+        capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
+        self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.explanations = Explanations(client)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
@@ -143,15 +134,25 @@ class Service:
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
         ids, sampling = prepared.token_ids, prepared.sampling
-        prospect, reason = None, None
+        num_output = sampling.n * sampling.max_tokens
+        prospect, refusal = None, None
         try:
             prospect = await self.client.ask(
                 ids, sampling, tenant=self._tenant(call, body), priority=body.priority
             )
-            self.admission.check_door(call.caller)
-        except (NeverFits, QueueFull, TooBusy, ConcurrencyExceeded) as error:
-            reason = str(error)
-        return Estimate(num_prompt=len(ids), max_tokens=sampling.max_tokens, prospect=prospect, reason=reason)
+            self.admission.check_places(call.caller, sampling.n, len(ids))
+            if call.allowance is not None:
+                call.allowance.check_charge(len(ids), num_output)
+        except (InvalidRequest, QueueFull, DeadlineInfeasible) as error:
+            refusal = error
+        return Estimate(
+            num_prompt=len(ids),
+            max_tokens=num_output,
+            num_answers=sampling.n,
+            block_size=known.info.block_size,
+            prospect=prospect,
+            refusal=refusal,
+        )
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""

@@ -23,7 +23,7 @@ from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
 from paceline.serving.channel import HEADER, Rejects
 from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable, Prospect
-from paceline.serving.questions import Questions, Sender
+from paceline.serving.questions import MOST_QUESTIONS, PATIENCE_S, Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
 
@@ -110,6 +110,8 @@ class AsyncEngine:
     ) -> Prospect:
         """See `EngineClient`. Raises as `submit` does."""
         sender = self._ready_sender()
+        if len(self._asked) >= MOST_QUESTIONS:
+            raise QueueFull("too many estimates are being made at once; try again later")
         payload = self._payload(tokens, sampling, tenant, priority, None, asks=True)
         number = self._next_id
         self._next_id += 1
@@ -117,7 +119,9 @@ class AsyncEngine:
         self._asked[number] = answer
         try:
             sender.send(payload)
-            return await answer
+            return await asyncio.wait_for(answer, PATIENCE_S)
+        except TimeoutError:
+            raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
         finally:
             del self._asked[number]
 
@@ -235,7 +239,13 @@ class AsyncEngine:
             self._deliver(stream)
 
     def _take_told(self, told: frames.Told) -> None:
-        prospect = Prospect(first_token_s=told.first_token_s, finish_s=told.finish_s, ahead=told.ahead)
+        prospect = Prospect(
+            first_token_s=told.first_token_s,
+            finish_s=told.finish_s,
+            ahead=told.ahead,
+            num_cached=told.num_cached,
+            num_output=told.num_output,
+        )
         stream, answer = self._streams.get(told.first), self._asked.get(told.first)
         if stream is not None:
             stream.prospect = prospect

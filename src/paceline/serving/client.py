@@ -69,6 +69,7 @@ class EngineStats:
     prefix_hits: int = 0
     violations: int = 0  # invariants found broken
     failed_steps: int = 0
+    next_place_s: float | None = None  # until a running request is thought to end; None: nobody knows
     rejected_frames: int = 0  # messages between the processes that were not understood, on either side
 
 
@@ -79,6 +80,8 @@ class Prospect:
     first_token_s: float | None
     finish_s: float | None
     ahead: int  # requests that wait and go before it
+    num_cached: int = 0  # tokens of its prompt that are in the cache now
+    num_output: float | None = None  # tokens it is thought to generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

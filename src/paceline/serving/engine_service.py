@@ -19,7 +19,7 @@ from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
-from paceline.errors import EngineFailed, InvalidRequest, PacelineError
+from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.invariants import SampledChecker
 from paceline.serving import frames
@@ -183,7 +183,8 @@ class EngineService:
                 first_id=RequestId(add.first),
             )
         except PacelineError as error:
-            self._outbox.put_refusal(refusal_of(add.first, error))
+            place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
+            self._outbox.put_refusal(refusal_of(add.first, error, place_s))
         except Exception:
             _logger.exception("request %d could not be added", add.first)
             if add.asks:
@@ -194,10 +195,18 @@ class EngineService:
     def _foretell(self, first: int, forecast: Forecast | None) -> None:
         if forecast is None:
             self._outbox.put_told(frames.Told(first, None, None, 0))
-        else:
-            self._outbox.put_told(
-                frames.Told(first, forecast.first_token_s, forecast.finish_s, forecast.ahead)
-            )
+            return
+        # Counted from when the other process sent it: whoever waits counts from there too.
+        first_s, finish_s = forecast.first_token_s, forecast.finish_s
+        told = frames.Told(
+            first,
+            forecast.waited_s + first_s,
+            forecast.waited_s + finish_s,
+            forecast.ahead,
+            forecast.num_cached,
+            forecast.num_output,
+        )
+        self._outbox.put_told(told)
 
     def _tokens(self, column: bytes) -> NDArray[np.int32]:
         if len(column) % frames.TOKEN.itemsize:
@@ -259,6 +268,7 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         prefix_hits=state.counters.cached_tokens if state.kv.caching else 0,
         violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
         failed_steps=state.counters.failed_steps,
+        next_place_s=engine.scheduler.next_place_s(),
         rejected_frames=rejected_frames,
     )
 

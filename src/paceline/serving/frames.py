@@ -184,6 +184,8 @@ class Told(msgspec.Struct, array_like=True, frozen=True):
     first_token_s: float | None
     finish_s: float | None
     ahead: int
+    num_cached: int = 0
+    num_output: float | None = None
 
 
 class News(msgspec.Struct, tag="news", array_like=True, frozen=True):

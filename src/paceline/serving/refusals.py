@@ -22,10 +22,11 @@ KINDS: dict[str, type[PacelineError]] = {
 }
 
 
-def refusal_of(first: int, error: PacelineError) -> Refusal:
+def refusal_of(first: int, error: PacelineError, place_s: float | None = None) -> Refusal:
+    """`place_s`: until there is a place again, where that is what is missing."""
     kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "invalid")
     message, param = str(error)[:MAX_MESSAGE_CHARS], getattr(error, "param", None)
-    return Refusal(first, kind, message, param, getattr(error, "retry_after_s", None))
+    return Refusal(first, kind, message, param, getattr(error, "retry_after_s", place_s))
 
 
 def error_of(refusal: Refusal) -> PacelineError:
@@ -37,5 +38,5 @@ def error_of(refusal: Refusal) -> PacelineError:
         retry_after_s = refusal.retry_after_s or 0.0
         return DeadlineInfeasible(refusal.message, param=refusal.param, retry_after_s=retry_after_s)
     if refusal.kind == "queue_full":
-        return QueueFull(refusal.message)
+        return QueueFull(refusal.message, retry_after_s=refusal.retry_after_s)
     return InvalidRequest(refusal.message, param=refusal.param)

@@ -13,7 +13,7 @@ from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import BodyParser
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
-from paceline.server.prospects import estimate_body
+from paceline.server.estimates import estimate_body
 from paceline.server.service import Service
 
 ESTIMATE = "/v1/estimate"
@@ -40,9 +40,7 @@ class EstimateRoute:
         if len(body.prompts) > 1:
             raise InvalidRequest("an estimate is of one prompt", param="prompt")
         estimate = await service.estimate(call, body)
-        found = estimate_body(
-            body.model, estimate.num_prompt, estimate.max_tokens, estimate.prospect, estimate.reason
-        )
+        found = estimate_body(body.model, estimate, call.caller)
         return Answer(body=msgspec.json.encode(found), headers=ignored_header(body.ignored))
 
 
