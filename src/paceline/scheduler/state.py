@@ -41,7 +41,7 @@ SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
 _new = tuple.__new__
-_FINISH = DecisionKind.FINISH  # members of an enum are looked up slowly
+_FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # members of an enum are looked up slowly
 Journal = list[tuple[object, ...]]
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
@@ -81,6 +81,7 @@ class Counters:
     finished: int = 0
     rejected: int = 0
     preempted: int = 0
+    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision
     swapped: int = 0
     forked: int = 0
     late_results: int = 0
@@ -162,6 +163,8 @@ class SchedulerState:
     ) -> None:
         """Put a decision on record, with the step it belongs to and what explains it."""
         step = self.kv.submitted + 1
+        if kind is _PREEMPT:
+            self.counters.preempted_by[reason] = self.counters.preempted_by.get(reason, 0) + 1
         fields = (kind, request.id, reason, value, step, self.now_s, *figures, seconds, detail)
         self.decisions.append(_new(Decision, fields))  # three times as fast as calling the class
 

@@ -95,6 +95,8 @@ class RequestRecord:
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
     is_stream: bool = False
+    predicted_ttft_s: float | None = None  # what the engine said when it took the request
+    wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
 
 
 class Observer(Protocol):

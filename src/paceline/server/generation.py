@@ -291,6 +291,8 @@ class Generation:
         record = self.record
         if record.first_token_s is None:
             record.first_token_s = time.monotonic()
+            prospect = self._parts[0].stream.prospect
+            record.predicted_ttft_s = None if prospect is None else prospect.first_token_s
             self._permit.leave_queue()
             self._observer.first_token(record)
         record.num_output += count

@@ -320,4 +320,5 @@ def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,
         is_stream=body.streaming.wanted,
+        wishes=(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
     )

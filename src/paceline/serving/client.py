@@ -69,6 +69,8 @@ class EngineStats:
     prefix_hits: int = 0
     violations: int = 0  # invariants found broken
     failed_steps: int = 0
+    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision, reason:kind
+    fairness_gap: float | None = None  # between tenants that wait, in tokens; None: nobody keeps accounts
     next_place_s: float | None = None  # until a running request is thought to end; None: nobody knows
     rejected_frames: int = 0  # messages between the processes that were not understood, on either side
 

@@ -268,6 +268,8 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         prefix_hits=state.counters.cached_tokens if state.kv.caching else 0,
         violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
         failed_steps=state.counters.failed_steps,
+        preempted_by=dict(state.counters.preempted_by),
+        fairness_gap=state.service.gap(),
         next_place_s=engine.scheduler.next_place_s(),
         rejected_frames=rejected_frames,
     )
