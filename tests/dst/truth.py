@@ -113,7 +113,7 @@ class Truth:
         entries: Any = inputs
         for kind, _, *values in entries:
             if kind == "add":
-                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, _ = values
+                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, *_ = values
                 self._requests[request] = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, keys)
                 for key in keys[:1]:
                     self._holders[key] = self._holders.get(key, 0) + 1

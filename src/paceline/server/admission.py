@@ -42,6 +42,10 @@ class Permit:
         assert self._is_open and self._is_waiting, "settled before it waits"
         self._admission.recount(self, tokens)
 
+    def next_place_s(self) -> float | None:
+        """Until a request under way is thought to end, if that is known."""
+        return self._admission.next_place_s()
+
     def leave_queue(self) -> None:
         """The first token is here: the prompt waits no longer."""
         if self._is_waiting:
@@ -64,7 +68,7 @@ class Admission:
     def __init__(self, capacity: Capacity, next_place_s: Callable[[], float | None] = lambda: None) -> None:
         """`next_place_s` says when a request under way is thought to end, if that is known."""
         self.capacity = capacity
-        self._next_place_s = next_place_s
+        self.next_place_s = next_place_s
         self.places_taken = 0
         self.tokens_waiting = 0
         self._by_tenant: dict[str, int] = {}
@@ -124,7 +128,7 @@ class Admission:
         most = caller.max_concurrency
         if most is not None and self.under_way(caller.tenant) + places > most:
             message = f"this key may have {most} requests under way; wait until one is over"
-            raise ConcurrencyExceeded(message, retry_after_s=self._next_place_s())
+            raise ConcurrencyExceeded(message, retry_after_s=self.next_place_s())
 
     def _too_busy(self, what: str) -> TooBusy:
-        return TooBusy(f"{what}; try again in a moment", retry_after_s=self._next_place_s())
+        return TooBusy(f"{what}; try again in a moment", retry_after_s=self.next_place_s())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason
 from paceline.errors import PacelineError
-from paceline.llm.branch_text import BranchText, logprob_entry
+from paceline.llm.branch_text import DEADLINE, BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.server.admission import Permit
@@ -238,7 +238,8 @@ class Generation:
             async with asyncio.timeout(max(left, 0.0)):
                 return await self._take_any()
         except TimeoutError:
-            raise QueueTimeout("no token came in the time a request may wait; try again later") from None
+            message = "no token came in the time a request may wait; try again later"
+            raise QueueTimeout(message, retry_after_s=self._permit.next_place_s()) from None
 
     async def _take_any(self) -> list[tuple[_Part, list[BranchNews]]]:
         """News of whichever prompts have some. A prompt's next news is asked for when these are dealt with."""
@@ -308,10 +309,22 @@ class Generation:
         record.preemptions += ending.preemptions
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
         if output.finish_reason in (_ERROR, _ABORT):
-            raise _failure(ending)
+            raise self._failure_of(ending)
         if not record.finish_reason:
             record.finish_reason = output.finish_reason or ""
         return text
+
+    def _failure_of(self, ending: Ending) -> PacelineError:
+        if ending.reason != _ABORT or ending.detail != DEADLINE:
+            return _failure(ending)
+        deadline_ms = self.record.wishes[0]
+        if deadline_ms is not None:
+            made = f"{ending.num_output} tokens were made by then"
+            return DeadlineExceeded(f"the deadline_ms of {deadline_ms} was up; {made}")
+        if ending.num_output == 0:
+            message = "no token came in the time a request may take; try again later"
+            return QueueTimeout(message, retry_after_s=self._permit.next_place_s())
+        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
 
     def _noted(self, error: PacelineError) -> PacelineError:
         self.record.finish_reason = _ABORT if isinstance(error, _ABORTS) else _ERROR
@@ -335,10 +348,6 @@ def _failure(ending: Ending) -> PacelineError:
             message = "the model's numbers for this request were not usable"
             return GenerationFailed(message, code="numerical_error")
         return GenerationFailed("the request failed inside the engine")
-    if ending.detail == "deadline":
-        if ending.num_output == 0:
-            return QueueTimeout("no token came in the time a request may take; try again later")
-        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
     # Who asked is still here, so nobody of this process ended it: the engine is going away.
     return EngineUnavailable("the engine has ended the request; try again in a moment")
 
