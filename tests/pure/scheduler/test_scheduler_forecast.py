@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.core.request import Request
-from paceline.costs.model import StepShape
+from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.scheduler.forecast import FEWEST, Forecast
 from paceline.scheduler.scheduler import Scheduler
@@ -51,9 +52,11 @@ def forecasts() -> Iterator[list[Forecast | None]]:
         yield said
 
 
-def errors(workload: Workload, **options: Any) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def errors(
+    workload: Workload, cost: CostModel | None = None, **options: Any
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """|said - seen| of the first token, over what was seen or 200 ms."""
-    machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"), Laptop())
+    machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"), cost or Laptop())
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "num_blocks": 2000, "depth": 1, **options}
     with forecasts() as said:
         engine = engine_config(machine, workload, sizes)
@@ -80,6 +83,39 @@ def test_half_of_the_forecasts_are_close_at_any_load(gap_s: float) -> None:
 )
 def test_rows_blocks_and_the_order_are_thought_of(options: dict[str, Any]) -> None:
     assert np.median(errors(varying(100, 1.0), **options)) < 0.25
+
+
+class Shared:
+    """A laptop that others use too: steps take anything from usual to four times as long, and now and then a stall."""
+
+    def __init__(self) -> None:
+        self._draw = np.random.default_rng(11)
+        self._load, self._left = 1.0, 0
+
+    def step_seconds(self, shape: StepShape) -> float:
+        if not self._left:
+            self._load, self._left = float(self._draw.uniform(1.0, 4.0)), int(self._draw.integers(50, 400))
+        self._left -= 1
+        noise = float(self._draw.lognormal(0.0, 0.3)) * (8.0 if self._draw.random() < 0.005 else 1.0)
+        return noise * self._load * Laptop().step_seconds(shape)
+
+
+@pytest.mark.parametrize("gap_s", [6.0, 3.0, 2.0])
+def test_forecasts_follow_the_speed_of_a_machine_that_others_use_too(gap_s: float) -> None:
+    assert np.median(errors(varying(150, gap_s), cost=Shared())) < 0.25
+
+
+def test_prompts_that_are_cached_are_not_counted_as_if_they_were_read() -> None:
+    workload = varying(120, 0.4)
+    prompts = 160
+    ids = tuple((0,) * (prompts // 16) for _ in range(len(workload)))
+    shared = replace(
+        workload,
+        prompt_len=np.full(len(workload), prompts + 8, np.int32),
+        prefix_ids=ids,
+        prefix_block=16,
+    )
+    assert np.median(errors(shared, max_num_seqs=6, block_size=16)) < 0.25
 
 
 def test_asking_changes_nothing() -> None:

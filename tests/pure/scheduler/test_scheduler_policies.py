@@ -25,7 +25,7 @@ from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
     """`count` requests of 10 prompt tokens and up to 10 more that came one after another; `columns` as given."""
-    floats = ("arrival_s", "deadline_s")
+    floats = ("arrival_s", "deadline_s", "first_due_s")
     view = RequestView(
         now_s=now_s,
         row=np.full(count, -1, np.int64),
