@@ -35,5 +35,10 @@ class RunningLine:
 
     def at(self, x: float) -> float:
         """The line at `x`; 0 before anything was learnt."""
+        fixed, slope = self.parts()
+        return fixed + slope * x
+
+    def parts(self) -> tuple[float, float]:
+        """What nothing costs, and what each further x does."""
         slope = self.slope()
-        return self._mean_y - slope * self._mean_x + slope * x
+        return self._mean_y - slope * self._mean_x, slope

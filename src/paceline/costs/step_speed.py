@@ -8,6 +8,7 @@ a single stall moves neither far. Plain arithmetic, so that whoever repeats a ru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from paceline.costs.running_line import RunningLine
 
@@ -53,5 +54,18 @@ class StepSpeed:
 
     def seconds(self, decoding: float, prompt_tokens: float) -> float:
         """0 before anything was learnt."""
-        line = self._mixed if prompt_tokens or not self._plain.num_points else self._plain
-        return self._ratio * self._excess * line.at(decoding + prompt_tokens)
+        return self.now()(decoding, prompt_tokens)
+
+    def now(self) -> Callable[[float, float], float]:
+        """The same as a function of decoding rows and tokens of prompts, for many questions at one moment."""
+        scale = self._ratio * self._excess
+        fixed, slope = (scale * part for part in self._mixed.parts())
+        plain = self._plain if self._plain.num_points else self._mixed
+        plain_fixed, plain_slope = (scale * part for part in plain.parts())
+
+        def seconds(decoding: float, prompt_tokens: float) -> float:
+            if prompt_tokens:
+                return fixed + slope * (decoding + prompt_tokens)
+            return plain_fixed + plain_slope * decoding
+
+        return seconds

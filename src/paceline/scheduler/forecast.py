@@ -86,9 +86,9 @@ class Forecaster:
 
     def predict(self, state: SchedulerState, request: Request, budget: Budget) -> Forecast | None:
         """For a request that has not been added yet; None while too little is known. `budget`: see `Outlook`."""
-        cost = self._speed.seconds
         if not self._speed.is_known:
             return None
+        cost = self._speed.now()
         view, ahead = _ahead(state, request)
         allowed = request.max_total - request.num_tokens
         tenant = np.array([state.known_tenant(request.tenant)])
@@ -96,7 +96,7 @@ class Forecaster:
         cached = state.kv.match(request.keys, request.num_tokens).num_blocks * state.kv.block_size
         own = max(1, request.num_tokens - cached)
         under_way_s = self._under_way_s(state)
-        outlook = self._outlook(state, budget)
+        outlook = self._outlook(state, cost, budget)
         soonest_s = under_way_s + _reading_s(own, outlook.decoding, cost, budget)
         self._let_in(outlook, state, view, ahead)
         outlook.admit(state.kv.blocks_for(own))
@@ -145,15 +145,17 @@ class Forecaster:
         rows = state.rows
         return self._habits.outputs_left(rows.tenant[live], (rows.limit - rows.num_tokens)[live])
 
-    def _outlook(self, state: SchedulerState, budget: Budget) -> Outlook:
+    def _outlook(self, state: SchedulerState, cost: Cost, budget: Budget) -> Outlook:
         """The steps to come with those that run now; the prompts under way are read first."""
         rows, kv = state.rows, state.kv
         live = _live(state)
         left, held = self._left(state, live), kv.groups[0].held[live]
-        reading = np.isin(live, [request.row for request in state.prefilling.values()])
+        reads = np.zeros(rows.high, np.bool_)
+        reads[[request.row for request in state.prefilling.values()]] = True
+        reading = reads[live]
         at_end = held + left / kv.block_size
         outlook = Outlook(
-            self._speed.seconds,
+            cost,
             budget,
             endings=zip(left[~reading].tolist(), at_end[~reading].tolist(), strict=True),
             free_rows=state.most_rows - len(live),
@@ -194,16 +196,9 @@ def _live(state: SchedulerState) -> Ints:
 
 def _reading_s(tokens: int, decoding: int, cost: Cost, budget: Budget) -> float:
     """A prompt that nobody else's stands before."""
-    outlook = Outlook(
-        cost,
-        lambda _: budget(decoding) - decoding,
-        endings=(),
-        free_rows=1,
-        free_blocks=0.0,
-        block_size=1,
-    )
-    outlook.read(tokens)
-    return outlook.first_token_s()
+    room = max(1, budget(decoding) - decoding)
+    whole, rest = divmod(tokens, room)
+    return whole * cost(decoding, room) + (cost(decoding, rest) if rest else 0.0)
 
 
 def _ahead(state: SchedulerState, request: Request) -> tuple[RequestView, Ints]:

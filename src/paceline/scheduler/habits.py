@@ -57,16 +57,22 @@ class Habits:
 
         How long an answer has been going says nothing about its end, unless it runs to its length.
         """
-        tenants, which = np.unique(tenant, return_inverse=True)
-        known = np.array([self._of(int(each))[:2] for each in tenants]).reshape(-1, 2)[which]
-        left: Floats = known[:, 0] * allowed + (1.0 - known[:, 0]) * np.minimum(known[:, 1], allowed)
+        at_length, stopped_at, _ = self._columns(tenant)
+        left: Floats = at_length * allowed + (1.0 - at_length) * np.minimum(stopped_at, allowed)
         return np.maximum(left, 1.0)
 
     def cached_share(self, tenant: Ints) -> Floats:
         """Of prompts that come, found in the cache."""
-        tenants, which = np.unique(tenant, return_inverse=True)
-        shares: Floats = np.array([self._of(int(each))[2] for each in tenants])[which]
+        shares: Floats = np.broadcast_to(self._columns(tenant)[2], tenant.shape)
         return shares
+
+    def _columns(self, tenant: Ints) -> tuple[Floats, Floats, Floats]:
+        """See `_of`, for each of them; one number for all where there is one tenant."""
+        if len(tenant) and tenant.min() == tenant.max():
+            return tuple(np.array(part) for part in self._of(int(tenant[0])))  # type: ignore[return-value]
+        tenants, which = np.unique(tenant, return_inverse=True)
+        known = np.array([self._of(int(each)) for each in tenants]).reshape(-1, 3)[which]
+        return known[:, 0], known[:, 1], known[:, 2]
 
     def _of(self, tenant: int) -> tuple[float, float, float]:
         """The share of answers that run to their length, the tokens of the others, and what of prompts is cached."""

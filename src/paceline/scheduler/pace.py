@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,16 +105,23 @@ def paced_budget(state: SchedulerState, pace: Pace, mask: NDArray[np.bool_], pro
     return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), most_s)
 
 
-def expected_budget(state: SchedulerState, pace: Pace | None, decoding: int) -> int:
-    """The budget a step to come would have, with so many rows that read as much as those do that run now."""
-    rows = state.rows
+def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int], int]:
+    """The budget steps to come would have, by their decoding rows, which read as much as those do that run now."""
+    most = state.config.max_num_batched_tokens
     if pace is None:
-        return state.config.max_num_batched_tokens
+        return lambda decoding: most
+    rows = state.rows
     context = int(np.dot(rows.upper[: rows.high], rows.decoding[: rows.high]))
     running = int(np.count_nonzero(rows.decoding[: rows.high]))
-    context = context * decoding // running if running else 0
+    each = context / running if running else 0.0
     most_s = _least_gap(state, rows.decoding[: rows.high])
-    return pace.budget(decoding, context, (0, 0), _longest_wait(state), most_s)
+    waited_s = _longest_wait(state)
+
+    @cache
+    def budget(decoding: int) -> int:
+        return pace.budget(decoding, int(each * decoding), (0, 0), waited_s, most_s)
+
+    return budget
 
 
 def _least_gap(state: SchedulerState, mask: NDArray[np.bool_]) -> float:

@@ -91,8 +91,8 @@ class Scheduler:
     def forecast(self, request: Request) -> Forecast | None:
         """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
         self._tick()
-        state, pace = self.state, self.composer.pace
-        return state.forecaster.predict(state, request, lambda rows: expected_budget(state, pace, rows))
+        state = self.state
+        return state.forecaster.predict(state, request, expected_budget(state, self.composer.pace))
 
     def next_place_s(self) -> float | None:
         """Seconds until a running request is thought to end; None: nobody runs, or nobody knows."""
@@ -334,7 +334,8 @@ class Scheduler:
 
     def _too_late(self, request: Request) -> Objection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""
-        if not request.sampling.has_wishes or request.parent is not None:
+        wanted = request.sampling
+        if not wanted.has_wishes or wanted.on_infeasible == "try" or request.parent is not None:
             return None
         forecast = self.forecast(request)
         return None if forecast is None else late_objection(request, forecast)

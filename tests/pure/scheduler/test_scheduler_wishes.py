@@ -55,7 +55,8 @@ def test_a_wish_is_a_positive_whole_number_of_at_most_a_day(name: str, value: An
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
-    SamplingParams(**{name: MAX_WISH_MS})
+    most: dict[str, Any] = {name: MAX_WISH_MS}
+    SamplingParams(**most)
 
 
 def test_what_to_do_with_the_infeasible_is_one_of_two() -> None:

@@ -154,6 +154,7 @@ class FakeClient:
         self.prospect: Prospect | None = None  # of every request; None: unknown, and whoever asks is refused
         self.streams: list[FakeStream] = []
         self.has_info = True
+        self.next_place_s: float | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -163,7 +164,7 @@ class FakeClient:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(next_place_s=self.next_place_s)
 
     @property
     def heartbeat_age_s(self) -> float:
