@@ -50,6 +50,10 @@ class RunRecord:
     tenant: Ints
     outcome: NDArray[np.uint8]  # index into OUTCOMES
 
+    predicted_ttft_s: Floats = field(
+        default_factory=_no_floats
+    )  # as said at arrival; empty: nobody was asked
+
     # Gaps between token deliveries of one request, of all requests.
     itl_s: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
 

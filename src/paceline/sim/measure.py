@@ -60,6 +60,7 @@ class Meter:
         self._admitted_s = np.full(count, np.nan)
         self._first_token_s = np.full(count, np.nan)
         self._finished_s = np.full(count, np.nan)
+        self._predicted_ttft_s = np.empty(0)
         self._output_len = np.zeros(count, np.int32)
         self._cached = np.zeros(count, np.int32)
         self._preemptions = np.zeros(count, np.int32)
@@ -90,6 +91,12 @@ class Meter:
         self._cached[index] = finished.num_cached
         self._preemptions[index] = finished.preemptions
 
+    def foretold(self, index: int, ttft_s: float) -> None:
+        """When a request's first token would come, as was said at its arrival."""
+        if not self._predicted_ttft_s.size:
+            self._predicted_ttft_s = np.full(len(self._workload), np.nan)
+        self._predicted_ttft_s[index] = ttft_s
+
     def refused(self, index: int, time_s: float) -> None:
         """A request was not accepted."""
         self.num_ended += 1
@@ -117,6 +124,7 @@ class Meter:
             arrival_s=self._workload.arrival_s,
             admitted_s=self._admitted_s,
             first_token_s=self._first_token_s,
+            predicted_ttft_s=self._predicted_ttft_s,
             finished_s=self._finished_s,
             prompt_len=self._workload.prompt_len,
             output_len=self._output_len,

@@ -67,6 +67,7 @@ class SimConfig:
     ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
     itl_slo_ms: int | None = None
     on_infeasible: str = "try"  # what becomes of requests whose times cannot be kept: refuse, or try
+    forecasts: bool = False  # ask of every request when its first token would come
     faults: FaultSpec = field(default_factory=FaultSpec)
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
