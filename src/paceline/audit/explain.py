@@ -49,7 +49,8 @@ class Explanation:
 
     def _arrival(self) -> str:
         request = self.request
-        who = "" if request.tenant == DEFAULT_TENANT else f" of {request.tenant}"
+        tenant = request.tenant.partition("\x1f")[0]  # what follows keeps cached prefixes of a caller apart
+        who = "" if tenant == DEFAULT_TENANT else f" of {tenant}"
         priority = f", priority {request.priority}" if request.priority else ""
         branch = "" if request.parent is None else f", a branch of request {request.parent}"
         return (

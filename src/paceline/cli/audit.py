@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,16 +16,19 @@ from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
 from paceline.errors import InputError
 
+if TYPE_CHECKING:
+    from paceline.audit.trail_db import Verdict
+
 HELP = "Look at the decision log that a server keeps with --decision-log."
 VERIFY_HELP = """
-Walk the chain of a decision log: every entry holds the hash of the one before it, so that what was changed, taken out
-or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
+Walk the chain of a decision log: every page of decisions holds the hash of the one before it, so that what was changed,
+taken out or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
 
 \b
   paceline audit verify decisions/
   paceline audit verify decisions/ --head HASH
 
-Entries cut off at the end show only with --head: note the hash that is printed, and give it the next time.
+What is cut off at the end shows only with --head: note the hash that is printed, and give it the next time.
 """
 BIAS_HELP = """
 Compare how long requests waited and how often they gave way, between keys, classes or lengths of prompts: each group
@@ -41,7 +44,7 @@ class VerifyOptions:
     """What `paceline audit verify` takes."""
 
     folder: str = option("", "folder of the decision log")
-    head: str = option("", "hash of the last entry, as it was printed before: it must still be there")
+    head: str = option("", "hash that was printed before: the page that has it must still be there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +76,38 @@ def _verify(values: Mapping[str, Any]) -> None:
     from paceline.audit.trail_db import verify
 
     found = verify(_named(options.folder), options.head)
+    if found.undone:
+        typer.echo("note: a write was interrupted by the end of its process, and does not count")
     if found.problem:
-        typer.echo(f"broken: {found.problem}; entries {found.first} to {found.last} before it are whole")
+        before = "" if found.first is None else f"; {_pages(found)} before it {_is(found)} whole"
+        typer.echo(f"broken: {found.problem}{before}")
         raise typer.Exit(1)
-    if not found.last:
-        typer.echo("whole: there is no entry yet")
+    if found.first is None:
+        typer.echo("whole: there is no decision yet")
         return
-    removed = "" if found.first == 1 else f"; {found.first - 1:,} before them were removed by age or number"
-    typer.echo(f"whole: entries {found.first:,} to {found.last:,}{removed}")
-    typer.echo(f"head: {found.head}")
+    removed = found.first.first - 1
+    gone = f"; {removed:,} decisions before them were removed by age or number" if removed else ""
+    typer.echo(f"whole: {found.num_entries:,} decisions in {_pages(found)}{gone}")
+    typer.echo(f"head: {found.end.hash}")
+
+
+def _pages(found: Verdict) -> str:
+    assert found.first is not None
+    first, last = found.first.page, found.end.page
+    return f"page {first:,}" if first == last else f"pages {first:,} to {last:,}"
+
+
+def _is(found: Verdict) -> str:
+    return "is" if found.first is not None and found.first.page == found.end.page else "are"
 
 
 def _bias(values: Mapping[str, Any]) -> None:
     options = BiasOptions(**values)
 
     from paceline.audit.bias import compare, requests_of
-    from paceline.audit.trail_db import read_entries
+    from paceline.audit.trail_db import TrailReader
 
-    requests = requests_of(body for _, body, _, _ in read_entries(_named(options.folder)))
+    requests = requests_of(page.body for page in TrailReader(_named(options.folder)))
     found = compare(requests, [part.strip() for part in options.by.split(",") if part.strip()])
     if options.json:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}

@@ -78,7 +78,8 @@ def _from_log(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     from paceline.audit.explain import explain_from_log
     from paceline.audit.runlog import read_run_log
 
-    found = explain_from_log(read_run_log(options.log), int(options.request))
+    # The log of a server that runs, or was killed, ends anywhere; the story then says that it may go on.
+    found = explain_from_log(read_run_log(options.log, allow_cut=True), int(options.request))
     return found.values(), found.sentences()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,16 @@ def test_lengths_fall_into_classes() -> None:
 
 
 def test_only_requests_that_were_admitted_count() -> None:
-    bodies = ['{"kind":"decision"}', '{"kind":"request","delay_s":null}', '{"kind":"request","delay_s":0.5}']
-    assert requests_of(bodies) == [{"kind": "request", "delay_s": 0.5}]
+    facts = [30, 10, 0.5, "key", 0, None]
+    pages = [
+        {"adds": [[number, *facts] for number in (1, 2, 3)], "decisions": [["admit", 1, "fits", 0, 1, 1.0]]},
+        {"lost": 3},
+        {"decisions": [["finish", 1, "stop", 5, 2, 2.0], ["finish", 2, "abort", 0, 2, 2.0]]},
+        {"decisions": [["refuse", 3, "queue_full", 40, 2, 2.0], ["finish", 99, "stop", 1, 2, 2.0]]},
+    ]
+    assert requests_of(map(json.dumps, pages)) == [
+        {"tenant": "key", "priority": 0, "num_prompt": 30, "delay_s": 0.0, "preemptions": 0}
+    ]
 
 
 def test_a_group_nobody_knows_is_refused() -> None:
