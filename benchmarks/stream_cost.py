@@ -21,7 +21,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.server.api.routes import routes
 from paceline.server.call import Call, Caller, Events
 from paceline.server.service import ServedModel, Service
-from paceline.serving.client import BranchNews, Ending, EngineInfo, EngineState, EngineStats
+from paceline.serving.client import BranchNews, Ending, EngineInfo, EngineState, EngineStats, Prospect
 from paceline.text.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every single day. "
@@ -61,6 +61,8 @@ class ReadyStream:
         )
         self._next = 0
 
+    prospect: Prospect | None = None
+
     async def take(self) -> list[BranchNews]:
         self._next += 1
         return [self._news[self._next - 1]]
@@ -98,6 +100,9 @@ class ReadyClient:
 
     def submit(self, tokens: Sequence[int], sampling: SamplingParams, **_: Any) -> ReadyStream:
         return ReadyStream(self._tokens, len(tokens), sampling)
+
+    async def ask(self, tokens: Sequence[int], sampling: SamplingParams, **_: Any) -> Prospect:
+        raise AssertionError("nobody asks")
 
 
 def main() -> None:

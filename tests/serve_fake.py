@@ -31,6 +31,7 @@ from paceline.serving.client import (
     EngineStats,
     EngineStream,
     EngineUnavailable,
+    Prospect,
 )
 
 INFO = EngineInfo(
@@ -72,6 +73,11 @@ class FakeClient:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> EngineStream:
+        raise NotImplementedError
+
+    async def ask(
+        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+    ) -> Prospect:
         raise NotImplementedError
 
 

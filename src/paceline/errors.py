@@ -34,7 +34,31 @@ class NeverFits(InvalidRequest):
 
 
 class QueueFull(PacelineError):
-    """The bounded queue has no place left."""
+    """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+
+class DeadlineImpossible(InvalidRequest):
+    """A request whose times this machine could not keep even if it were alone; `param` names the wish."""
+
+    code = "deadline_impossible"
+
+
+class DeadlineInfeasible(PacelineError):
+    """A request whose times cannot be kept as things stand; it may be worth trying again after `retry_after_s`."""
+
+    code = "deadline_infeasible"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class UnknownRequest(PacelineError):

@@ -134,7 +134,7 @@ class Truth:
         entries: Any = inputs
         for kind, time_s, *values in entries:
             if kind == "add":
-                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, _ = values
+                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, *_ = values
                 known = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, ())
                 self._requests[request] = known
                 self._learn(known, keys)

@@ -17,7 +17,7 @@ from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
-from paceline.errors import InvalidTransition, NeverFits, QueueFull
+from paceline.errors import InvalidTransition
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
@@ -27,6 +27,7 @@ from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
+from tests.dst.wishes import REFUSALS, Wishes
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
@@ -79,7 +80,7 @@ class World:
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
         self.changes = Changes(seed, self.engine.scheduler)
-        self.overlapped = self.config.depth > 0
+        self.wishes, self.overlapped = Wishes(seed), self.config.depth > 0
         self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
@@ -274,18 +275,16 @@ class World:
         return [(bound / total, act) for bound, (_, act) in zip(bounds, acts, strict=True)]
 
     def _add(self) -> None:
-        rng, traffic = self.rng, self.traffic
-        longest = self.config.scheduler.max_model_len
+        rng, traffic, longest = self.rng, self.traffic, self.config.scheduler.max_model_len
         length = rng.randint(1, traffic.longest_prompt)
         shared = rng.randint(0, length)
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(1000) for _ in range(length - shared)]
         if rng.random() < 0.1:  # the same blocks after another beginning are other blocks
             prompt[0] = rng.randrange(1000)
         room = longest - length if rng.random() < 0.99 else longest
+        most = max(1, min(room, traffic.longest_output))
         sampling = SamplingParams(
-            max_tokens=rng.randint(1, max(1, min(room, traffic.longest_output)))
-            if rng.random() < 0.3
-            else max(1, min(room, traffic.longest_output)),
+            max_tokens=rng.randint(1, most) if rng.random() < 0.3 else most,
             n=rng.choice((1, 1, 1, 1, 2, 3)) if traffic.fork else 1,
             seed=rng.randrange(1 << 40),
             stop_token_ids=(int(VOCAB * traffic.stop_chance),) if traffic.stop_chance else (),
@@ -296,12 +295,12 @@ class World:
         try:
             ids = self.engine.add(
                 prompt,
-                sampling,
+                self.wishes.of(sampling),
                 tenant=tenant,
                 priority=rng.choice((0, 0, 0, 1, 2)),
                 needs_host=rng.random() < traffic.host_share,
             )
-        except (QueueFull, NeverFits):
+        except REFUSALS:
             self._check_refusal(before)
             return
         self._check_queue()
@@ -326,6 +325,7 @@ class World:
         request = self.engine.scheduler.state.requests[rid]
         client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
         self.clients[rid] = self.live[rid] = client
+        self.due |= {rid} if request.deadline_s is not None else set()
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:
             self.hooks.cursed[rid] = self.rng.choice(("admit", "new_keys", "extend", "publish", "finish"))
 
@@ -360,7 +360,7 @@ class World:
         before = self.admissions.state()
         try:
             ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
-        except (QueueFull, NeverFits, InvalidTransition):
+        except (*REFUSALS, InvalidTransition):
             self._check_refusal(before)
             return
         self._check_queue()

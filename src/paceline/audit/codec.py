@@ -58,6 +58,7 @@ ADD_FIELDS: tuple[tuple[str, object], ...] = (
     ("adapter", 0),
     ("num_tokens", None),  # None: as many as num_prompt
     ("together", 1),
+    ("wishes", None),  # deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible
 )
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
@@ -159,6 +160,17 @@ def _encode_add(values: Sequence[object]) -> dict[str, Json]:
     return named
 
 
+def _sampling(max_tokens: int, wishes: Json) -> SamplingParams:
+    deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible = wishes or (None, None, None, "refuse")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        deadline_ms=deadline_ms,
+        ttft_slo_ms=ttft_slo_ms,
+        itl_slo_ms=itl_slo_ms,
+        on_infeasible=on_infeasible,
+    )
+
+
 def decode_add(value: Json) -> tuple[Request, int]:
     """The request an add speaks of, with zeros for tokens, and how many requests were added together."""
     given = {**{name: default for name, default in ADD_FIELDS if default is not ...}, **value}
@@ -167,7 +179,7 @@ def decode_add(value: Json) -> tuple[Request, int]:
     request = Request(
         RequestId(given["id"]),
         np.zeros(num_tokens, np.int32),
-        SamplingParams(max_tokens=given["max_tokens"]),
+        _sampling(given["max_tokens"], given["wishes"]),
         arrival_s=decode_time(given["arrival_s"]),
         tenant=given["tenant"],
         priority=given["priority"],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import DIAL, FORMING, POLICY, depth_panel
 from paceline.config import KVConfig, SchedulerConfig, check_options, option
+from paceline.core.sampling import MAX_WISH_MS
 
 BUILT_IN_REQUESTS = 2_000
 ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
@@ -51,6 +52,21 @@ class SimOptions:
         "recorded", "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
     )
     priorities: str = option("none", "of requests: none (all equal), tenant (its number), random:LEVELS")
+    deadline_ms: int | None = option(
+        None, "milliseconds after arrival at which requests end", low=1, high=MAX_WISH_MS, kind=int
+    )
+    ttft_slo_ms: int | None = option(
+        None, "milliseconds in which requests want their first token", low=1, high=MAX_WISH_MS, kind=int
+    )
+    itl_slo_ms: int | None = option(
+        None, "milliseconds that requests want between tokens", low=1, high=MAX_WISH_MS, kind=int
+    )
+    on_infeasible: str = option(
+        "try", "what becomes of requests whose times cannot be kept", choices=("try", "refuse")
+    )
+    forecasts: bool = option(
+        False, "ask of every request when its first token would come, and show how wrong that was"
+    )
 
     modes: str = option(
         "continuous", "continuous, dynamic, static; several, separated by commas, are compared", flag="--mode"
@@ -95,6 +111,10 @@ PANELS = (
             Flag(name="speed"),
             Flag(name="arrivals"),
             Flag(name="priorities"),
+            Flag(name="deadline_ms", default="no deadline"),
+            Flag(name="ttft_slo_ms", default="any time"),
+            Flag(name="itl_slo_ms", default="any time"),
+            Flag(name="on_infeasible"),
         ),
     ),
     Panel(
@@ -162,6 +182,7 @@ PANELS = (
         config=SimOptions,
         flags=(
             Flag(name="slo", metavar="BOUND=SECONDS,..."),
+            Flag(name="forecasts"),
             Flag(name="device_hour_price", metavar="PRICE"),
             Flag(name="json", metavar="FILE"),
             Flag(name="plot", metavar="FILE.png"),

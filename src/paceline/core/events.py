@@ -115,6 +115,8 @@ class Rule(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
+    DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone
     # fail: code that was asked about this request alone raised
     REQUEST_FAILED = "request_failed"
     FINISH_HOOK = "finish_hook"

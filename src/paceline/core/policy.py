@@ -31,6 +31,7 @@ class RequestView:
     max_total: NDArray[np.int64]
     preemptions: NDArray[np.int64]
     deadline_s: NDArray[np.float64]  # absolute, as `now_s`; infinity for none
+    first_due_s: NDArray[np.float64]  # when a first token is wanted; infinity for whenever
     num_computed: NDArray[np.int64]  # tokens whose KV is there: on the device, or kept on the host
     attained: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
     started: NDArray[np.int64]  # 1 once it has been admitted, though it may wait again

@@ -99,6 +99,14 @@ class Cost(NamedTuple):
 NO_COST = Cost()
 
 
+def sooner(deadline_s: float | None, arrival_s: float, deadline_ms: int | None) -> float | None:
+    """A deadline on the clock, or what a request wants counted from its arrival, whichever comes first."""
+    if deadline_ms is None:
+        return deadline_s
+    wanted_s = arrival_s + deadline_ms / 1e3
+    return wanted_s if deadline_s is None else min(deadline_s, wanted_s)
+
+
 class Request:
     """One sequence to generate. See the module's docstring for which counters are true when."""
 
@@ -197,6 +205,18 @@ class Request:
     def due_s(self) -> float:
         """Its deadline; infinity for none."""
         return math.inf if self.deadline_s is None else self.deadline_s
+
+    @property
+    def first_due_s(self) -> float:
+        """When its first token is wanted; infinity for whenever."""
+        wish_ms = self.sampling.ttft_slo_ms
+        return math.inf if wish_ms is None else self.arrival_s + wish_ms / 1e3
+
+    @property
+    def itl_s(self) -> float:
+        """How long the wait between two of its tokens may be; infinity for any."""
+        wish_ms = self.sampling.itl_slo_ms
+        return math.inf if wish_ms is None else wish_ms / 1e3
 
     @property
     def is_terminal(self) -> bool:

@@ -21,6 +21,8 @@ MAX_STOP_IDS = 64
 MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
+MAX_WISH_MS = 86_400_000  # a day
+ON_INFEASIBLE = ("refuse", "try")
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
 
 
@@ -52,11 +54,23 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    # What is wanted of its times; see docs/guides/deadlines.md.
+    deadline_ms: int | None = None  # from arrival to the last token; it ends then, whatever it has
+    ttft_slo_ms: int | None = None  # from arrival to the first token
+    itl_slo_ms: int | None = None  # between two tokens
+    on_infeasible: str = (
+        "refuse"  # what to do with a request that cannot make its times: refuse, or try anyway
+    )
 
     def __post_init__(self) -> None:
         _normalize(self)
         _check_ranges(self)
         _check_counts(self)
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether anything is wanted of its times."""
+        return not self.deadline_ms is self.ttft_slo_ms is self.itl_slo_ms is None
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids outside `[0, vocab_size)` in any field."""
@@ -103,7 +117,11 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (
     ("seed", SEED_LOW, SEED_HIGH),
     ("logprobs", -1, MAX_LOGPROBS),
     ("prompt_logprobs", -1, MAX_LOGPROBS),
+    ("deadline_ms", 1, MAX_WISH_MS),
+    ("ttft_slo_ms", 1, MAX_WISH_MS),
+    ("itl_slo_ms", 1, MAX_WISH_MS),
 )
+_MAY_BE_NONE = frozenset({"seed", "logprobs", "prompt_logprobs", "deadline_ms", "ttft_slo_ms", "itl_slo_ms"})
 _FLOAT_RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 2.0),
     ("top_p", 1e-9, 1.0),
@@ -117,7 +135,7 @@ _FLOAT_RANGES: tuple[tuple[str, float, float], ...] = (
 def _check_ranges(params: SamplingParams) -> None:
     for name, low, high in _INT_RANGES:
         value = getattr(params, name)
-        if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+        if value is None and name in _MAY_BE_NONE:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidRequest(f"{name} must be a whole number, not {value!r}", param=name)
@@ -129,6 +147,9 @@ def _check_ranges(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
         if not low_f <= value <= high_f:
             raise InvalidRequest(f"{name} must be between {low_f:g} and {high_f:g}, not {value}", param=name)
+    if params.on_infeasible not in ON_INFEASIBLE:
+        message = f"on_infeasible must be one of {', '.join(ON_INFEASIBLE)}, not {params.on_infeasible!r}"
+        raise InvalidRequest(message, param="on_infeasible")
     if params.min_tokens > params.max_tokens:
         message = f"min_tokens ({params.min_tokens}) is larger than max_tokens ({params.max_tokens})"
         raise InvalidRequest(message, param="min_tokens")

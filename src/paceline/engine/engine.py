@@ -8,7 +8,7 @@ ends with an error, and after three failures in a row the engine gives up, with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,11 +20,13 @@ from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
-from paceline.core.request import DEFAULT_TENANT, Request, RequestId
+from paceline.core.request import DEFAULT_TENANT, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
+from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
 
+OnForecast = Callable[[RequestId, Forecast | None], object]
 MAX_FAILURES_IN_A_ROW = 3
 
 
@@ -57,6 +59,9 @@ class Engine:
         self.scheduler = scheduler
         self.depth = depth
         self.last_error: Exception | None = None
+        self.on_forecast: OnForecast | None = (
+            None  # told of every request before it is added, if anybody cares
+        )
         self._runner = runner
         self._clock = clock
         self._hooks = hooks
@@ -89,12 +94,49 @@ class Engine:
             if first_id < self._next_id:
                 raise InvalidRequest(f"request id {first_id} was used before")
             self._next_id = first_id
+        arrival_s = self._clock.now() if arrival_s is None else arrival_s
+        branches = self._family(tokens, sampling, tenant, priority, arrival_s)
+        due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
+        for branch in branches:
+            branch.deadline_s, branch.needs_host = due_s, needs_host
+        if self.on_forecast is not None:
+            self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
+        self.scheduler.add(branches)
+        return [branch.id for branch in branches]
+
+    def forecast(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+    ) -> Forecast | None:
+        """When a request would have its first and last token if it came now; it is not added.
+
+        None while too little is known. Raises what `add` would refuse it with.
+        """
+        next_id = self._next_id
+        try:
+            branches = self._family(tokens, sampling, tenant, priority, self._clock.now())
+        finally:
+            self._next_id = next_id
+        self.scheduler.check(branches)
+        return self.scheduler.forecast(branches[0])
+
+    def _family(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        sampling: SamplingParams,
+        tenant: str,
+        priority: int,
+        arrival_s: float,
+    ) -> list[Request]:
+        """The branches of a request, the others children of the first."""
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
-            branch.tenant, branch.priority, branch.deadline_s = tenant, priority, deadline_s
-            branch.arrival_s = self._clock.now() if arrival_s is None else arrival_s
-            branch.needs_host = needs_host
+            branch.tenant, branch.priority, branch.arrival_s = tenant, priority, arrival_s
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
@@ -103,8 +145,7 @@ class Engine:
             ):  # else every token of the prompt is computed, none is reused
                 branch.keys = list(self._hooks.new_keys(branch))
         branches[0].branches = len(branches) - 1
-        self.scheduler.add(branches)
-        return [branch.id for branch in branches]
+        return branches
 
     def add_request(self, request: Request) -> None:
         """Accept a request made elsewhere (a simulation, a log)."""

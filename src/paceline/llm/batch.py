@@ -10,7 +10,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from paceline.errors import InvalidRequest, PacelineError, QueueFull
+from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
 from paceline.llm.frontend import Frontend
 from paceline.llm.interrupts import Interrupts
 from paceline.llm.outputs import CompletionOutput, RequestOutput
@@ -80,7 +80,7 @@ def _feed(
             if front.collector.num_open:  # there is room once something has finished
                 return refused, itertools.chain([submission], waiting)
             refused.append(_refused(submission, error))
-        except InvalidRequest as error:
+        except (InvalidRequest, DeadlineInfeasible) as error:
             refused.append(_refused(submission, error))
     return refused, waiting
 

@@ -16,6 +16,7 @@ from paceline.text.stream import TextStream
 from paceline.text.tokenizer import Tokenizer
 
 _STOP, _ERROR = FinishReason.STOP.value, FinishReason.ERROR.value
+DEADLINE = "deadline"  # the detail of an abort: its time was up
 
 
 class BranchText:
@@ -73,6 +74,8 @@ class BranchText:
         output.finish_reason = reason if self.cut_at is None else _STOP
         if reason == _ERROR:
             output.error = detail
+        elif detail == DEADLINE and output.finish_reason != _STOP:
+            output.stop_reason = DEADLINE
         elif reason == _STOP and self.cut_at is None and output.token_ids:
             last = output.token_ids[-1]
             if last in self._stop_ids:

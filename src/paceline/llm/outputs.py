@@ -27,7 +27,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None  # stop, length, abort or error; None while it runs
-    stop_reason: int | str | None = None  # the stop string or stop id that was met
+    stop_reason: int | str | None = (
+        None  # the stop string or stop id that was met; deadline, when its time was up
+    )
     error: str | None = None  # what went wrong, when finish_reason is error
 
     @property

@@ -53,6 +53,9 @@ class RunRecord:
     # Per request too, where it is counted; else empty.
     recomputed_tokens: Ints = field(default_factory=_no_ints)  # computed again after a preemption
     kv_block_us: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    predicted_ttft_s: Floats = field(
+        default_factory=_no_floats
+    )  # as said at arrival; empty: nobody was asked
 
     # Gaps between token deliveries of one request, of all requests.
     itl_s: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from paceline.report.record import FINISHED, OUTCOMES, Floats, RunRecord
 
 Mask = NDArray[np.bool_]
+FLOOR_S = 0.2  # a shorter time to the first token is judged as if it were this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,9 @@ class Summary:
 
     slo: Slo | None
     device_hour_price: float | None
+    ttft_forecast_error: Distribution | None = (
+        None  # |said - seen| / max(seen, 200 ms); None: nobody was asked
+    )
 
 
 def summarize(
@@ -117,7 +121,15 @@ def summarize(
         e2e_s=distribution((record.finished_s - record.arrival_s)[finished]),
         slo=slo,
         device_hour_price=device_hour_price,
+        ttft_forecast_error=_forecast_error(record),
     )
+
+
+def _forecast_error(record: RunRecord) -> Distribution | None:
+    if not record.predicted_ttft_s.size:
+        return None
+    seen_s = record.first_token_s - record.arrival_s
+    return distribution(np.abs(record.predicted_ttft_s - seen_s) / np.maximum(seen_s, FLOOR_S))
 
 
 def distribution(values: Floats) -> Distribution:

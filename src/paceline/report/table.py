@@ -16,6 +16,7 @@ from paceline.report.record import OUTCOMES
 from paceline.report.summary import Distribution, Summary
 
 ABSENT = "-"
+FORECAST = "TTFT forecast"
 _JSON_DIGITS = 6
 
 Value = float | None
@@ -39,6 +40,8 @@ def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) 
         table.add_column(Text(summary.label), justify="right", overflow="fold")
     group = ""
     for measure in _MEASURES:
+        if measure.group == FORECAST and all(measure.value(summary) is None for summary in summaries):
+            continue  # nobody asked
         if measure.group != group and group:
             table.add_section()
         name = measure.group if measure.group != group else ""
@@ -101,6 +104,14 @@ def _outcome(name: str) -> _Measure:
     return _Measure(group="requests", label=name, value=lambda summary: summary.requests[name], text=_count)
 
 
+def _forecast(label: str, of: Callable[[Distribution], Value]) -> _Measure:
+    def value(summary: Summary) -> Value:
+        found = summary.ttft_forecast_error
+        return None if found is None else of(found)
+
+    return _Measure(group=FORECAST, label=f"error {label}", value=value, text=format_share, better=-1)
+
+
 def _latency(
     label: str, unit: str, of: Callable[[Summary], Distribution], text: Callable[[float], str]
 ) -> list[_Measure]:
@@ -149,6 +160,8 @@ _MEASURES: tuple[_Measure, ...] = (
     *_latency("TTFT", "ms", lambda summary: summary.ttft_s, _milliseconds),
     *_latency("ITL", "ms", lambda summary: summary.itl_s, _milliseconds),
     *_latency("end to end", "s", lambda summary: summary.e2e_s, format_number),
+    _forecast("p50", lambda error: error.p50),
+    _forecast("p90", lambda error: error.p90),
 )
 
 

@@ -7,7 +7,10 @@ learns the same. Asked once a step, it does a fixed number of operations. It nev
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,15 +46,17 @@ class Pace:
         prompt: tuple[int, int],
         waited_s: float,
         held_s: float | None = None,
+        most_s: float = math.inf,
     ) -> int:
         """Tokens the next step may carry with `rows` decoding rows that read `context` tokens.
 
         `prompt` says of the first prompt under way how many of its tokens are computed and how many are not. `held_s`
-        is what a dial asks for: it takes the place of the target and is never stretched.
+        is what a dial asks for: it takes the place of the target and is never stretched. `most_s` is the least that
+        any row wants between two of its tokens; prompts go on all the same.
         """
         costs = self._costs
         sizes, seconds = costs.sizes, costs.seconds
-        target_s = self.target_s(waited_s) if held_s is None else held_s
+        target_s = min(self.target_s(waited_s) if held_s is None else held_s, most_s)
         left_s = target_s / self.ratio - costs.context_s * context - costs.row_s * rows
         least = bisect_left(sizes, rows + sizes[0])  # prompts go on, however much the others read
         if least == len(sizes):
@@ -108,7 +113,36 @@ def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_
         done = rows.upper.item(prompts[0])
         rest = rows.known.item(prompts[0]) - done
     held_s = None if limits is None else limits.target_s
-    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), held_s)
+    most_s = _least_gap(state, mask)
+    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), held_s, most_s)
+
+
+def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int], int]:
+    """The budget steps to come would have, by their decoding rows, which read as much as those do that run now."""
+    most, limits = state.config.max_num_batched_tokens, state.dial.limits
+    if pace is None:
+        if limits is None:
+            return lambda decoding: most
+        return lambda decoding: limits.step_tokens(decoding, state.dial.fewest, most)
+    rows = state.rows
+    context = int(np.dot(rows.upper[: rows.high], rows.decoding[: rows.high]))
+    running = int(np.count_nonzero(rows.decoding[: rows.high]))
+    each = context / running if running else 0.0
+    held_s = None if limits is None else limits.target_s
+    most_s = _least_gap(state, rows.decoding[: rows.high])
+    waited_s = _longest_wait(state)
+
+    @cache
+    def budget(decoding: int) -> int:
+        return pace.budget(decoding, int(each * decoding), (0, 0), waited_s, held_s, most_s)
+
+    return budget
+
+
+def _least_gap(state: SchedulerState, mask: NDArray[np.bool_]) -> float:
+    """The least seconds between two tokens that any of these rows wants; infinity if none says so."""
+    rows = state.rows
+    return float(np.min(rows.itl_s[: len(mask)], where=mask, initial=np.inf)) if rows.num_itl else math.inf
 
 
 def _longest_wait(state: SchedulerState) -> float:

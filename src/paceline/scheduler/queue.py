@@ -17,7 +17,7 @@ from paceline.core.request import NO_ROW, Request, RequestId
 # The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
 # attained, started. Its times: arrival, deadline.
 NUM_COUNTS, PRIORITY, TENANT = 11, 1, 2
-NUM_TIMES, DEADLINE = 2, 1
+NUM_TIMES, DEADLINE, FIRST_DUE = 3, 1, 2
 
 
 class WaitingQueue:
@@ -74,7 +74,7 @@ class WaitingQueue:
             request.admitted_s is not None,
         )
         self._counts[place] = numbers
-        self._times[place] = (request.arrival_s, request.due_s)
+        self._times[place] = (request.arrival_s, request.due_s, request.first_due_s)
         self.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
@@ -132,6 +132,7 @@ class WaitingQueue:
             max_total=max_total,
             preemptions=preemptions,
             deadline_s=times[:, DEADLINE],
+            first_due_s=times[:, FIRST_DUE],
             num_computed=num_computed,
             attained=attained,
             started=started,

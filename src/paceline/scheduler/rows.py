@@ -47,6 +47,9 @@ class Rows:
         self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.arrival_s = np.zeros(num_rows, np.float64)
         self.deadline_s: NDArray[np.float64] = np.full(num_rows, np.inf)
+        self.first_due_s: NDArray[np.float64] = np.full(num_rows, np.inf)  # when its first token is wanted
+        self.itl_s: NDArray[np.float64] = np.full(num_rows, np.inf)  # most it wants between two tokens
+        self.num_itl = 0  # rows that want something between tokens
         # One array behind the columns of a kind, so that a join writes all of them at once.
         self._counts: Count = np.zeros((len(COUNTS), num_rows), np.int64)
         self.request_id: Count
@@ -98,6 +101,10 @@ class Rows:
         self.generation[row] += 1
         self.arrival_s[row] = request.arrival_s
         self.deadline_s[row] = request.due_s
+        self.first_due_s[row] = request.first_due_s
+        if request.itl_s != np.inf:
+            self.itl_s[row] = request.itl_s
+            self.num_itl += 1
         known = request.num_tokens
         self._counts[:, row] = (
             request.id,
@@ -146,6 +153,9 @@ class Rows:
         self.requests[row] = None
         self.num_live -= 1
         self.num_needs_host -= request.needs_host
+        if self.num_itl and self.itl_s.item(row) != np.inf:
+            self.itl_s[row] = np.inf
+            self.num_itl -= 1
         if self.num_reserved and self.reserved[row]:
             self.reserved[row] = False
             self.num_reserved -= 1

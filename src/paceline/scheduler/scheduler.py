@@ -24,10 +24,13 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
-from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, QueueFull, UnknownRequest
+from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler.compose import Composer
 from paceline.scheduler.dial import steer
-from paceline.scheduler.pace import make_pace
+from paceline.scheduler.feasibility import late_objection
+from paceline.scheduler.forecast import Forecast
+from paceline.scheduler.objections import Objection, objection_to
+from paceline.scheduler.pace import expected_budget, make_pace
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
@@ -60,11 +63,13 @@ class Scheduler:
         """Take in the result of the oldest plan under way."""
         self._tick()
         self._note("done", result.seq)
+        work = self.state.flights[0].work
         if self.composer.pace is not None:
-            self.composer.pace.learn(self.state.flights[0].work, result.times)
+            self.composer.pace.learn(work, result.times)
         apply_result(self.state, result)
         if self.state.dial.watches:
             steer.judge(self.state)
+        self.state.forecaster.learn(work, result.times, self.state.now_s, is_busy=bool(self.state.requests))
 
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
@@ -87,27 +92,34 @@ class Scheduler:
         taken, self.state.journal = self.state.journal, []
         return taken
 
+    def forecast(self, request: Request) -> Forecast | None:
+        """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
+        self._tick()
+        state = self.state
+        return state.forecaster.predict(state, request, expected_budget(state, self.composer.pace))
+
+    def next_place_s(self) -> float | None:
+        """Seconds until a running request is thought to end; None: nobody runs, or nobody knows."""
+        return self.state.forecaster.next_ending_s(self.state)
+
     # -- inputs --------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Accept new requests, all of them or none. Raises when one can never fit or the queue is full."""
-        state = self.state
+        """Accept new requests, all of them or none. Raises when one can never fit, cannot make its times, or the queue
+        is full."""
         self._tick()
-        for request in requests:
-            self._refuse_if_impossible(request)
-        num_tokens = sum(request.num_tokens for request in requests)
-        config, queue = state.config, state.queue
-        if len(queue) + len(requests) > config.max_queue:
-            self._reject(requests, Rule.QUEUE_FULL)
-            raise QueueFull(f"{len(queue)} requests are waiting; the queue takes {config.max_queue}")
-        if queue.num_tokens + num_tokens > config.max_queue_tokens:
-            self._reject(requests, Rule.QUEUE_FULL)
-            raise QueueFull(
-                f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
-                f"the queue takes {config.max_queue_tokens}"
-            )
+        objection = objection_to(self.state, requests) or self._too_late(requests[0])
+        if objection is not None:
+            self._reject(objection.requests, objection.rule)
+            raise objection.error
         for request in requests:
             self._accept(request, len(requests))
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise what these requests would be refused with if they came now."""
+        objection = objection_to(self.state, requests) or self._too_late(requests[0])
+        if objection is not None:
+            raise objection.error
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -334,26 +346,13 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _refuse_if_impossible(self, request: Request) -> None:
-        state = self.state
-        if request.id in state.requests or request.state is not RequestState.NEW:
-            raise InvalidRequest(f"request {request.id} is already known")
-        longest = state.config.max_model_len
-        if request.max_total > longest:
-            self._reject([request], Rule.CONTEXT_LENGTH)
-            raise NeverFits(
-                f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
-                f"and {request.sampling.max_tokens} more are asked for",
-                param="max_tokens",
-            )
-        if not state.kv.can_ever_hold(request.max_total):
-            self._reject([request], Rule.KV_CAPACITY)
-            slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
-            raise NeverFits(
-                f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
-                "ask for fewer tokens or give the cache more blocks",
-                param="max_tokens",
-            )
+    def _too_late(self, request: Request) -> Objection | None:
+        """Why a request cannot make its times; a branch of one that runs is not asked."""
+        wanted = request.sampling
+        if not wanted.has_wishes or wanted.on_infeasible == "try" or request.parent is not None:
+            return None
+        forecast = self.forecast(request)
+        return None if forecast is None else late_objection(request, forecast)
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
         kv = self.state.kv
@@ -404,7 +403,7 @@ class Scheduler:
         sizes = (request.num_prompt, request.sampling.max_tokens)
         order = (request.arrival_s, request.tenant, request.priority, request.deadline_s)
         keys = tuple(key.key for key in request.keys)
-        extra = (request.model, request.adapter, request.num_tokens, together)
+        extra = (request.model, request.adapter, request.num_tokens, together, _wishes(request))
         self._note("add", request.id, *sizes, *order, request.parent, request.needs_host, keys, *extra)
 
     def _note_idle(self, noted: int, decided: int) -> None:
@@ -420,3 +419,11 @@ class Scheduler:
         if withheld != self._withheld:
             self._withheld = withheld
             self._note("withheld", withheld)
+
+
+def _wishes(request: Request) -> tuple[int | None, int | None, int | None, str] | None:
+    """What a request wants of its times, as the journal has it; None for nothing."""
+    wanted = request.sampling
+    if not wanted.has_wishes:
+        return None
+    return wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible

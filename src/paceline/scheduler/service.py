@@ -56,6 +56,14 @@ class Service:
                 if tenant in self._queue.tenants:
                     self.accounts.began(tenant, name, waiting)
 
+    def gap(self) -> float | None:
+        """The most that tenants that wait are apart in their accounts; None: nobody keeps any."""
+        counter = getattr(self.accounts, "counter", None)
+        if counter is None:
+            return None
+        counts = [float(counter(tenant)) for tenant in self._queue.tenants]
+        return max(counts) - min(counts) if len(counts) > 1 else 0.0
+
     def is_unsettled(self, tenant: int) -> bool:
         """Whether the tenant waits again since the plan that was just made. For checks."""
         return tenant in self._returned

@@ -33,6 +33,7 @@ from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, Requ
 from paceline.kv.manager import KVManager
 from paceline.scheduler.cost import settle_cost
 from paceline.scheduler.dial.dial import Dial
+from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue
 from paceline.scheduler.rows import Rows
@@ -42,7 +43,7 @@ SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
 _new = tuple.__new__
-_FINISH = DecisionKind.FINISH  # members of an enum are looked up slowly
+_FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # members of an enum are looked up slowly
 Journal = list[tuple[object, ...]]
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
@@ -82,6 +83,7 @@ class Counters:
     finished: int = 0
     rejected: int = 0
     preempted: int = 0
+    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision
     swapped: int = 0
     forked: int = 0
     late_results: int = 0
@@ -136,6 +138,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
+        self.forecaster = Forecaster()
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
         self.last_in: RequestId = NOBODY  # who was given a row last
@@ -163,6 +166,8 @@ class SchedulerState:
     ) -> None:
         """Put a decision on record, with the step it belongs to and what explains it."""
         step = self.kv.submitted + 1
+        if kind is _PREEMPT:
+            self.counters.preempted_by[reason] = self.counters.preempted_by.get(reason, 0) + 1
         fields = (kind, request.id, reason, value, step, self.now_s, *figures, seconds, detail)
         self.decisions.append(_new(Decision, fields))  # three times as fast as calling the class
 
@@ -181,6 +186,10 @@ class SchedulerState:
             self._next_tenant += 1
         return index
 
+    def known_tenant(self, name: str) -> int:
+        """The number of a tenant, or the one it would get."""
+        return self._tenants.get(name, self._next_tenant)
+
     def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
         table = self.rows
@@ -196,6 +205,7 @@ class SchedulerState:
             max_total=table.limit[rows],
             preemptions=table.preemptions[rows],
             deadline_s=table.deadline_s[rows],
+            first_due_s=table.first_due_s[rows],
             num_computed=(computed := table.computed[rows]),
             attained=np.maximum(table.attained[rows], computed),
             started=np.ones(len(rows), np.int64),
@@ -351,6 +361,7 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = num_tokens - request.num_prompt
+        self.forecaster.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(
             detail or reason._value_
         )  # every request comes here: the property costs ten times as much

@@ -6,6 +6,7 @@ All or nothing: a request with several branches gets all its places or none. Bel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import InvalidRequest
@@ -52,6 +53,10 @@ class Permit:
         if not self.is_batch:
             self._admission.recount(self, tokens)
 
+    def next_place_s(self) -> float | None:
+        """Until a request under way is thought to end, if that is known."""
+        return self._admission.next_place_s()
+
     def leave_queue(self) -> None:
         """The first token is here: the prompt waits no longer."""
         if self._is_waiting:
@@ -71,8 +76,10 @@ class Permit:
 class Admission:
     """Counts what is under way against what there is."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, next_place_s: Callable[[], float | None] = lambda: None) -> None:
+        """`next_place_s` says when a request under way is thought to end, if that is known."""
         self.capacity = capacity
+        self.next_place_s = next_place_s
         self.places_taken = 0
         self.tokens_waiting = 0
         self.batch_places = 0  # those of the places that lines of batches have taken
@@ -93,11 +100,7 @@ class Admission:
 
     def reserve(self, caller: Caller, places: int, tokens: int) -> Permit:
         """Take places for a request, and room for its prompt by a guess at its tokens."""
-        possible = min(self.capacity.places, caller.max_concurrency or places)
-        if places > possible:  # would be refused for ever: nothing to try again
-            message = f"the request asks for {places} answers at once; at most {possible} are possible"
-            raise InvalidRequest(message, param="n")
-        self._check(caller, places, tokens)
+        self.check_places(caller, places, tokens)
         self.places_taken += places
         if (
             caller.batch_id
@@ -109,10 +112,18 @@ class Admission:
         self._by_tenant[caller.tenant] = self.under_way(caller.tenant) + places
         return Permit(self, caller, places, tokens)
 
+    def check_places(self, caller: Caller, places: int, tokens: int) -> None:
+        """Raise what `reserve` would, and take nothing."""
+        possible = min(self.capacity.places, caller.max_concurrency or places)
+        if places > possible:  # would be refused for ever: nothing to try again
+            message = f"the request asks for {places} answers at once; at most {possible} are possible"
+            raise InvalidRequest(message, param="n")
+        self._check(caller, places, tokens)
+
     def recount(self, permit: Permit, tokens: int) -> None:
         others = self.tokens_waiting - permit.tokens
         if others and others + tokens > self.capacity.queued_tokens:
-            raise TooBusy("the queue holds as many tokens as it may; try again in a moment")
+            raise self._too_busy("the queue holds as many tokens as it may")
         self.tokens_waiting = others + tokens
         permit.tokens = tokens
 
@@ -134,15 +145,15 @@ class Admission:
 
     def _check(self, caller: Caller, places: int, tokens: int) -> None:
         if self.places_taken + places > self.capacity.places:
-            raise TooBusy("the queue is full; try again in a moment")
+            raise self._too_busy("the queue is full")
         # A prompt that waits alone is let in whatever its length: another limit says what is too long.
-        if (
-            tokens
-            and self.tokens_waiting
-            and not caller.batch_id
-            and self.tokens_waiting + tokens > self.capacity.queued_tokens
-        ):
-            raise TooBusy("the queue holds as many tokens as it may; try again in a moment")
+        is_crowded = self.tokens_waiting + tokens > self.capacity.queued_tokens
+        if tokens and self.tokens_waiting and not caller.batch_id and is_crowded:
+            raise self._too_busy("the queue holds as many tokens as it may")
         most = caller.max_concurrency
         if most is not None and self.under_way(caller.tenant) + places > most:
-            raise ConcurrencyExceeded(f"this key may have {most} requests under way; wait until one is over")
+            message = f"this key may have {most} requests under way; wait until one is over"
+            raise ConcurrencyExceeded(message, retry_after_s=self.next_place_s())
+
+    def _too_busy(self, what: str) -> TooBusy:
+        return TooBusy(f"{what}; try again in a moment", retry_after_s=self.next_place_s())

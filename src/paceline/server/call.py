@@ -116,6 +116,8 @@ class RequestRecord:
     cost: Cost = NO_COST  # of all branches that have ended
     charge: Charge = field(default_factory=no_charge)
     batch_id: str = ""
+    predicted_ttft_s: float | None = None  # what the engine said when it took the request
+    wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
 
 
 class Observer(Protocol):

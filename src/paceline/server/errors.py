@@ -6,12 +6,20 @@ where they are ours: those of request errors. Whatever is not in the catalogue i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from paceline.errors import EngineFailed, InvalidRequest, NeverFits, PacelineError, QueueFull
+from paceline.errors import (
+    DeadlineInfeasible,
+    EngineFailed,
+    InvalidRequest,
+    NeverFits,
+    PacelineError,
+    QueueFull,
+)
 from paceline.server.failures import (
     DeadlineExceeded,
     GenerationFailed,
@@ -23,6 +31,7 @@ from paceline.serving.client import EngineUnavailable
 
 MAX_MESSAGE = 512
 MAX_PARAM = 128
+LONGEST_RETRY_S = 600
 INTERNAL = "internal_error"
 BAD, AUTH, DENIED, MISSING = (
     "invalid_request_error",
@@ -84,6 +93,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "unsupported_modality": Entry(400, BAD, "Only text is supported."),
     "context_length_exceeded": Entry(400, BAD, "The request is longer than the model's context."),
     "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
+    "deadline_impossible": Entry(400, BAD, "This machine cannot answer in the time that was asked for."),
     "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
     # Files and batches.
@@ -110,12 +120,14 @@ CATALOGUE: Mapping[str, Entry] = {
     "shutting_down": Entry(503, OURS, "The server is shutting down; try again later.", 5),
     "ledger_unavailable": Entry(503, OURS, "The ledger cannot be written; no requests are taken.", 5),
     "out_of_memory": Entry(503, OURS, "There is not enough memory for this request now.", 5),
+    "deadline_infeasible": Entry(503, OURS, "There is too much to do to answer in the time asked for.", 1),
     "deadline_exceeded": Entry(504, OURS, "The request took longer than it may."),
 }
 
 # Whose words are ours and meant for the client.
 _SPEAKING = (
-    *(InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, GenerationFailed, UnsupportedRoute),
+    *(InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, DeadlineInfeasible),
+    *(GenerationFailed, UnsupportedRoute),
     LedgerUnavailable,
 )
 _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -155,15 +167,20 @@ def problem_of(error: BaseException) -> Problem:
     entry = CATALOGUE[code]
     message = str(error) if isinstance(error, (Refusal, *_SPEAKING)) and str(error) else entry.message
     param = getattr(error, "param", None)
-    retry_after_s = getattr(error, "retry_after_s", None) if entry.retry_after_s is not None else None
+    retry_after_s = None if entry.retry_after_s is None else getattr(error, "retry_after_s", None)
     return Problem(
         status=entry.status,
         type=entry.type,
         code=code,
         message=_shortened(message, MAX_MESSAGE),
         param=_shortened(param, MAX_PARAM) if isinstance(param, str) else None,
-        retry_after_s=retry_after_s if isinstance(retry_after_s, int) else entry.retry_after_s,
+        retry_after_s=entry.retry_after_s if retry_after_s is None else whole_seconds(retry_after_s),
     )
+
+
+def whole_seconds(seconds: float) -> int:
+    """When to come again: never at once, and not so late that nobody would."""
+    return min(max(1, math.ceil(seconds - 1e-9)), LONGEST_RETRY_S)
 
 
 def openai_body(problem: Problem) -> bytes:

@@ -68,7 +68,7 @@ class TooBusy(QueueFull):
     """No place in the queue (429, `Retry-After` from `retry_after_s`)."""
 
     code = "queue_full"
-    retry_after_s = 1
+    retry_after_s: float | None = 1
 
 
 class ConcurrencyExceeded(TooBusy):
@@ -84,11 +84,9 @@ class RateLimited(TooBusy):
     code = "rate_limit_exceeded"
 
     def __init__(self, limit: str, per_minute: int, *, retry_after_s: int) -> None:
-        super().__init__(
-            f"the limit {limit} of this key, {per_minute}, is reached; try again in {retry_after_s} s"
-        )
+        message = f"the limit {limit} of this key, {per_minute}, is reached; try again in {retry_after_s} s"
+        super().__init__(message, retry_after_s=retry_after_s)
         self.limit = limit
-        self.retry_after_s = retry_after_s
 
 
 class PriceAboveMaximum(TooBusy):
@@ -113,7 +111,10 @@ class QueueTimeout(PacelineError):
     """No token came in the time a request may wait for its first (503, `Retry-After`)."""
 
     code = "queue_timeout"
-    retry_after_s = 5
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(PacelineError):

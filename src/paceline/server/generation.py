@@ -16,13 +16,14 @@ from typing import Any
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Cost, FinishReason
 from paceline.errors import PacelineError
-from paceline.llm.branch_text import BranchText, logprob_entry
+from paceline.llm.branch_text import DEADLINE, BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.server.admission import Permit
 from paceline.server.billing.charge import receipt
 from paceline.server.call import Observer, RequestRecord
 from paceline.server.failures import DeadlineExceeded, GenerationFailed, QueueTimeout
+from paceline.server.prospects import ProspectHeaders
 from paceline.serving.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
 from paceline.text.tokenizer import Tokenizer
 
@@ -102,6 +103,11 @@ class Generation:
         self._num_prompt = sum(len(part.prepared.token_ids) for part in self._parts)
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
+
+    def headers(self, others: Mapping[str, str]) -> Mapping[str, str]:
+        """Headers of the answer: with `others`, what the engine said about when it will come."""
+        stream = self._parts[0].stream
+        return ProspectHeaders(others, lambda: stream.prospect)
 
     @property
     def is_open(self) -> bool:
@@ -267,7 +273,8 @@ class Generation:
             async with asyncio.timeout(max(left, 0.0)):
                 return await self._take_any()
         except TimeoutError:
-            raise QueueTimeout("no token came in the time a request may wait; try again later") from None
+            message = "no token came in the time a request may wait; try again later"
+            raise QueueTimeout(message, retry_after_s=self._permit.next_place_s()) from None
 
     async def _take_any(self) -> list[tuple[_Part, list[BranchNews]]]:
         """News of whichever prompts have some. A prompt's next news is asked for when these are dealt with."""
@@ -320,6 +327,8 @@ class Generation:
         record = self.record
         if record.first_token_s is None:
             record.first_token_s = time.monotonic()
+            prospect = self._parts[0].stream.prospect
+            record.predicted_ttft_s = None if prospect is None else prospect.first_token_s
             self._permit.leave_queue()
             self._observer.first_token(record)
         record.num_output += count
@@ -336,10 +345,22 @@ class Generation:
         record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
         if output.finish_reason in (_ERROR, _ABORT):
-            raise _failure(ending)
+            raise self._failure_of(ending)
         if not record.finish_reason:
             record.finish_reason = output.finish_reason or ""
         return text
+
+    def _failure_of(self, ending: Ending) -> PacelineError:
+        if ending.reason != _ABORT or ending.detail != DEADLINE:
+            return _failure(ending)
+        deadline_ms = self.record.wishes[0]
+        if deadline_ms is not None:
+            made = f"{ending.num_output} tokens were made by then"
+            return DeadlineExceeded(f"the deadline_ms of {deadline_ms} was up; {made}")
+        if ending.num_output == 0:
+            message = "no token came in the time a request may take; try again later"
+            return QueueTimeout(message, retry_after_s=self._permit.next_place_s())
+        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
 
     def _noted(self, error: PacelineError) -> PacelineError:
         self.record.finish_reason = _ABORT if isinstance(error, _ABORTS) else _ERROR
@@ -363,10 +384,6 @@ def _failure(ending: Ending) -> PacelineError:
             message = "the model's numbers for this request were not usable"
             return GenerationFailed(message, code="numerical_error")
         return GenerationFailed("the request failed inside the engine")
-    if ending.detail == "deadline":
-        if ending.num_output == 0:
-            return QueueTimeout("no token came in the time a request may take; try again later")
-        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
     # Who asked is still here, so nobody of this process ended it: the engine is going away.
     return EngineUnavailable("the engine has ended the request; try again in a moment")
 

@@ -6,12 +6,13 @@ numbers that requests add to. Labels come from closed sets. Everything belongs t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from paceline.core.dial import DialStatus, DialWord
 from paceline.server.call import Caller, RequestRecord
+from paceline.server.histogram import E2E_BUCKETS, Histogram
+from paceline.server.promise_metrics import PromiseMetrics
 from paceline.server.tenant import CLASSES, LIMITS
 from paceline.serving.client import EngineClient, EngineState, EngineUnavailable
 
@@ -23,29 +24,10 @@ ITL_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
     *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-E2E_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-
-
-class Histogram:
-    """Counts of values by bucket."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
 
 
 class RequestMetrics:
@@ -61,6 +43,7 @@ class RequestMetrics:
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
         }
+        self.promises = PromiseMetrics()
         self._ttft = self.histograms["time_to_first_token_seconds"][1]
         self._itl = self.histograms["inter_token_latency_seconds"][1]
 
@@ -70,6 +53,7 @@ class RequestMetrics:
     def first_token(self, record: RequestRecord) -> None:
         if record.first_token_s is not None:
             self._ttft.observe(record.first_token_s - record.received_s)
+            self.promises.first_token(record)
 
     def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
         self.generation_tokens += count
@@ -85,6 +69,7 @@ class RequestMetrics:
         reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
         self.finished_by_reason[reason] += 1
         self.billed_nano[record.charge.quote.service_class] += record.charge.amounts.total
+        self.promises.finished(record)
         for name, value in _values_of(record):
             if value is not None:
                 self.histograms[name][1].observe(value)

@@ -17,14 +17,15 @@ from prometheus_client.registry import Collector
 
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
+from paceline.server.histogram import buckets
 from paceline.server.metrics import (
-    Histogram,
     HttpMetrics,
     RequestMetrics,
     cache_labels,
     engine_counters,
     engine_gauges,
 )
+from paceline.server.promise_metrics import promise_families
 from paceline.serving.client import EngineClient
 
 # Name, meaning, value; more gauges and counters than this module knows of.
@@ -77,6 +78,7 @@ class MetricsPage(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._engine()
         yield from self._generations()
+        yield from promise_families(self._requests.promises, self._client, self._prefix, self._labels)
         yield from self._traffic()
 
     @property
@@ -116,7 +118,7 @@ class MetricsPage(Collector):
         yield billed
         for name, (text, histogram) in requests.histograms.items():
             family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
-            family.add_metric(self._labels, *_buckets(histogram))
+            family.add_metric(self._labels, *buckets(histogram))
             yield family
 
     def _traffic(self) -> Iterable[Metric]:
@@ -150,12 +152,3 @@ class MetricsPage(Collector):
         counter = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
         counter.add_metric(self._labels, value)
         return counter
-
-
-def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    total = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return buckets, histogram.total

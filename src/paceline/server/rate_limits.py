@@ -115,17 +115,23 @@ class Allowance:
         is only a bound, which most requests leave to the model's context. What it does use is charged at its end.
         """
         bucket = self._account.tokens
+        if bucket is not None:
+            charge = self.check_charge(num_prompt, num_answer)
+            bucket.add(charge, self._clock())
+            self._charged_in, self._charged = bucket, charge
+
+    def check_charge(self, num_prompt: int, num_answer: int) -> int:
+        """What `charge_tokens` would charge; raises what it would, and charges nothing."""
+        bucket = self._account.tokens
         if bucket is None:
-            return
+            return 0
         if num_prompt > bucket.per_minute:  # would be refused for ever: nothing to try again
             raise InvalidRequest(
                 f"the prompt has {num_prompt} tokens, and the limit {TOKENS} of this key is {bucket.per_minute}"
             )
-        now_s = self._clock()
         charge = min(num_prompt + num_answer, bucket.per_minute)
-        _check(bucket, charge, TOKENS, now_s)
-        bucket.add(charge, now_s)
-        self._charged_in, self._charged = bucket, charge
+        _check(bucket, charge, TOKENS, self._clock())
+        return charge
 
     def settle_tokens(self, used: int) -> None:
         """The request is over and has used so many tokens. What is called again finds nothing to do."""

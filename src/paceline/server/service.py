@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
+from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
@@ -22,6 +23,7 @@ from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.billing.counter import Counter
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
+from paceline.server.estimates import Estimate
 from paceline.server.explanations import Explanations
 from paceline.server.failures import ContextTooLong, PriorityNotPermitted
 from paceline.server.generation import Generation
@@ -100,7 +102,8 @@ class Service:
         self.tokenizer = model.tokenizer
         self.settings = settings or ServiceSettings()
         self.observer: Observer = observer or NoObserver()
-        self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
+        capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
+        self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.explanations = Explanations(client)
         self.counter = counter or Counter(client)
         self._chat = ChatPrompts(model.tokenizer)
@@ -117,14 +120,49 @@ class Service:
 
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""
+        self.check_loaded()
+        self.counter.check()
+        self.admission.check_door(call.caller)
+
+    def check_loaded(self) -> None:
+        """Raises EngineUnavailable when no engine is there to answer."""
         state = self.client.state
         if state is EngineState.STARTING:
             raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
         if state is not EngineState.READY:
             raise EngineUnavailable("the engine is not available; try again in a moment")
         self._loaded()
-        self.counter.check()
-        self.admission.check_door(call.caller)
+
+    async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
+        """When a request of one prompt would be served if it came now."""
+        self._check_priority(call, body)
+        known = self._loaded()
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
+        ids, sampling = prepared.token_ids, prepared.sampling
+        num_output = sampling.n * sampling.max_tokens
+        service_class = call.caller.service_class
+        quote = self.counter.quote(call.caller, service_class, self.admission.places_taken)
+        prospect, refusal = None, None
+        try:
+            self._quote(call, body, service_class)  # with the price it accepts
+            prospect = await self.client.ask(
+                ids, sampling, tenant=self._tenant(call, body), priority=body.priority
+            )
+            self.admission.check_places(call.caller, sampling.n, len(ids))
+            if call.allowance is not None:
+                call.allowance.check_charge(len(ids), num_output)
+        except (InvalidRequest, QueueFull, DeadlineInfeasible) as error:
+            refusal = error
+        return Estimate(
+            num_prompt=len(ids),
+            max_tokens=num_output,
+            num_answers=sampling.n,
+            block_size=known.info.block_size,
+            quote=quote,
+            prospect=prospect,
+            refusal=refusal,
+        )
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
@@ -205,6 +243,10 @@ class Service:
         )
         return _Known(info=info, facts=facts, reader=reader)
 
+    def _tenant(self, call: Call, body: ParsedBody) -> str:
+        tenant = call.caller.tenant
+        return f"{tenant}\x1f{body.cache_salt}" if body.cache_salt else tenant
+
     def _check_priority(self, call: Call, body: ParsedBody) -> None:
         lowest = call.caller.lowest_priority_number
         if lowest is not None and body.priority < lowest:
@@ -246,9 +288,7 @@ class Service:
     def _submit(
         self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]
     ) -> list[tuple[PreparedRequest, EngineStream]]:
-        tenant = call.caller.tenant
-        if body.cache_salt:
-            tenant = f"{tenant}\x1f{body.cache_salt}"
+        tenant = self._tenant(call, body)
         # A line of a batch has the batch's own time, and is never more urgent than its class.
         is_batch = bool(call.caller.batch_id)
         priority = max(body.priority, BATCH_PRIORITY) if is_batch else body.priority
@@ -301,4 +341,5 @@ def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -
         max_tokens=prepared[0].sampling.max_tokens,
         is_stream=body.streaming.wanted,
         batch_id=call.caller.batch_id,
+        wishes=(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
     )

@@ -7,6 +7,7 @@ one event loop, and nothing waits.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -29,9 +30,10 @@ from paceline.serving.client import (
     EngineStats,
     EngineUnavailable,
     PolicyChange,
+    Prospect,
     Steering,
 )
-from paceline.serving.questions import Questions, Sender
+from paceline.serving.questions import MOST_QUESTIONS, PATIENCE_S, Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
 
@@ -50,6 +52,7 @@ class AsyncEngine:
         self._sender: Sender | None = None
         self._streams: dict[int, Stream] = {}  # by their first branch
         self._branches: dict[int, Branch] = {}  # those that have not ended
+        self._asked: dict[int, asyncio.Future[Prospect]] = {}  # who waits for a forecast
         self._undelivered: list[Stream] = []  # with news of the frame that is being read
         self._questions = Questions()
         self._dial: DialSetting | None = None  # as it was set while serving
@@ -95,24 +98,8 @@ class AsyncEngine:
         timeout_s: float | None = None,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
-        sender = self._ready_sender()
-        if sender.num_unsent_bytes > self._config.max_unsent_bytes:
-            raise QueueFull("the engine does not take requests as fast as they come; try again later")
-        if not -(2**31) <= priority < 2**31:
-            raise InvalidRequest(f"priority {priority} is out of range", param="priority")
+        sender, payload = self._ready_sender(), self._payload(tokens, sampling, tenant, priority, timeout_s)
         first = self._next_id
-        add = frames.Add(
-            first,
-            _column(tokens),
-            frames.Sampling.of(sampling),
-            tenant,
-            priority,
-            time.monotonic(),
-            timeout_s,
-        )
-        payload = frames.encode(add)
-        if len(payload) + HEADER.size > self._config.max_frame_bytes:
-            raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
         self._next_id += sampling.n
         stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
         self._streams[first] = stream
@@ -142,6 +129,50 @@ class AsyncEngine:
         """The engine's answer to a question."""
         self.heard()
         self._questions.answer(answer)
+
+    async def ask(
+        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+    ) -> Prospect:
+        """See `EngineClient`. Raises as `submit` does."""
+        sender = self._ready_sender()
+        if len(self._asked) >= MOST_QUESTIONS:
+            raise QueueFull("too many estimates are being made at once; try again later")
+        payload = self._payload(tokens, sampling, tenant, priority, None, asks=True)
+        number = self._next_id
+        self._next_id += 1
+        answer: asyncio.Future[Prospect] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            sender.send(payload)
+            return await asyncio.wait_for(answer, PATIENCE_S)
+        except TimeoutError:
+            raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
+        finally:
+            del self._asked[number]
+
+    def _payload(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        tenant: str,
+        priority: int,
+        timeout_s: float | None,
+        *,
+        asks: bool = False,
+    ) -> bytes:
+        """A request under the next number, as the engine is told of it."""
+        sender = self._ready_sender()
+        if sender.num_unsent_bytes > self._config.max_unsent_bytes:
+            raise QueueFull("the engine does not take requests as fast as they come; try again later")
+        if not -(2**31) <= priority < 2**31:
+            raise InvalidRequest(f"priority {priority} is out of range", param="priority")
+        wanted = frames.Sampling.of(sampling)
+        now_s = time.monotonic()
+        add = frames.Add(self._next_id, _column(tokens), wanted, tenant, priority, now_s, timeout_s, asks)
+        payload = frames.encode(add)
+        if len(payload) + HEADER.size > self._config.max_frame_bytes:
+            raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
+        return payload
 
     # -- for the supervisor --------------------------------------------------------------------------------
 
@@ -204,6 +235,9 @@ class AsyncEngine:
             self._forget(stream)
             # One for each: an error collects the places it was raised at.
             stream.fail(EngineUnavailable(str(error), code=error.code))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(str(error), code=error.code))
 
     # -- frames of the engine ------------------------------------------------------------------------------
 
@@ -219,13 +253,10 @@ class AsyncEngine:
             self._take_tokens(news)
         for ending in news.endings:
             self._take_ending(ending)
+        for told in news.told:
+            self._take_told(told)
         for refusal in news.refusals:
-            stream = self._streams.get(refusal.first)
-            if stream is None:
-                self.rejects.unknown_branch += 1
-                continue
-            self._drop(stream)
-            stream.fail(error_of(refusal))
+            self._take_refusal(refusal)
         if news.stats is not None:
             self._stats = news.stats
         # Not before the end: a token and the news that it was the last one belong together.
@@ -233,6 +264,31 @@ class AsyncEngine:
         self._undelivered.clear()
         for stream in undelivered:
             self._deliver(stream)
+
+    def _take_told(self, told: frames.Told) -> None:
+        prospect = Prospect(
+            first_token_s=told.first_token_s,
+            finish_s=told.finish_s,
+            ahead=told.ahead,
+            num_cached=told.num_cached,
+            num_output=told.num_output,
+        )
+        stream, answer = self._streams.get(told.first), self._asked.get(told.first)
+        if stream is not None:
+            stream.prospect = prospect
+        elif answer is not None and not answer.done():
+            answer.set_result(prospect)
+
+    def _take_refusal(self, refusal: frames.Refusal) -> None:
+        stream, answer = self._streams.get(refusal.first), self._asked.get(refusal.first)
+        if stream is not None:
+            self._drop(stream)
+            stream.fail(error_of(refusal))
+        elif answer is not None:
+            if not answer.done():
+                answer.set_exception(error_of(refusal))
+        else:
+            self.rejects.unknown_branch += 1
 
     def _take_tokens(self, news: frames.News) -> None:
         """The hottest lines of the HTTP process: a lookup and an append for each token."""

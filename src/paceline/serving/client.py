@@ -71,8 +71,22 @@ class EngineStats:
     prefix_hits: int = 0
     violations: int = 0  # invariants found broken
     failed_steps: int = 0
+    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision, reason:kind
+    fairness_gap: float | None = None  # between tenants that wait, in tokens; None: nobody keeps accounts
+    next_place_s: float | None = None  # until a running request is thought to end; None: nobody knows
     rejected_frames: int = 0  # messages between the processes that were not understood, on either side
     dial: DialStatus = field(default_factory=DialStatus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """When a request would have its first and last token, in seconds from its arrival; None: nobody knows yet."""
+
+    first_token_s: float | None
+    finish_s: float | None
+    ahead: int  # requests that wait and go before it
+    num_cached: int = 0  # tokens of its prompt that are in the cache now
+    num_output: float | None = None  # tokens it is thought to generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,10 @@ class BranchNews:
 
 class EngineStream(Protocol):
     """One request under way. Its owner must `close` it, in whatever way it ends."""
+
+    @property
+    def prospect(self) -> Prospect | None:
+        """What the engine said when it took the request; None before that. There when the first news are."""
 
     async def take(self) -> list[BranchNews]:
         """Wait until there is news; a slow reader finds everything since its last look in one piece.
@@ -205,3 +223,8 @@ class EngineClient(Protocol):
         timeout_s: float | None = None,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
+
+    async def ask(
+        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+    ) -> Prospect:
+        """When a request would be served if it came now. Raises what it would be refused with."""

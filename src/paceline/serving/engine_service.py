@@ -19,7 +19,8 @@ from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
-from paceline.errors import EngineFailed, InvalidRequest, PacelineError
+from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
+from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.invariants import SampledChecker
 from paceline.serving import frames
 from paceline.serving.channel import Channel, ChannelClosed
@@ -59,6 +60,7 @@ class EngineService:
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
         self._stepper = Stepper(engine, self._tell)
+        engine.on_forecast = self._foretell
         self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s
         self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
@@ -91,6 +93,8 @@ class EngineService:
         payloads = self._channel.receive()
         for payload in payloads:
             self._apply(payload)
+        if self._outbox.has_answers:
+            self._deliver()
         started_s = time.monotonic()
         if payloads or nap_s is not None:
             self._stepper.step()
@@ -165,6 +169,10 @@ class EngineService:
             _check_logprobs(sampling)
             if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
+            if add.asks:
+                forecast = self._engine.forecast(tokens, sampling, tenant=add.tenant, priority=add.priority)
+                self._foretell(add.first, forecast)
+                return
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
@@ -178,10 +186,30 @@ class EngineService:
                 first_id=RequestId(add.first),
             )
         except PacelineError as error:
-            self._outbox.put_refusal(refusal_of(add.first, error))
+            place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
+            self._outbox.put_refusal(refusal_of(add.first, error, place_s))
         except Exception:
             _logger.exception("request %d could not be added", add.first)
-            self._fail(add)
+            if add.asks:
+                self._foretell(add.first, None)
+            else:
+                self._fail(add)
+
+    def _foretell(self, first: int, forecast: Forecast | None) -> None:
+        if forecast is None:
+            self._outbox.put_told(frames.Told(first, None, None, 0))
+            return
+        # Counted from when the other process sent it: whoever waits counts from there too.
+        first_s, finish_s = forecast.first_token_s, forecast.finish_s
+        told = frames.Told(
+            first,
+            forecast.waited_s + first_s,
+            forecast.waited_s + finish_s,
+            forecast.ahead,
+            forecast.num_cached,
+            forecast.num_output,
+        )
+        self._outbox.put_told(told)
 
     def _tokens(self, column: bytes) -> NDArray[np.int32]:
         if len(column) % frames.TOKEN.itemsize:
@@ -243,6 +271,9 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         prefix_hits=state.counters.cached_tokens if state.kv.caching else 0,
         violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
         failed_steps=state.counters.failed_steps,
+        preempted_by=dict(state.counters.preempted_by),
+        fairness_gap=state.service.gap(),
+        next_place_s=engine.scheduler.next_place_s(),
         rejected_frames=rejected_frames,
         dial=state.dial.status(),
     )

@@ -49,6 +49,10 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    deadline_ms: int | None = None
+    ttft_slo_ms: int | None = None
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "refuse"
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
@@ -89,6 +93,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: Priority
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
+    asks: bool = False  # only to be told when it would be served
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -180,6 +185,18 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     message: str
     param: str | None
+    retry_after_s: float | None = None
+
+
+class Told(msgspec.Struct, array_like=True, frozen=True):
+    """When a request will have its first and last token as things stood when it came; None: nobody knows yet."""
+
+    first: int
+    first_token_s: float | None
+    finish_s: float | None
+    ahead: int
+    num_cached: int = 0
+    num_output: float | None = None
 
 
 class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
@@ -195,6 +212,7 @@ class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
     endings: list[BranchEnding] = []
     refusals: list[Refusal] = []
     stats: EngineStats | None = None
+    told: list[Told] = []
 
 
 class ToldDecision(msgspec.Struct, array_like=True, frozen=True):

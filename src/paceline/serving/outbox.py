@@ -12,12 +12,13 @@ from typing import TypeVar
 
 from paceline.core.events import Finished, LogprobEvent, StepEvents
 from paceline.serving.client import EngineStats
-from paceline.serving.frames import ID, TOKEN, BranchEnding, BranchLogprobs, News, Refusal
+from paceline.serving.frames import ID, TOKEN, BranchEnding, BranchLogprobs, News, Refusal, Told
 
-# With the largest frame at its smallest allowed size (64 KiB) each kind may fill a fifth of it.
-_SHARE = 5
+# With the largest frame at its smallest allowed size (64 KiB) each kind may fill a sixth of it.
+_SHARE = 6
 _ENDING_BYTES = 176
 _REFUSAL_BYTES = 2048
+_TOLD_BYTES = 64
 MAX_MESSAGE_CHARS = 512
 
 
@@ -31,13 +32,24 @@ class Outbox:
         self._logprobs: deque[BranchLogprobs] = deque()
         self._endings: deque[BranchEnding] = deque()
         self._refusals: deque[Refusal] = deque()
+        self._told: deque[Told] = deque()
         self._stats: EngineStats | None = None
         self._time_s = 0.0
 
     def __bool__(self) -> bool:
         return bool(
-            self._tokens or self._endings or self._logprobs or self._refusals or self._stats is not None
+            self._tokens
+            or self._endings
+            or self._logprobs
+            or self._refusals
+            or self._told
+            or self._stats is not None
         )
+
+    @property
+    def has_answers(self) -> bool:
+        """Somebody at the door waits for a word that no step has to come before."""
+        return bool(self._told or self._refusals)
 
     def put(self, events: StepEvents) -> None:
         """Everything a step made known."""
@@ -53,6 +65,9 @@ class Outbox:
     def put_refusal(self, refusal: Refusal) -> None:
         self._refusals.append(refusal)
 
+    def put_told(self, told: Told) -> None:
+        self._told.append(told)
+
     def put_ending(self, ending: BranchEnding) -> None:
         self._endings.append(ending)
 
@@ -65,8 +80,9 @@ class Outbox:
         branches, tokens = (b"", b"") if self._logprobs else self._take_tokens()
         endings = [] if self._tokens or self._logprobs else _some(self._endings, self._bytes // _ENDING_BYTES)
         refusals = _some(self._refusals, self._bytes // _REFUSAL_BYTES)
+        told = _some(self._told, self._bytes // _TOLD_BYTES)
         stats, self._stats = self._stats, None
-        return News(self._time_s, branches, tokens, logprobs, endings, refusals, stats)
+        return News(self._time_s, branches, tokens, logprobs, endings, refusals, stats, told)
 
     def _take_tokens(self) -> tuple[bytes, bytes]:
         most = self._bytes // (ID.itemsize + TOKEN.itemsize)

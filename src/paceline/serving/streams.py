@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline.core.plan import RowLogprobs
 from paceline.errors import PacelineError
-from paceline.serving.client import BranchNews, Ending, OnNews
+from paceline.serving.client import BranchNews, Ending, OnNews, Prospect
 
 
 class Branch:
@@ -57,7 +57,7 @@ class Stream:
 
     __slots__ = (
         *("_close", "_finish_at", "_on_news", "_waiter", "branches", "error", "first", "num_open"),
-        *("touched", "undelivered"),
+        *("prospect", "touched", "undelivered"),
     )
 
     def __init__(
@@ -76,6 +76,7 @@ class Stream:
         self.undelivered = undelivered  # the dispatcher's: streams that were touched by the frame at hand
         self._on_news: OnNews | None = None
         self.error: PacelineError | None = None
+        self.prospect: Prospect | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._close = close
         self._finish_at = finish_at

@@ -60,6 +60,7 @@ class Meter:
         self._admitted_s = np.full(count, np.nan)
         self._first_token_s = np.full(count, np.nan)
         self._finished_s = np.full(count, np.nan)
+        self._predicted_ttft_s = np.empty(0)
         self._output_len = np.zeros(count, np.int32)
         self._cached = np.zeros(count, np.int32)
         self._preemptions = np.zeros(count, np.int32)
@@ -94,6 +95,12 @@ class Meter:
         self._recomputed[index] = finished.cost.redone
         self._block_us[index] = finished.cost.block_us
 
+    def foretold(self, index: int, ttft_s: float) -> None:
+        """When a request's first token would come, as was said at its arrival."""
+        if not self._predicted_ttft_s.size:
+            self._predicted_ttft_s = np.full(len(self._workload), np.nan)
+        self._predicted_ttft_s[index] = ttft_s
+
     def refused(self, index: int, time_s: float) -> None:
         """A request was not accepted."""
         self.num_ended += 1
@@ -121,6 +128,7 @@ class Meter:
             arrival_s=self._workload.arrival_s,
             admitted_s=self._admitted_s,
             first_token_s=self._first_token_s,
+            predicted_ttft_s=self._predicted_ttft_s,
             finished_s=self._finished_s,
             prompt_len=self._workload.prompt_len,
             output_len=self._output_len,

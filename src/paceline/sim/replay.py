@@ -36,7 +36,7 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, BlockReason, Request
-from paceline.errors import InputError, NeverFits, QueueFull
+from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
@@ -244,7 +244,7 @@ class _Replayer:
         """Requests that came together are accepted or refused together."""
         together = decode_add(entries[0][2])[1]
         requests = [decode_add(entry[2])[0] for entry in entries[:together]]
-        with suppress(QueueFull, NeverFits):
+        with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
             self._scheduler.add(requests)
 
     def _done(self, seq: int) -> None:

@@ -12,7 +12,13 @@ from paceline.core.events import Finished, StepEvents
 from paceline.core.hooks import NoHooks
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import Request, RequestId
-from paceline.errors import EngineFailed, NeverFits, QueueFull
+from paceline.errors import (
+    DeadlineImpossible,
+    DeadlineInfeasible,
+    EngineFailed,
+    NeverFits,
+    QueueFull,
+)
 from paceline.factory import build_engine
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.sim.faults import Aborts, ReplicaFaults
@@ -43,6 +49,7 @@ class Replica:
         self.ready_s: float | None = None  # when the next step is due; None while there is nothing to do
         self.queued_s: float | None = None  # the last of these times that the simulation has on its list
         self._meter = meter
+        self._asks = config.forecasts
         self._loads = loads
         self._at_token = None if aborts is None else aborts.at_token
         self._live: dict[RequestId, Request] = {}
@@ -71,9 +78,13 @@ class Replica:
     def add(self, request: Request, now_s: float) -> None:
         """A request arrives; one that can never run, or finds the queue full, is refused."""
         self.clock.advance_to(now_s)
+        if self._asks:
+            forecast = self.engine.scheduler.forecast(request)
+            if forecast is not None:
+                self._meter.foretold(request.id, forecast.waited_s + forecast.first_token_s)
         try:
             self.engine.add_request(request)
-        except (NeverFits, QueueFull):
+        except (NeverFits, QueueFull, DeadlineInfeasible, DeadlineImpossible):
             self._meter.refused(request.id, now_s)
             return
         self._live[request.id] = request

@@ -8,17 +8,35 @@ length, as in the benchmarks: nothing ends it early.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.request import BlockKey, Request, RequestId
+from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.workload.model import Workload
 
 PRIORITY_FORMS = "none, tenant, random:LEVELS"
 MAX_LEVELS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What all requests of a run want of their times."""
+
+    deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
+    ttft_slo_ms: int | None = None
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "try"
+
+    def of(self, output_len: int) -> tuple[int | None, ...]:
+        """Deadline, first token and between tokens, of a request of so many tokens."""
+        if self.deadline_s is None:
+            return None, self.ttft_slo_ms, self.itl_slo_ms
+        start_s, token_s = self.deadline_s
+        return max(1, round(1e3 * (start_s + token_s * output_len))), self.ttft_slo_ms, self.itl_slo_ms
 
 
 class RequestSource:
@@ -30,35 +48,28 @@ class RequestSource:
         block_size: int,
         *,
         priorities: NDArray[np.int32],
-        deadline_s: tuple[float, float] | None = None,
+        wants: Wants | None = None,
     ) -> None:
-        self._deadline_s = deadline_s
+        self._wants = wants or Wants()
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
-        self._sampling: dict[int, SamplingParams] = {}
+        self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
 
     def make(self, index: int) -> Request:
         workload = self.workload
+        sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
         return Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
-            self._sampling_of(int(workload.output_len[index])),
-            arrival_s=float(workload.arrival_s[index]),
+            sampling,
+            arrival_s=arrival_s,
             tenant=workload.tenants[workload.tenant[index]],
             priority=self._priority[index],
-            deadline_s=self._deadline(index),
+            deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
-        )
-
-    def _deadline(self, index: int) -> float | None:
-        if self._deadline_s is None:
-            return None
-        start_s, token_s = self._deadline_s
-        return (
-            float(self.workload.arrival_s[index]) + start_s + token_s * int(self.workload.output_len[index])
         )
 
     def keys(self, index: int) -> list[BlockKey]:
@@ -78,11 +89,26 @@ class RequestSource:
             keys.append(BlockKey(name, name))
         return keys
 
-    def _sampling_of(self, output_len: int) -> SamplingParams:
-        sampling = self._sampling.get(output_len)
+    def _sampling_of(self, index: int) -> SamplingParams:
+        """One for all requests that are alike."""
+        output_len = int(self.workload.output_len[index])
+        wishes = self._wants.of(output_len)
+        if self.workload.wishes is not None:  # what a trace says of a request goes before what all want
+            own = self.workload.wishes[index].tolist()
+            wishes = tuple(mine or other for mine, other in zip(own, wishes, strict=True))
+        key = (output_len, *wishes)
+        sampling = self._sampling.get(key)
         if sampling is None:
-            sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-            self._sampling[output_len] = sampling
+            deadline_ms, ttft_slo_ms, itl_slo_ms = wishes
+            sampling = self._sampling[key] = SamplingParams(
+                max_tokens=output_len,
+                temperature=0.0,
+                ignore_eos=True,
+                deadline_ms=deadline_ms,
+                ttft_slo_ms=ttft_slo_ms,
+                itl_slo_ms=itl_slo_ms,
+                on_infeasible=self._wants.on_infeasible,
+            )
         return sampling
 
 

@@ -64,6 +64,10 @@ class SimConfig:
     host_step_s: float = HOST_STEP_S
     priorities: str = "none"  # see requests.draw_priorities
     deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
+    ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "try"  # what becomes of requests whose times cannot be kept: refuse, or try
+    forecasts: bool = False  # ask of every request when its first token would come
     faults: FaultSpec = field(default_factory=FaultSpec)
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
@@ -93,6 +97,9 @@ class SimConfig:
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
+            **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
+            **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
+            "on_infeasible": self.on_infeasible,
             "seed": self.seed,
             "check": self.check,
             "scheduler": asdict(self.engine.scheduler),

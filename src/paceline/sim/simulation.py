@@ -21,7 +21,7 @@ from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
 from paceline.sim.measure import Meter
 from paceline.sim.replica import Replica
-from paceline.sim.requests import RequestSource, draw_priorities
+from paceline.sim.requests import RequestSource, Wants, draw_priorities
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
 from paceline.workload.model import Workload
@@ -86,7 +86,12 @@ class Simulation:
             self.workload,
             config.engine.kv.block_size,
             priorities=draw_priorities(config.priorities, self.workload, config.seed),
-            deadline_s=config.deadline_s,
+            wants=Wants(
+                deadline_s=config.deadline_s,
+                ttft_slo_ms=config.ttft_slo_ms,
+                itl_slo_ms=config.itl_slo_ms,
+                on_infeasible=config.on_infeasible,
+            ),
         )
         self.replicas = [
             Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)

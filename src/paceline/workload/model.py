@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from paceline.errors import InputError
 
 DEFAULT_TENANTS = ("default",)
+WISHES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +31,7 @@ class Workload:
     tenants: tuple[str, ...]  # ("default",) when there is one
     prefix_ids: tuple[tuple[int, ...], ...] | None  # ids of a prompt's blocks (the last may be partial)
     prefix_block: int  # tokens per id; 0 when prefix_ids is None
+    wishes: NDArray[np.int32] | None = None  # of each request: deadline, TTFT and ITL in ms, 0 for none
 
     def __post_init__(self) -> None:
         _check(self)
@@ -89,6 +91,7 @@ class Workload:
             output_len=self.output_len[index],
             tenant=self.tenant[index],
             prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in index.tolist()),
+            wishes=None if self.wishes is None else self.wishes[index],
         )
 
 
@@ -98,6 +101,7 @@ def _check(workload: Workload) -> None:
     assert workload.arrival_s.dtype == np.float64
     for column in (workload.prompt_len, workload.output_len, workload.tenant):
         assert column.dtype == np.int32 and column.shape == (count,)
+    assert workload.wishes is None or workload.wishes.shape == (count, len(WISHES))
     assert workload.tenants
     assert (workload.prefix_ids is None) == (workload.prefix_block == 0)
     assert workload.prefix_ids is None or len(workload.prefix_ids) == count

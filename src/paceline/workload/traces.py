@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from paceline.core.sampling import MAX_WISH_MS
 from paceline.errors import InputError
 from paceline.workload.fields import (
     FieldError,
@@ -29,7 +30,7 @@ from paceline.workload.fields import (
     parse_timestamp,
     shown,
 )
-from paceline.workload.model import DEFAULT_TENANTS, Workload
+from paceline.workload.model import DEFAULT_TENANTS, WISHES, Workload
 
 MOONCAKE_BLOCK = 512  # tokens behind each of a Mooncake trace's hash ids
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class _Requests:
     output_len: list[int] = field(default_factory=list)
     client: list[str] = field(default_factory=list)  # empty when the file names none
     block_ids: list[tuple[int, ...]] = field(default_factory=list)  # likewise
+    wishes: list[tuple[int, ...]] = field(default_factory=list)  # likewise
 
     def build(self, name: str) -> Workload:
         arrival_ns = np.array(self.arrival_ns, dtype=np.int64)
@@ -125,6 +127,7 @@ class _Requests:
             tenants=tenants,
             prefix_ids=tuple(self.block_ids[i] for i in order.tolist()) if self.block_ids else None,
             prefix_block=MOONCAKE_BLOCK if self.block_ids else 0,
+            wishes=np.array(self.wishes, dtype=np.int32)[order] if self.wishes else None,
         )
 
 
@@ -149,6 +152,14 @@ def _prompt_length(value: object) -> int:
     return parse_length(value, at_least=1)
 
 
+def _wish(value: object) -> int:
+    """Milliseconds; an empty cell wants nothing."""
+    wish = parse_length(value, at_least=0) if str(value).strip() else 0
+    if wish > MAX_WISH_MS:
+        raise FieldError(f"is more than the {MAX_WISH_MS} ms of a day")
+    return wish
+
+
 # ---------------------------------------------------------------- CSV
 
 
@@ -158,6 +169,7 @@ def _read_csv(path: Path, text: str) -> _Requests:
     names = [name.strip() for name in header]
     layout = _recognise(path, names)
     columns = _locate(path, names, layout)
+    wishes = [(name, names.index(name) if name in names else None) for name in WISHES]
     requests = _Requests()
     for place, row in rows:
         if len(row) < len(names) or any(cell.strip() for cell in row[len(names) :]):
@@ -170,6 +182,11 @@ def _read_csv(path: Path, text: str) -> _Requests:
         requests.output_len.append(place.parse(layout.output, output, parse_output_length))
         if layout.client in columns:
             requests.client.append(place.parse(layout.client, row[columns[layout.client]], parse_name))
+        if any(column is not None for _, column in wishes):
+            wanted = [
+                0 if column is None else place.parse(name, row[column], _wish) for name, column in wishes
+            ]
+            requests.wishes.append(tuple(wanted))
     return requests
 
 

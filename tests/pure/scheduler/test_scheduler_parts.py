@@ -38,6 +38,7 @@ def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
         max_total=np.ones(count, np.int64),
         preemptions=np.zeros(count, np.int64),
         deadline_s=np.full(count, np.inf),
+        first_due_s=np.full(count, np.inf),
         num_computed=np.zeros(count, np.int64),
         attained=np.zeros(count, np.int64),
         started=np.zeros(count, np.int64),

@@ -25,7 +25,7 @@ from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
     """`count` requests of 10 prompt tokens and up to 10 more that came one after another; `columns` as given."""
-    floats = ("arrival_s", "deadline_s")
+    floats = ("arrival_s", "deadline_s", "first_due_s")
     view = RequestView(
         now_s=now_s,
         row=np.full(count, -1, np.int64),
@@ -38,6 +38,7 @@ def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
         max_total=np.full(count, 20, np.int64),
         preemptions=np.zeros(count, np.int64),
         deadline_s=np.full(count, np.inf),
+        first_due_s=np.full(count, np.inf),
         num_computed=np.zeros(count, np.int64),
         attained=np.zeros(count, np.int64),
         started=np.zeros(count, np.int64),

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
+from paceline.errors import NeverFits
 from paceline.server.api.routes import Route, routes
 from paceline.server.call import Answer, Call, Caller, Events, RequestRecord
 from paceline.server.service import ServedModel, Service, ServiceSettings
@@ -23,6 +24,7 @@ from paceline.serving.client import (
     EngineState,
     EngineStats,
     EngineUnavailable,
+    Prospect,
 )
 from paceline.text.tokenizer import Tokenizer
 from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
@@ -130,6 +132,7 @@ class FakeStream:
         self.finished_at: list[tuple[int, int]] = []
         self.is_closed = False
         self.gate: asyncio.Event | None = None
+        self.prospect: Prospect | None = None
 
     async def take(self) -> list[BranchNews]:
         if not self._steps:
@@ -152,8 +155,11 @@ class FakeClient:
         self.state = EngineState.READY
         self.script = script
         self.submitted: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.prospect: Prospect | None = None  # of every request; None: unknown, and whoever asks is refused
         self.streams: list[FakeStream] = []
         self.has_info = True
+        self.next_place_s: float | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -163,7 +169,7 @@ class FakeClient:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(next_place_s=self.next_place_s)
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -181,7 +187,18 @@ class FakeClient:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
         self.submitted.append({**given, "timeout_s": timeout_s})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
+        self.streams[-1].prospect = self.prospect
         return self.streams[-1]
+
+    async def ask(
+        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+    ) -> Prospect:
+        self.asked.append(
+            {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
+        )
+        if isinstance(self.prospect, Prospect):
+            return self.prospect
+        raise NeverFits("it is too long", param="max_tokens")
 
 
 class Listener:

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cli.serve_card import card_lines, show_card
 from paceline.server.call import RequestRecord
+from paceline.server.histogram import Histogram
 from paceline.server.logs import FACTS, LogOutput, escaped
-from paceline.server.metrics import FINISH_REASONS, Histogram, HttpMetrics, RequestMetrics
+from paceline.server.metrics import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.metrics_page import MetricsPage
 from paceline.serving.client import EngineState, EngineStats
 from tests.serve_fake import INFO, FakeClient

@@ -54,7 +54,7 @@ class World:
             else:
                 self.request()
         except RateLimited as error:
-            return error.retry_after_s
+            return int(error.retry_after_s or 0)
         return 0
 
 

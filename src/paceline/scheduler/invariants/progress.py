@@ -204,6 +204,7 @@ def _view_of(look: Look, requests: list[Request], *, as_waited: bool = False) ->
         max_total=np.array([request.max_total for request in requests]),
         preemptions=np.array([request.preemptions for request in requests], np.int64),
         deadline_s=np.array([request.due_s for request in requests], np.float64),
+        first_due_s=np.array([request.first_due_s for request in requests], np.float64),
         num_computed=np.array(computed, np.int64),
         attained=np.maximum([request.attained for request in requests], computed).astype(np.int64),
         started=np.array([request.admitted_s is not None for request in requests], np.int64),

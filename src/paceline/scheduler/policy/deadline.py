@@ -1,8 +1,9 @@
 """Least slack first: the time a request has left, less the time its rest will take.
 
-Until a request has its first token, it may have to be there sooner: within `first_s`. Who cannot make its time any more
-goes last, and gives way first. A request without a deadline is treated as if it had to start within `patience_s`, and
-is never without hope, so that it is served in bounded time.
+Until a request has its first token, it may have to be there sooner: within `first_s`, or by when it wants it. Who
+cannot make its time any more goes last, and gives way first. A request without a deadline is treated as if it had to
+start within `patience_s`, unless it wants its first token sooner and can have it; it is never without hope, so that it
+is served in bounded time.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class LeastSlack(FirstComeFirstServed):
         prompt_s = self._prompt_s * (view.num_tokens - view.attained)
         slack_s: NDArray[np.float64] = view.deadline_s - prompt_s
         slack_s -= self._output_s * (view.max_total - view.num_tokens)
-        first_s = view.arrival_s + self._first_s - prompt_s - STEPS_AHEAD * self._output_s
-        slack_s[view.num_output == 0] = np.minimum(slack_s, first_s)[view.num_output == 0]
+        first_s = np.minimum(view.arrival_s + self._first_s, view.first_due_s)
+        silent = view.num_output == 0
+        slack_s[silent] = np.minimum(slack_s, first_s - prompt_s - STEPS_AHEAD * self._output_s)[silent]
         slack_s -= view.now_s
         patient = np.isinf(view.deadline_s)
+        patient &= ~silent | np.isinf(view.first_due_s) | (slack_s < 0.0)  # late, but nothing will end it
         slack_s[patient] = view.arrival_s[patient] + self._patience_s - view.now_s
         late = (slack_s < 0.0) & ~patient
         slack_s[late] = HOPELESS_S + view.arrival_s[late]

@@ -104,7 +104,7 @@ class MessageRoutes:
             generation.release()
         finally:
             generation.close()
-        return Answer(body=message, headers=headers)
+        return Answer(body=message, headers=generation.headers(headers))
 
     async def count(self, call: Call) -> Answer | Events:
         service, settings = self._service, self._service.settings

@@ -116,4 +116,5 @@ def stream_events(
         generation.close()
         raise
     frames = EventStream(generation, writer)
-    return Events(frames=frames, error_frame=error_frame(writer), headers=headers, divert=frames.divert)
+    sent = generation.headers(headers)
+    return Events(frames=frames, error_frame=error_frame(writer), headers=sent, divert=frames.divert)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.core.sampling import SEED_HIGH, SEED_LOW
+from paceline.core.sampling import MAX_WISH_MS, ON_INFEASIBLE, SEED_HIGH, SEED_LOW
 from paceline.server.api.fields import Field, FieldTable, Group
 from paceline.server.api.kinds import (
+    Choice,
     Flag,
     ListOf,
     MapOf,
@@ -21,6 +22,7 @@ from paceline.server.tenant import LARGEST_PRICE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
+WISHES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible")  # about times; see `wish_fields`
 CLAMPED = "more than fit into the context are not made"
 PROMPT_MUST = "a text, a list of texts, a list of token ids, or a list of such lists"
 MESSAGES_MUST = "a list with at least one message"
@@ -190,6 +192,26 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             kind=Text(1, limits.cache_salt_chars),
             help="cached prompts are shared only with requests that bring the same",
         ),
+        *wish_fields(),
+    ]
+
+
+def wish_fields() -> list[Field]:
+    """What is wanted of a request's times, in milliseconds."""
+    wish = Whole(1, MAX_WISH_MS)
+    return [
+        Field(
+            name="deadline_ms",
+            kind=wish,
+            help="from arrival to the end; what is not there by then is not made",
+        ),
+        Field(name="ttft_slo_ms", kind=wish, help="wanted from arrival to the first token"),
+        Field(name="itl_slo_ms", kind=wish, help="wanted between two tokens"),
+        Field(
+            name="on_infeasible",
+            kind=Choice(ON_INFEASIBLE),
+            help="try: take the request even if the forecast says that its times cannot be kept",
+        ),
     ]
 
 
@@ -221,7 +243,7 @@ def _not_serving() -> Iterable[Field]:
     return [
         Field(name="stream", group=Group.ONLY, only=(False,)),
         Field(name="stream_options", group=Group.WITHOUT_EFFECT),
-        *_unsupported("priority", "cache_salt", "max_price"),
+        *_unsupported("priority", "cache_salt", "max_price", *WISHES),
     ]
 
 

@@ -21,6 +21,7 @@ from paceline.server.api.openai_fields import (
     COMPLETIONS,
     MESSAGES_MUST,
     PROMPT_MUST,
+    WISHES,
     chat_table,
     completions_table,
 )
@@ -33,7 +34,7 @@ SAMPLED = (
     *("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"),
     *("allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "prompt_logprobs"),
+    *("include_stop_str_in_output", "prompt_logprobs", *WISHES),
 )
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 

@@ -49,7 +49,7 @@ class OpenAIRoute:
             generation.release()
         finally:
             generation.close()
-        return Answer(body=answer, headers=headers)
+        return Answer(body=answer, headers=generation.headers(headers))
 
     async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> bytes:
         outputs = await generation.complete()

@@ -172,7 +172,7 @@ class ResponsesRoute:
             generation.release()
         finally:
             generation.close()
-        return Answer(body=answer, headers=headers)
+        return Answer(body=answer, headers=generation.headers(headers))
 
 
 def responses_routes(service: Service) -> list[Route]:

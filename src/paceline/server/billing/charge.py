@@ -120,16 +120,6 @@ def receipt(record: RequestRecord) -> Mapping[str, Any]:
     """What `usage.paceline` says of a request that has ended well."""
     cost, charge = record.cost, record.charge
     quote, amounts = charge.quote, charge.price(record)
-    price: dict[str, Any] = {
-        "total_nano_units": amounts.total,
-        "prompt_nano_units": amounts.prompt,
-        "cached_prompt_nano_units": amounts.cached_prompt,
-        "output_nano_units": amounts.output,
-        "kv_nano_units": amounts.kv,
-        "class_factor": quote.factor / 1e6,
-    }
-    if quote.load is not None:
-        price["load"] = quote.load / 1e6
     return {
         "service_class": quote.service_class,
         "prompt_tokens_computed": max(0, record.num_prompt - record.num_cached),
@@ -139,8 +129,25 @@ def receipt(record: RequestRecord) -> Mapping[str, Any]:
         "kv_block_seconds": cost.block_us / 1e6,
         "recompute_kv_block_seconds": cost.redone_block_us / 1e6,
         "preemptions": {"recompute": record.preemptions - cost.swaps, "swap": cost.swaps},
-        "price": price,
+        "price": {**amount_values(amounts), **factor_values(quote)},
     }
+
+
+def amount_values(amounts: Amounts) -> dict[str, int]:
+    """Amounts by name, as receipts and estimates say them."""
+    return {
+        "total_nano_units": amounts.total,
+        "prompt_nano_units": amounts.prompt,
+        "cached_prompt_nano_units": amounts.cached_prompt,
+        "output_nano_units": amounts.output,
+        "kv_nano_units": amounts.kv,
+    }
+
+
+def factor_values(quote: Quote) -> dict[str, float]:
+    """What the key's prices are multiplied with, and the load that was read off at."""
+    found = {"class_factor": quote.factor / 1e6}
+    return found if quote.load is None else {**found, "load": quote.load / 1e6}
 
 
 def _closing(

@@ -321,6 +321,7 @@ def refusal_bytes(code: str) -> bytes:
     ]
     if problem.retry_after_s is not None:
         lines.append(b"retry-after: %d" % problem.retry_after_s)
+        lines.append(b"retry-after-ms: %d" % (1000 * problem.retry_after_s))
     if problem.status == 405:
         lines.append(b"allow: GET, HEAD, POST, DELETE")
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -47,6 +47,7 @@ async def send_problem(
     more = dict(headers or {})
     if problem.retry_after_s is not None:
         more["retry-after"] = str(problem.retry_after_s)
+        more["retry-after-ms"] = str(1000 * problem.retry_after_s)  # what OpenAI's clients look for first
     if problem.status == 401:
         more["www-authenticate"] = "Bearer"
     await send_answer(exchange, Answer(body=body, status=problem.status, headers=more))

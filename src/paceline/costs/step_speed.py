@@ -1,0 +1,71 @@
+"""How long a step takes here and now, learnt from steps that have run.
+
+Two lines hold what more tokens cost, one for plain decode and one for steps with prompts; one number holds how fast
+the machine is at the moment. The lines remember long, the number follows a change of speed within some ten steps, and
+a single stall moves neither far. Plain arithmetic, so that whoever repeats a run learns the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from paceline.costs.running_line import RunningLine
+
+MEMORY = 400  # steps that count for what tokens cost
+FEWEST = 8  # steps that must have run before anything is said
+FEWEST_MIXED = 2  # of these with prompts: rows that decode say nothing about what more tokens cost
+LEARNING = 0.12  # share of a surprise that the next step is thought to repeat
+FURTHEST = 1.0  # most surprise that is taken in at once, as a logarithm: a stall says little about what comes
+LEVELLING = 0.03  # weight of the last step in how far steps are above their usual length on average
+OUTLIER = 3.0  # a step that is so many times off teaches the lines no more than that
+
+
+class StepSpeed:
+    """Asked for the seconds of a step by what it would carry."""
+
+    __slots__ = ("_excess", "_mixed", "_plain", "_ratio")
+
+    def __init__(self) -> None:
+        self._plain, self._mixed = RunningLine(MEMORY), RunningLine(MEMORY)
+        self._ratio = 1.0  # of what steps take now to what the lines say
+        self._excess = (
+            1.0  # of the mean of steps to their usual length: slow ones are further off than quick ones
+        )
+
+    @property
+    def is_known(self) -> bool:
+        plain, mixed = self._plain.num_points, self._mixed.num_points
+        return mixed >= FEWEST_MIXED and plain + mixed >= FEWEST
+
+    def learn(self, decoding: int, prompt_tokens: int, took_s: float) -> None:
+        """A step with so many decoding rows and tokens of prompts has run."""
+        if took_s <= 0.0 or decoding + prompt_tokens < 1:
+            return
+        line = self._mixed if prompt_tokens else self._plain
+        usual_s = line.at(decoding + prompt_tokens)
+        if line.num_points >= FEWEST and usual_s > 0.0:
+            expected_s = self._ratio * usual_s
+            surprise = min(max(math.log(took_s / expected_s), -FURTHEST), FURTHEST)
+            self._excess += LEVELLING * (min(took_s / expected_s, OUTLIER) - self._excess)
+            self._ratio = min(max(self._ratio * math.exp(LEARNING * surprise), 1e-3), 1e3)
+            took_s = min(max(took_s / self._ratio, usual_s / OUTLIER), usual_s * OUTLIER)
+        line.learn(decoding + prompt_tokens, took_s)
+
+    def seconds(self, decoding: float, prompt_tokens: float) -> float:
+        """0 before anything was learnt."""
+        return self.now()(decoding, prompt_tokens)
+
+    def now(self) -> Callable[[float, float], float]:
+        """The same as a function of decoding rows and tokens of prompts, for many questions at one moment."""
+        scale = self._ratio * self._excess
+        fixed, slope = (scale * part for part in self._mixed.parts())
+        plain = self._plain if self._plain.num_points else self._mixed
+        plain_fixed, plain_slope = (scale * part for part in plain.parts())
+
+        def seconds(decoding: float, prompt_tokens: float) -> float:
+            if prompt_tokens:
+                return fixed + slope * (decoding + prompt_tokens)
+            return plain_fixed + plain_slope * decoding
+
+        return seconds

@@ -1,0 +1,90 @@
+"""What requests turn out to be, by tenant: how much of what they may generate they do, and how much is cached.
+
+Learnt from endings. An answer either runs to the length it was allowed or stops by itself; how often the first happens
+and how long the second takes is all that is kept. Who is new is taken to be like everybody. Never looks at a clock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_TENANTS = 1024
+LEARNING = 0.05  # weight of the last ending among those before it
+FAMILIAR = 8.0  # endings after which a tenant counts as much as everybody
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class _Habit:
+    __slots__ = ("at_length", "cached", "count", "stopped_at")
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.at_length = 1.0  # share of endings that were at the allowed length
+        self.stopped_at = 0.0  # mean tokens of those that were not; 0: none yet
+        self.cached = 0.0  # share of prompts that was found in the cache
+
+    def learn(self, num_output: int, stopped: bool, cached: float) -> None:
+        self.count += 1.0
+        rate = max(LEARNING, 1.0 / self.count)
+        self.at_length += rate * ((not stopped) - self.at_length)
+        self.cached += rate * (cached - self.cached)
+        if stopped:
+            rate = rate if self.stopped_at else 1.0
+            self.stopped_at += rate * (num_output - self.stopped_at)
+
+
+class Habits:
+    """Told of every ending, asked what to expect of requests."""
+
+    def __init__(self) -> None:
+        self._all = _Habit()
+        self._by_tenant: dict[int, _Habit] = {}
+
+    def ended(self, tenant: int, *, num_prompt: int, num_output: int, num_cached: int, stopped: bool) -> None:
+        """`stopped`: by itself, and not because it had all the tokens it was allowed."""
+        habit = self._by_tenant.pop(tenant, None) or _Habit()
+        self._by_tenant[tenant] = habit  # the last to be heard of is the last to be forgotten
+        if len(self._by_tenant) > MOST_TENANTS:
+            del self._by_tenant[next(iter(self._by_tenant))]
+        for each in (self._all, habit):
+            each.learn(num_output, stopped, num_cached / max(num_prompt, 1))
+
+    def outputs_left(self, tenant: Ints, allowed: Ints) -> Floats:
+        """Tokens still to come of requests that may have `allowed` more, at least one of each.
+
+        How long an answer has been going says nothing about its end, unless it runs to its length.
+        """
+        at_length, stopped_at, _ = self._columns(tenant)
+        left: Floats = at_length * allowed + (1.0 - at_length) * np.minimum(stopped_at, allowed)
+        return np.maximum(left, 1.0)
+
+    def cached_share(self, tenant: Ints) -> Floats:
+        """Of prompts that come, found in the cache."""
+        shares: Floats = np.broadcast_to(self._columns(tenant)[2], tenant.shape)
+        return shares
+
+    def _columns(self, tenant: Ints) -> tuple[Floats, Floats, Floats]:
+        """See `_of`, for each of them; one number for all where there is one tenant."""
+        if len(tenant) and tenant.min() == tenant.max():
+            return tuple(np.array(part) for part in self._of(int(tenant[0])))  # type: ignore[return-value]
+        tenants, which = np.unique(tenant, return_inverse=True)
+        known = np.array([self._of(int(each)) for each in tenants]).reshape(-1, 3)[which]
+        return known[:, 0], known[:, 1], known[:, 2]
+
+    def _of(self, tenant: int) -> tuple[float, float, float]:
+        """The share of answers that run to their length, the tokens of the others, and what of prompts is cached."""
+        everybody, own = self._all, self._by_tenant.get(tenant)
+        if own is None:
+            return everybody.at_length, everybody.stopped_at, everybody.cached
+        weight = own.count / (own.count + FAMILIAR)
+        stopped_at = everybody.stopped_at
+        if own.stopped_at:
+            stopped_at += weight * (own.stopped_at - stopped_at)
+        return (
+            everybody.at_length + weight * (own.at_length - everybody.at_length),
+            stopped_at,
+            everybody.cached + weight * (own.cached - everybody.cached),
+        )

@@ -1,0 +1,31 @@
+"""What requests of a seed's traffic want of their times. Draws from a stream of its own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from paceline.core.sampling import ON_INFEASIBLE, SamplingParams
+from paceline.errors import DeadlineImpossible, DeadlineInfeasible, NeverFits, QueueFull
+
+REFUSALS = (QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible)
+
+
+class Wishes:
+    """In one run of five, half of the requests want something."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed + 6)
+        self._chance = self._rng.choice((0.0, 0.0, 0.0, 0.0, 0.5))
+
+    def of(self, sampling: SamplingParams) -> SamplingParams:
+        rng = self._rng
+        if rng.random() >= self._chance:
+            return sampling
+        return replace(
+            sampling,
+            deadline_ms=rng.choice((None, None, 20, 500, 20_000)),
+            ttft_slo_ms=rng.choice((None, 1, 30, 1000)),
+            itl_slo_ms=rng.choice((None, 1, 5, 1000)),
+            on_infeasible=rng.choice(ON_INFEASIBLE),
+        )

@@ -1,0 +1,69 @@
+"""When an answer will come: headers of answers, and /v1/estimate."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.errors import InvalidRequest
+from paceline.server.call import Events
+from paceline.serving.client import Prospect
+from tests.pure.server_api.api_helpers import Api, says
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SOON = Prospect(first_token_s=0.0834, finish_s=2.5, ahead=3)
+
+
+def estimate(api: Api, **body: Any) -> dict[str, Any]:
+    found: dict[str, Any] = api.ask("/v1/estimate", {"model": "tiny", **body})
+    return found
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_answers_say_when_they_were_expected(streams: bool) -> None:
+    api = Api(says("a", "b"))
+    api.client.prospect = SOON
+
+    async def headers() -> dict[str, str]:
+        answer = await api.open(CHAT, {"model": "tiny", "messages": MESSAGES, "stream": streams})
+        if isinstance(answer, Events):
+            async for _ in answer.frames:
+                pass
+        return dict(answer.headers)
+
+    found = asyncio.run(headers())
+    assert found["x-paceline-queue-position"] == "3"
+    assert found["x-paceline-predicted-ttft-ms"] == "83"
+    assert found["x-paceline-predicted-finish-ms"] == "2500"
+
+
+@pytest.mark.parametrize("prospect", [None, Prospect(first_token_s=None, finish_s=None, ahead=0)])
+def test_what_is_not_known_is_not_said(prospect: Prospect | None) -> None:
+    api = Api()
+    api.client.prospect = prospect
+    answer = asyncio.run(api.open(CHAT, {"model": "tiny", "messages": MESSAGES}))
+    assert not [name for name in answer.headers if name.startswith("x-paceline-predicted")]
+
+
+@pytest.mark.parametrize("what", [{"prompt": "abc"}, {"messages": MESSAGES}])
+def test_an_estimate_runs_nothing(what: dict[str, Any]) -> None:
+    api = Api()
+    api.client.prospect = SOON
+    found = estimate(api, **what, max_tokens=7)
+    assert (found["fits"], found["reason"], found["max_tokens"]) == (True, None, 7)
+    assert (found["queue_position"], found["ttft_ms"], found["finish_ms"]) == (3, 83, 2500)
+    assert found["prompt_tokens"] == len(api.client.asked[0]["tokens"]) > 0
+    assert not api.client.submitted and api.is_at_rest
+
+
+def test_a_request_that_would_be_refused_is_told_so() -> None:
+    api = Api()  # its engine refuses
+    found = estimate(api, prompt="abc")
+    assert (found["fits"], found["reason"], found["ttft_ms"]) == (False, "it is too long", None)
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": ["a", "b"]}])
+def test_an_estimate_is_of_one_prompt(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        estimate(Api(), **body)
