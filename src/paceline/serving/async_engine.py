@@ -17,7 +17,6 @@ import numpy as np
 
 from paceline.config_process import ProcessConfig
 from paceline.core.dial import DialSetting
-from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
@@ -32,6 +31,7 @@ from paceline.serving.client import (
     PolicyChange,
     Prospect,
     Steering,
+    Told,
 )
 from paceline.serving.questions import MOST_QUESTIONS, PATIENCE_S, Questions, Sender
 from paceline.serving.refusals import error_of
@@ -108,12 +108,12 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
-    async def explain(self, number: int) -> list[Decision]:
+    async def explain(self, number: int) -> Told:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
         assert isinstance(told, frames.Explained)
-        return [decision.decision() for decision in told.decisions]
+        return Told([decision.decision() for decision in told.decisions], told.is_live)
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
         """See `SteeringClient`."""
