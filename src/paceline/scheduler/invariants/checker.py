@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, cost, fairness, progress, requests, underway
+from paceline.scheduler.invariants import blocks, cost, fairness, progress, requests, steering, underway
 from paceline.scheduler.invariants.frames import Frames
 from paceline.scheduler.invariants.pictures import (
     NOBODY,
@@ -37,7 +37,7 @@ from paceline.scheduler.invariants.registry import (
 )
 from paceline.scheduler.scheduler import Scheduler
 
-_PARTS = (blocks, cost, fairness, progress, requests, underway)  # importing them fills the registry
+_PARTS = (blocks, cost, fairness, progress, requests, steering, underway)  # importing them fills the registry
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
