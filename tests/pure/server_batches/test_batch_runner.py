@@ -322,6 +322,7 @@ def test_files_and_batches_are_their_tenants_own(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         batch_id = await world.begin(request("a"))
         batch = await world.wait(batch_id)
+        assert await world.store.ask(lambda db: db.file("other", batch.input_file_id)) is None
         with pytest.raises(UnknownBatch):
             await world.desk.batch("other", batch_id)
         with pytest.raises(UnknownFile):
