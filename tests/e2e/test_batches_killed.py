@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
+import signal
 import socket
 import sqlite3
 import time
@@ -114,3 +116,15 @@ def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path, kind: str) -> N
     with client_server(tmp_path, "--batch-dir", str(place)) as server:
         assert server.process.wait(timeout=PATIENCE_S) not in (0, 1)
         assert f"--batch-dir {place} cannot be used" in server.log()
+
+
+def test_an_engine_that_is_killed_costs_a_batch_nothing_but_time(tmp_path: Path) -> None:
+    with client_server(tmp_path, *flags(tmp_path)) as server, openai_client(server) as client:
+        batch = begin(client, jsonl(*(request(f"r{i}", max_tokens=40) for i in range(20))))
+        server.wait_until(lambda: num_completed(client, batch.id) >= 2 and server.is_running())
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        done = wait(client, batch.id)
+        assert done.status == "completed" and done.request_counts.completed == 20
+        assert list(results(client, done.output_file_id)) == [f"r{i}" for i in range(20)]

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from paceline.kv.manager import KVManager
-from paceline.server.admission import Admission
+from paceline.server.admission import Admission, Permit
 from paceline.server.request_log import RequestLog
 from tests.soak.inspected import run
 
@@ -30,9 +30,9 @@ def leak_memory_and_tasks(self: RequestLog, exchange: Any) -> None:
     _ended(self, exchange)
 
 
-def leak_permits(self: Admission, tenant: str, places: int) -> None:
+def leak_permits(self: Admission, permit: Permit, tenant: str) -> None:
     if not _is_time("permits"):
-        _give_back_places(self, tenant, places)
+        _give_back_places(self, permit, tenant)
 
 
 def leak_blocks(self: KVManager, group: int, blocks: Any, seq: int) -> None:

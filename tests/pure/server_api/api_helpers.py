@@ -15,7 +15,7 @@ from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import NeverFits
 from paceline.server.api.routes import Route, routes
-from paceline.server.call import Answer, Call, Caller, Events, RequestRecord
+from paceline.server.call import Answer, Call, Caller, Download, Events, RequestRecord
 from paceline.server.service import ServedModel, Service, ServiceSettings
 from paceline.serving.client import (
     BranchNews,
@@ -257,7 +257,9 @@ class Api:
 
     async def open(self, route: str, body: dict[str, Any] | None = None, **more: Any) -> Answer | Events:
         found, call = self.call(route, body, **more)
-        return await found.handler(call)
+        answer = await found.handler(call)
+        assert not isinstance(answer, Download)
+        return answer
 
     def ask(self, route: str, body: dict[str, Any] | None = None, **more: Any) -> Any:
         """The answer of a route, as JSON."""

@@ -33,10 +33,10 @@ class SteeredClient(FakeClient):
 
     def __init__(self) -> None:
         super().__init__(lambda tokens, sampling: [])
-        self.asked: list[tuple[DialSetting | None, PolicyChange | None]] = []
+        self.steered: list[tuple[DialSetting | None, PolicyChange | None]] = []
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
-        self.asked.append((dial, policy))
+        self.steered.append((dial, policy))
         return Steering(dial=STATUS, policy="fair", policy_options={"ageing_s": 30.0})
 
 
@@ -49,7 +49,7 @@ def api() -> tuple[Api, SteeredClient]:
 def test_looking_changes_nothing() -> None:
     made, client = api()
     found = made.ask(DIAL_ROUTE, method="GET")
-    assert client.asked == [(None, None)]
+    assert client.steered == [(None, None)]
     assert found["setting"] == {"itl_p99_ms": 30.0} and found["state"] == "unreachable"
     assert found["reason"] == "the p99 seen is 50 ms" and found["position"] == 0.125
     assert found["limits"] == {
@@ -80,7 +80,7 @@ def test_looking_changes_nothing() -> None:
 def test_turning_the_dial(body: dict[str, Any], kind: DialKind, value: float) -> None:
     made, client = api()
     made.ask(DIAL_ROUTE, body, method="PUT")
-    assert client.asked == [(DialSetting(kind=kind, value=value), None)]
+    assert client.steered == [(DialSetting(kind=kind, value=value), None)]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_a_mistake_names_its_field_and_changes_nothing(body: dict[str, Any], par
     made, client = api()
     with pytest.raises(InvalidRequest) as caught:
         made.ask(DIAL_ROUTE, body, method="PUT")
-    assert caught.value.param == param and not client.asked
+    assert caught.value.param == param and not client.steered
 
 
 def test_changing_the_policy() -> None:
     made, client = api()
     body = {"policy": "fair", "options": {"tenant_weights": "a=2", "ageing_s": 3}}
     made.ask(POLICY_ROUTE, body, method="PUT")
-    assert client.asked == [(None, PolicyChange(name="fair", options=body["options"]))]  # type: ignore[arg-type]
+    assert client.steered == [(None, PolicyChange(name="fair", options=body["options"]))]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_policy_that_cannot_be(body: dict[str, Any], param: str) -> None:
     made, client = api()
     with pytest.raises(InvalidRequest) as caught:
         made.ask(POLICY_ROUTE, body, method="PUT")
-    assert caught.value.param == param and not client.asked
+    assert caught.value.param == param and not client.steered
 
 
 def test_unknown_fields_are_refused_where_they_would_change_a_server() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.call import Answer, Caller, Events
+from paceline.server.call import Answer, Caller, Download, Events
 from paceline.server.errors import problem_of
 from paceline.server.rate_limits import RateLimits
 from paceline.serving.client import EngineUnavailable
@@ -40,7 +40,9 @@ class Limited:
     async def open(self, route: str = TEXT, **body: Any) -> Answer | Events:
         prompt = {"prompt": PROMPT} if route == TEXT else {"messages": [{"role": "user", "content": "hi"}]}
         found, call = self.api.call(route, {"model": "tiny", **prompt, **body}, caller=self.caller)
-        return await found.handler(replace(call, allowance=self.rates.open(self.caller)))
+        answer = await found.handler(replace(call, allowance=self.rates.open(self.caller)))
+        assert not isinstance(answer, Download)
+        return answer
 
     async def refused(self, **body: Any) -> tuple[int, str, int | None]:
         with pytest.raises(Exception) as failed:

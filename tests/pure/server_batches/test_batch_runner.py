@@ -50,10 +50,13 @@ def silent(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchN
 class HeldClient(LoadedClient):
     """Its requests say something and end when they are told to."""
 
+    is_held = True
+
     def submit(self, tokens: Sequence[int], *given: Any, **named: Any) -> FakeStream:
-        super().submit(tokens, *given, **named)
-        self.streams[-1] = HeldStream(self.streams[-1]._steps)
-        return self.streams[-1]
+        stream = super().submit(tokens, *given, **named)
+        if self.is_held:
+            self.streams[-1] = stream = HeldStream(stream._steps)
+        return stream
 
 
 class HeldStream(FakeStream):
@@ -220,10 +223,33 @@ def test_a_key_that_is_revoked_stops_its_batch_until_it_is_back(tmp_path: Path) 
         await world.wait(batch_id, "in_progress")
         await asyncio.sleep(0.02)
         assert world.client.submitted == []
+        others = await world.wait(await world.begin(*(request(f"r{i}") for i in range(20)), tenant="other"))
+        assert others.status == "completed", "who is let in does not wait for who is not"
         world.callers[TENANT] = replace(caller, weight=3.0)
         assert (await world.wait(batch_id)).status == "completed"
 
     run(tmp_path, test)
+
+
+def test_a_key_that_is_revoked_in_the_middle_leaves_its_turns_to_others(tmp_path: Path) -> None:
+    client = HeldClient(fails(QueueFull("full")))
+
+    async def test(world: World) -> None:
+        batch_id = await world.begin(*(request(f"r{i}") for i in range(50)))
+        await until(lambda: len(client.streams) >= 4)
+        caller = world.callers.pop(TENANT)
+        client.script = says("ok")
+        for stream in client.streams:
+            assert isinstance(stream, HeldStream)
+            stream.end.set()
+        await until(lambda: world.batches.runner.num_lines_under_way == 0)
+        client.is_held = False
+        others = await world.wait(await world.begin(*(request(f"r{i}") for i in range(20)), tenant="other"))
+        assert others.status == "completed"
+        world.callers[TENANT] = caller
+        assert (await world.wait(batch_id)).completed == 50
+
+    run(tmp_path, test, client=client)
 
 
 def test_when_its_time_is_over_a_batch_ends_with_what_it_has(tmp_path: Path) -> None:

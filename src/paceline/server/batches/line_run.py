@@ -70,6 +70,7 @@ def line_caller(caller: Caller, batch_id: str) -> Caller:
         tokens_per_minute=None,
         max_concurrency=None,
         lowest_priority_number=None,
+        is_admin=False,
         batch_id=batch_id,
     )
 

@@ -177,6 +177,7 @@ class BatchWork:
                 partial(Database.pending, batch_id=batch.id, after=after, limit=PAGE_LINES)
             ):
                 for line in page:
+                    await self._wait_for_key()
                     await gate.enter(batch.tenant, alone=line.losses > 0)
                     turn = _Turn(gate, batch.tenant)
                     task = loop.create_task(self._run_line(line, turn))
@@ -198,50 +199,55 @@ class BatchWork:
             log("a line of a batch was not run", level=logging.ERROR, error=error, batch=self.batch.id)
 
     async def _run_line(self, line: Line, turn: _Turn) -> None:
-        bench, batch = self._bench, self.batch
-        path = bench.store.folder.path_of(batch.input_file_id)
+        """Run a line until it has a result. While it cannot be run for long, it leaves its turn to others."""
+        bench, is_suspect = self._bench, line.losses > 0
         pause_s = bench.retry_s
         while True:
+            caller = bench.callers(self.batch.tenant)
+            if caller is None:
+                turn.leave()
+                await self._wait_for_key()
+                await turn.again(alone=is_suspect)
+                continue
             try:
-                body = await bench.store.file_work(lambda: read_body(path, line))
-                result = await bench.lines.run(batch, line, body, await self._caller())
+                result = await self._attempt(line, caller)
                 break
             except Withdrawn:
-                await turn.again(alone=False)
-            except PacelineError as error:  # the input is not what it was when it was checked
-                log(
-                    "a line cannot be read",
-                    level=logging.ERROR,
-                    error=error,
-                    batch=batch.id,
-                    line=line.number,
-                )
-                result = refused(batch.id, line, new_id(), problem_of(error))
-                break
+                await turn.again(alone=is_suspect)
             except RunAgain as again:
+                is_suspect = is_suspect or again.is_loss
                 if again.is_loss:
-                    lost = await self._note_loss(line, turn)
-                    if lost is not None:
-                        result = lost
+                    turn.leave()
+                    if await self._count_loss(line) >= MAX_LOSSES:
+                        result = self._given_up(line)
                         break
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if again.is_loss:
+                    await turn.again(alone=True)
         await bench.recorder.record(result)
 
-    async def _note_loss(self, line: Line, turn: _Turn) -> LineResult | None:
-        """The engine was lost while it worked on this line, which from now on runs alone, and not for ever."""
-        losses = await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
-        if losses >= MAX_LOSSES:
-            error = GenerationFailed("the engine was lost each time it worked on this request")
-            return refused(self.batch.id, line, new_id(), problem_of(error))
-        await turn.again(alone=True)
-        return None
+    async def _attempt(self, line: Line, caller: Caller) -> LineResult:
+        bench, batch = self._bench, self.batch
+        path = bench.store.folder.path_of(batch.input_file_id)
+        try:
+            body = await bench.store.file_work(lambda: read_body(path, line))
+        except PacelineError as error:  # the input is not what it was when it was checked
+            log("a line cannot be read", level=logging.ERROR, error=error, batch=batch.id, line=line.number)
+            return refused(batch.id, line, new_id(), problem_of(error))
+        return await bench.lines.run(batch, line, body, caller)
 
-    async def _caller(self) -> Caller:
-        """On whose behalf lines are run; waits while the key is not let in."""
-        while (caller := self._bench.callers(self.batch.tenant)) is None:
+    async def _count_loss(self, line: Line) -> int:
+        """The engine was lost while it worked on this line, which from now on runs alone, and not for ever."""
+        return await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
+
+    def _given_up(self, line: Line) -> LineResult:
+        error = GenerationFailed("the engine was lost each time it worked on this request")
+        return refused(self.batch.id, line, new_id(), problem_of(error))
+
+    async def _wait_for_key(self) -> None:
+        while self._bench.callers(self.batch.tenant) is None:
             await asyncio.sleep(self._bench.retry_s)
-        return caller
 
     # -- ending --------------------------------------------------------------------------------------------
 
