@@ -50,7 +50,6 @@ def open_api(
         from paceline.checkpoint.names import resolve
         from paceline.checkpoint.open import open_checkpoint
         from paceline.server.api.routes import routes
-        from paceline.server.api.usage_routes import usage_routes
         from paceline.server.billing.counter import Counter
         from paceline.server.limits import SERVER_LIMITS
         from paceline.server.service import ServedModel, Service, ServiceSettings
@@ -84,7 +83,7 @@ def open_api(
             billing.close()
 
         return Api(
-            routes=[*usage_routes(billing.path), *routes(service)],
+            routes=routes(service),
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
             gauges=lambda: [*_gauges(service.admission), *billing.gauges()],

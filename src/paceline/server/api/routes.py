@@ -10,6 +10,7 @@ from paceline.server.api.openai_routes import openai_routes
 from paceline.server.api.responses_routes import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.token_routes import token_routes
+from paceline.server.api.usage_routes import usage_routes
 from paceline.server.service import Service
 
 __all__ = ["Route", "routes"]
@@ -23,5 +24,6 @@ def routes(service: Service) -> list[Route]:
         *anthropic_routes(service),
         *responses_routes(service),
         *explain_routes(service),
+        *usage_routes(service),
         *missing_routes(),
     ]
