@@ -22,6 +22,11 @@ from tests.dst.settings import Trouble
 
 NAME = "T1"
 _OFF_ITS_ROW = ("abort", "expired", "preempt", "pause", "finish_at")
+_ENDS = {
+    "abort": (Rule.ABORT, Rule.PRUNED),
+    "expired": (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
+    "finish_at": (Rule.STOP,),
+}
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
@@ -44,6 +49,7 @@ class Known:
     keys: tuple[bytes, ...]
     preemptions: int = 0
     has_run: bool = False
+    ends_by: tuple[Rule, ...] = ()  # why it may have ended
 
 
 @dataclass(slots=True)
@@ -97,8 +103,10 @@ class Truth:
         self._prompts(plan, joined)
         for decision in record.decisions:
             # Who was asked when there was no plan was asked in a picture that no plan shows.
-            if decision.kind is DecisionKind.DEFER and decision.time_s == record.t_plan:
+            if decision.time_s == record.t_plan and decision.kind is DecisionKind.DEFER:
                 self._check_deferral(decision, plan)
+            elif decision.time_s == record.t_plan and decision.kind is DecisionKind.CHUNK:
+                self._check_chunk(decision, plan)
         for row, count in zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True):
             self._seats[row].upper += count
         if record.result is not None:
@@ -122,6 +130,7 @@ class Truth:
                 self._done(int(values[0]))
             elif kind in _OFF_ITS_ROW:
                 self._leave(values[0])
+                self._requests[values[0]].ends_by = _ENDS.get(kind, ())
             elif kind == "keys":
                 self._learn(self._requests[values[0]], values[1])
             if kind == "finish_at":
@@ -151,6 +160,8 @@ class Truth:
             if finite:
                 known.num_tokens += count
             if not finite or end == STOPPED or known.num_tokens >= known.max_total:
+                well = Rule.STOP if end == STOPPED else Rule.LENGTH
+                known.ends_by = (well if finite else Rule.NUMERICAL_ERROR,)
                 self._leave(seat.owner)
 
     def _settle(self) -> None:
@@ -290,6 +301,16 @@ class Truth:
         elif decision.reason is Rule.BLOCKS and not self._has_reserved:
             self._check_shortage(decision, known, plan)
 
+    def _check_chunk(self, decision: Decision, plan: StepPlan) -> None:
+        config = self._config.scheduler
+        if decision.reason is Rule.BUDGET:
+            self._same(decision, "tokens left", decision.budget_left, 0)
+            if config.step_costs is None:
+                carried = plan.work.decode_rows + plan.work.prefill_tokens
+                self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
+        elif decision.reason is Rule.SHARE:
+            self._same(decision, "that tokens are left", decision.budget_left > 0, True)
+
     def _check_shortage(self, decision: Decision, known: Known, plan: StepPlan) -> None:
         """What prompts take after the deferral they were promised before it: the difference of the two stays."""
         scheduled = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
@@ -339,6 +360,8 @@ class Truth:
             if decision.kind is not DecisionKind.FINISH or known is None:
                 continue
             self._same(decision, "its output", decision.value, known.num_tokens - known.num_prompt)
+            if known.ends_by:
+                self._same(decision, "why it ended", decision.reason in known.ends_by, True)
             if decision.reason is Rule.LENGTH:
                 self._same(decision, "its length", known.num_tokens, known.max_total)
 
