@@ -113,7 +113,7 @@ class AsyncEngine:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
-        return [decision.decision() for decision in told.decisions]
+        return Told([decision.decision() for decision in told.decisions], told.is_live)
 
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
