@@ -52,7 +52,6 @@ def open_api(
         from paceline.checkpoint.names import resolve
         from paceline.checkpoint.open import open_checkpoint
         from paceline.server.api.routes import routes
-        from paceline.server.api.usage_routes import usage_routes
         from paceline.server.batches.open import open_batches
         from paceline.server.billing.counter import Counter
         from paceline.server.limits import SERVER_LIMITS
@@ -88,10 +87,7 @@ def open_api(
             billing.close()
 
         return Api(
-            routes=[
-                *usage_routes(billing.path),
-                *routes(service, None if batches is None else batches.routes()),
-            ],
+            routes=routes(service, None if batches is None else batches.routes()),
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
             gauges=lambda: [*_gauges(service.admission), *billing.gauges()],

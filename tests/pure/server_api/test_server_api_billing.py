@@ -17,7 +17,7 @@ from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb, reading
 from paceline.server.billing.pricing import Pricing
 from paceline.server.call import Caller, Events
-from paceline.server.failures import LedgerUnavailable, PriceAboveMaximum
+from paceline.server.failures import LedgerUnavailable, PriceAboveMaximum, UnsupportedRoute
 from paceline.server.tenant import Prices
 from tests.pure.server_api.api_helpers import Api, chunks, says
 
@@ -98,7 +98,8 @@ def test_what_was_made_is_sent_before_the_entry_and_the_end_after_it(ledger: Led
     api = billed_api(ledger)
     seen = asyncio.run(run())
     assert [states for _, states in seen] == [["open"], ["open"], ["complete"]]
-    assert b'"finish_reason":"length"' in seen[1][0] and seen[2][0] == b"data: [DONE]\n\n"
+    assert b'"finish_reason":"length"' in seen[1][0] and b"[DONE]" not in seen[1][0]
+    assert seen[2][0] == b"data: [DONE]\n\n"
 
 
 def test_a_client_that_leaves_pays_for_what_it_got(ledger: Ledger, path: Path) -> None:
@@ -177,3 +178,12 @@ def test_prices_that_are_none(price: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         api.ask(COMPLETIONS, {**TEXT, "max_price": price})
     assert refused.value.param == "max_price"
+
+
+def test_usage_without_and_with_a_ledger(ledger: Ledger) -> None:
+    with pytest.raises(UnsupportedRoute, match="start it with --ledger FILE"):
+        Api().ask("/v1/admin/usage", method="GET")
+    api = billed_api(ledger)
+    api.ask(COMPLETIONS, TEXT, caller=PAYER)
+    (row,) = api.ask("/v1/admin/usage", method="GET")["data"]
+    assert (row["key"], row["requests"], row["output_tokens"]) == ("payer", 1, 3)

@@ -15,6 +15,7 @@ from paceline.server.api.openai_routes import openai_routes
 from paceline.server.api.responses_routes import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.token_routes import token_routes
+from paceline.server.api.usage_routes import usage_routes
 from paceline.server.service import Service
 
 __all__ = ["Route", "routes"]
@@ -32,5 +33,6 @@ def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Rou
         *admin_routes(service),
         *(disabled_routes() if batches is None else batches),
         *estimate_routes(service),
+        *usage_routes(service),
         *missing_routes(),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 
@@ -13,12 +12,14 @@ from paceline.server.api.route import Route
 from paceline.server.billing.usage import read_by, read_time, read_usage
 from paceline.server.call import Answer, Call, Events
 from paceline.server.failures import UnsupportedRoute
+from paceline.server.service import Service
 
 USAGE = "/v1/admin/usage"
 
 
-def usage_routes(ledger: Path | None) -> list[Route]:
+def usage_routes(service: Service) -> list[Route]:
     async def usage(call: Call) -> Answer | Events:
+        ledger = service.counter.ledger_path
         if ledger is None:
             raise UnsupportedRoute("this server keeps no ledger; start it with --ledger FILE")
         asked = read_query(call.query, ("by", "since", "until"))

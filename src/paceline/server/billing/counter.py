@@ -6,6 +6,7 @@ Joins prices, the engine's load and the ledger, so that whoever starts a request
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 
 from paceline.server.billing.charge import Charge, Entry
 from paceline.server.billing.ledger import Ledger
@@ -24,6 +25,10 @@ class Counter:
         self._client = client
         self._pricing = pricing or Pricing()
         self._ledger = ledger
+
+    @property
+    def ledger_path(self) -> Path | None:
+        return None if self._ledger is None else self._ledger.path
 
     def check(self) -> None:
         """Raises LedgerUnavailable while nothing could be written down."""

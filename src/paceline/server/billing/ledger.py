@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from paceline.server.billing.ledger_db import INCOMPLETE, Closing, LedgerDb, Opening, Voiding, now_ms
 from paceline.server.failures import LedgerUnavailable
@@ -48,6 +49,10 @@ class Ledger:
         self.num_writes = 0
         self._thread = threading.Thread(target=self._run, name="paceline-ledger", daemon=True)
         self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        return self._db.path
 
     @property
     def num_lost(self) -> int:

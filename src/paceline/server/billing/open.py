@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.config_serve import BillingConfig
 from paceline.server.billing.ledger import Ledger
@@ -18,7 +17,6 @@ class Billing:
 
     pricing: Pricing
     ledger: Ledger | None = None
-    path: Path | None = None  # of the ledger
 
     @property
     def hindrance(self) -> str:
@@ -50,5 +48,4 @@ def open_billing(config: BillingConfig) -> Billing:
     pricing = Pricing(config.price_factors)
     if config.ledger is None:
         return Billing(pricing=pricing)
-    db = LedgerDb(config.ledger)
-    return Billing(pricing=pricing, ledger=Ledger(db), path=db.path)
+    return Billing(pricing=pricing, ledger=Ledger(LedgerDb(config.ledger)))
