@@ -11,6 +11,7 @@ from paceline.config import StepCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
+from paceline.scheduler.dial.limits import Limits
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.pictures import Underway
 from paceline.scheduler.invariants.registry import Look
@@ -427,6 +428,12 @@ def a_tenant_that_was_served_much_is_admitted(scene: Scene) -> None:
 @breaks("nobody_saves_up_service", shared_out)
 def a_tenant_brings_what_it_did_not_use(scene: Scene) -> None:
     scene.backlog = {0: 50.0}
+
+
+@breaks("plans_keep_the_limits_of_the_dial", ahead)
+@breaks("plans_keep_the_limits_of_the_dial", long_prompt)
+def a_plan_knows_nothing_of_the_dial(scene: Scene) -> None:
+    scene.state.dial.limits, scene.state.dial.fewest = Limits(target_s=None, tokens=1, share=1.0, rows=1), 0
 
 
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])
