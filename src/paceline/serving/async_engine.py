@@ -16,7 +16,6 @@ import numpy as np
 
 from paceline.config_process import ProcessConfig
 from paceline.core.dial import DialSetting
-from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
@@ -30,6 +29,7 @@ from paceline.serving.client import (
     EngineUnavailable,
     PolicyChange,
     Steering,
+    Told,
 )
 from paceline.serving.questions import Questions, Sender
 from paceline.serving.refusals import error_of
@@ -121,12 +121,12 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
-    async def explain(self, number: int) -> list[Decision]:
+    async def explain(self, number: int) -> Told:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
         assert isinstance(told, frames.Explained)
-        return [decision.decision() for decision in told.decisions]
+        return Told([decision.decision() for decision in told.decisions], told.is_live)
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
         """See `SteeringClient`."""

@@ -224,6 +224,7 @@ class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
 
     question: int
     decisions: list[ToldDecision]
+    is_live: bool = False  # it has not ended
 
 
 class Steered(msgspec.Struct, tag="steered", array_like=True, frozen=True):
