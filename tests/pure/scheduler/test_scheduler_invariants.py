@@ -11,6 +11,7 @@ from paceline.config import StepCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, i32
 from paceline.core.request import RequestId, RequestState
+from paceline.scheduler.dial.limits import Limits
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.pictures import Underway
 from paceline.scheduler.invariants.registry import Look
@@ -432,6 +433,12 @@ def a_tenant_brings_what_it_did_not_use(scene: Scene) -> None:
 @breaks("time_is_counted_for_the_blocks_rows_hold")
 def a_block_is_held_for_nothing(scene: Scene) -> None:
     scene.state.kv.block_time.held[0] -= 1
+
+
+@breaks("plans_keep_the_limits_of_the_dial", ahead)
+@breaks("plans_keep_the_limits_of_the_dial", long_prompt)
+def a_plan_knows_nothing_of_the_dial(scene: Scene) -> None:
+    scene.state.dial.limits, scene.state.dial.fewest = Limits(target_s=None, tokens=1, share=1.0, rows=1), 0
 
 
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])
