@@ -14,7 +14,7 @@ from paceline.server.api.conversation import (
 )
 from paceline.server.api.fields import Field, FieldTable, Group
 from paceline.server.api.kinds import Flag, ListOf, MapOf, Number, Shaped, Text, Whole
-from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST
+from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, wish_fields
 from paceline.server.api.openai_requests import (
     ModelFacts,
     ParsedBody,
@@ -50,6 +50,7 @@ def messages_table(limits: RequestLimits) -> FieldTable:
             Field(name="stream", kind=Flag(), help="send the answer as it is made"),
             Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
             *extra_sampling_fields(limits, "temperature", "top_p", "top_k", "stop"),
+            *wish_fields(),
             Field(name="metadata", kind=metadata, group=Group.WITHOUT_EFFECT),
             Field(name="service_tier", kind=Text(0, limits.name_chars), group=Group.WITHOUT_EFFECT),
         ],
