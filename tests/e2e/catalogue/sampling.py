@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from paceline.core.sampling import MAX_WISH_MS
 from paceline.server.api.anthropic_requests import messages_table
 from paceline.server.api.openai_fields import chat_table, completions_table
 from paceline.server.api.responses_requests import responses_table
@@ -291,8 +292,19 @@ def formats() -> list[Entry]:
             )
         ),
         asking(96, RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, *refused),
-        # There is no field for a deadline; what a client calls one is a field nobody knows.
+        # What a client calls a timeout is a field nobody knows; a deadline is a whole number of milliseconds.
         *(asking(101, CHAT, {"timeout": value}, OK) for value in (0, -1, 10**9)),
+        *(
+            asking(101, route, {name: value}, VALUE)
+            for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+            for name in ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
+            for value in (0, -1, 1.5, "100", MAX_WISH_MS + 1)
+        ),
+        *(
+            asking(101, CHAT, {name: MAX_WISH_MS}, OK)
+            for name in ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
+        ),
+        asking(101, CHAT, {"on_infeasible": "hope"}, VALUE),
     ]
 
 

@@ -14,7 +14,7 @@ from paceline.server.api.conversation import (
 )
 from paceline.server.api.fields import Field, FieldTable, Group
 from paceline.server.api.kinds import Flag, ListOf, MapOf, Number, Shaped, Text, Whole
-from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, price_field
+from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, price_field, wish_fields
 from paceline.server.api.openai_requests import (
     ModelFacts,
     ParsedBody,
@@ -52,6 +52,7 @@ def messages_table(limits: RequestLimits) -> FieldTable:
             Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
             price_field(),
             *extra_sampling_fields(limits, "temperature", "top_p", "top_k", "stop"),
+            *wish_fields(),
             Field(name="metadata", kind=metadata, group=Group.WITHOUT_EFFECT),
             Field(name="service_tier", kind=Text(0, limits.name_chars), group=Group.WITHOUT_EFFECT),
         ],
