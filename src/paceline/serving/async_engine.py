@@ -112,9 +112,11 @@ class AsyncEngine:
 
     async def explain(self, number: int) -> list[Decision]:
         """See `ExplainingClient`."""
-        return await self._questions.ask(self._ready_sender(), number)
+        sender = self._ready_sender()
+        told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        return [decision.decision() for decision in told.decisions]
 
-    def explained(self, answer: frames.Explained) -> None:
+    def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
         self.heard()
         self._questions.answer(answer)

@@ -56,7 +56,7 @@ class EngineService:
         self._channel = channel
         self._vocab_size = vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
-        self._answers: deque[frames.Explained] = deque()
+        self._answers: deque[frames.Answer] = deque()
         self._stepper = Stepper(engine, self._tell)
         self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s

@@ -230,6 +230,7 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
+Answer = Explained  # to a question, whose number it bears
 FromEngine = Loading | Ready | LoadFailed | News | Explained | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()

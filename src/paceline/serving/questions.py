@@ -7,9 +7,9 @@ a few seconds, and an engine that is lost answers all of them at once. Belongs t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.events import Decision
 from paceline.errors import QueueFull
 from paceline.serving import frames
 from paceline.serving.client import EngineUnavailable
@@ -31,28 +31,29 @@ class Questions:
     """Those that wait for an answer."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[list[Decision]]] = {}
+        self._waiting: dict[int, asyncio.Future[frames.Answer]] = {}
         self._next = 1
 
-    async def ask(self, sender: Sender, number: int) -> list[Decision]:
-        """What was decided about a branch. Raises QueueFull, or EngineUnavailable when no answer comes."""
+    async def ask(self, sender: Sender, make: Callable[[int], frames.ToEngine]) -> frames.Answer:
+        """The answer to the frame that `make` makes of a question's number. Raises QueueFull, or EngineUnavailable
+        when no answer comes."""
         if len(self._waiting) >= MOST_QUESTIONS:
-            raise QueueFull("too many requests are being explained at once; try again later")
+            raise QueueFull("too many questions are being answered at once; try again later")
         question, self._next = self._next, (self._next + 1) % 2**31
         answer = self._waiting[question] = asyncio.get_running_loop().create_future()
         try:
-            sender.send(frames.encode(frames.Explain(question, number)))
+            sender.send(frames.encode(make(question)))
             return await asyncio.wait_for(answer, PATIENCE_S)
         except TimeoutError:
             raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
         finally:
             del self._waiting[question]
 
-    def answer(self, told: frames.Explained) -> None:
+    def answer(self, told: frames.Answer) -> None:
         """An answer has come; one that nobody waits for any more is passed over."""
         waiting = self._waiting.get(told.question)
         if waiting is not None and not waiting.done():
-            waiting.set_result([decision.decision() for decision in told.decisions])
+            waiting.set_result(told)
 
     def give_up(self, message: str) -> None:
         """No answer will come."""

@@ -222,8 +222,8 @@ class EngineProcess:
         if isinstance(frame, frames.News):
             self.client.take(frame)
             return
-        if isinstance(frame, frames.Explained):
-            self.client.explained(frame)
+        if isinstance(frame, frames.Answer):
+            self.client.answered(frame)
             return
         if isinstance(frame, frames.Log):
             _engine_logger.log(frame.level, "%s", frame.message)

@@ -35,10 +35,10 @@ def test_an_answer_finds_its_question() -> None:
         asked = [asyncio.ensure_future(client.explain(number)) for number in (7, 8)]
         await asyncio.sleep(0)
         assert sender.sent == [frames.Explain(1, 7), frames.Explain(2, 8)]
-        client.explained(answer(2))
-        client.explained(answer(1, DECISION))
-        client.explained(answer(1, DECISION))  # told twice
-        client.explained(answer(99, DECISION))  # nobody asked
+        client.answered(answer(2))
+        client.answered(answer(1, DECISION))
+        client.answered(answer(1, DECISION))  # told twice
+        client.answered(answer(99, DECISION))  # nobody asked
         assert await asked[0] == [DECISION] and await asked[1] == []
 
     run(test())
@@ -80,7 +80,7 @@ def test_only_so_many_ask_at_a_time() -> None:
         await asyncio.gather(asked[0], return_exceptions=True)
         again = asyncio.ensure_future(client.explain(8))
         await asyncio.sleep(0)
-        client.explained(answer(questions.MOST_QUESTIONS + 1, DECISION))
+        client.answered(answer(questions.MOST_QUESTIONS + 1, DECISION))
         assert await again == [DECISION]
         for one in asked[1:]:
             one.cancel()
