@@ -114,7 +114,14 @@ class AsyncEngine:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        assert isinstance(told, frames.Explained)
         return [decision.decision() for decision in told.decisions]
+
+    async def look(self) -> bytes:
+        """See `WatchedClient`."""
+        seen = await self._questions.ask(self._ready_sender(), frames.Look)
+        assert isinstance(seen, frames.Seen)
+        return seen.body
 
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""

@@ -109,6 +109,12 @@ class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
     branch: RequestNumber
 
 
+class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
+    """Asks what happened since the last look. Who stops looking is forgotten after a few seconds."""
+
+    question: Count
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -117,7 +123,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Look | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -230,8 +236,15 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
-Answer = Explained  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Failed | Log
+class Seen(msgspec.Struct, tag="seen", array_like=True, frozen=True):
+    """What happened since the last look and how things stand: JSON that nobody on the way has to understand."""
+
+    question: int
+    body: bytes
+
+
+Answer = Explained | Seen  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Seen | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -127,9 +127,7 @@ class Film:
                 blocks_free=sum(pool.num_free for pool in pools),
                 leaves=tuple(plan.leaves.tolist()),
                 joins=self._joined(plan),
-                spans=tuple(
-                    zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)
-                ),
+                spans=tuple(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)),
                 decode_added=tuple(plan.decode_rows.added.tolist()),
                 decode_removed=tuple(plan.decode_rows.removed.tolist()),
                 notes=tuple(_noted(decision) for decision in decisions if decision.kind in TOLD),
@@ -165,10 +163,14 @@ class Film:
         rows = joins.row.tolist()
         sources = dict(zip(plan.row_copies.target.tolist(), plan.row_copies.source.tolist(), strict=True))
         requests = self._state.rows.request_id[joins.row].tolist()
-        columns = (joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist())
+        columns = zip(
+            joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist(), strict=True
+        )
         return tuple(
-            Joined(row, request, *counts, sources.get(row, -1))
-            for row, request, *counts in zip(rows, requests, *columns, strict=True)
+            Joined(row, request, num_prompt, num_tokens, num_computed, sources.get(row, -1))
+            for row, request, (num_prompt, num_tokens, num_computed) in zip(
+                rows, requests, columns, strict=True
+            )
         )
 
 

@@ -56,7 +56,9 @@ class Scene:
     left: tuple[int, ...]  # rows that were left after the newest step was submitted: the next plan says so
     waiting: tuple[Waiting, ...]  # the first of them, in the policy's order
     num_waiting: int
-    blocks: tuple[NDArray[np.uint8], ...]  # by layer group: FREE, CACHED, HELD or SHARED; the null block is left out
+    blocks: tuple[
+        NDArray[np.uint8], ...
+    ]  # by layer group: FREE, CACHED, HELD or SHARED; the null block is left out
     evicted: int  # blocks whose prefix was given up, since the start
     preempted: int
     swapped: int
@@ -85,7 +87,7 @@ def scene_of(state: SchedulerState) -> Scene:
     )
     return Scene(
         seq=state.kv.submitted,
-        time_s=state.now_s,
+        time_s=state.clock.now(),
         rows=np.stack([np.asarray(column, np.int64) for column in columns]),
         left=tuple(state.leaves),
         tenants=tuple(_tenant(state, row) for row in live.tolist()),
