@@ -38,6 +38,14 @@ class StepRecorder(Protocol):
         ...
 
 
+class StepWatcher(Protocol):
+    """Looks on while an engine works; see `watch.film`."""
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None: ...
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None: ...
+
+
 class BothRecorders:
     """Tells two."""
 

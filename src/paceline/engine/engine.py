@@ -19,7 +19,7 @@ from paceline.core.clock import Clock
 from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
-from paceline.core.recorder import Inputs, StepRecord, StepRecorder
+from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import DEFAULT_TENANT, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
@@ -68,6 +68,7 @@ class Engine:
         self._recorder = recorder
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
+        self.watcher: StepWatcher | None = None  # nobody, most of the time
         self._underway: deque[Underway] = deque()
         self._failures = 0
         self._next_id = 1
@@ -241,6 +242,8 @@ class Engine:
         inputs, decisions = self.scheduler.take_journal(), self.scheduler.take_decisions()
         self._ring.add(decisions)
         t_plan = self.scheduler.state.now_s
+        if self.watcher is not None:
+            self.watcher.submitted(plan, decisions, t_plan)
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
@@ -283,6 +286,8 @@ class Engine:
             self.checker.after_update(None)
 
     def _record(self, step: Underway, result: StepResult | None) -> None:
+        if self.watcher is not None:
+            self.watcher.completed(step.plan.seq, self.scheduler.state.now_s, failed=result is None)
         if self._recorder is None:
             return
         self._recorder.step(

@@ -23,8 +23,10 @@ from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
 from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage
+from paceline.server.page import PAGE, page_routes
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
+from paceline.server.watch_routes import watch_routes
 from paceline.serving.client import EngineClient
 
 
@@ -77,11 +79,16 @@ class Application:
             more_counters=self._counters,
         )
         self._config = config
-        self._own = [*health_routes(self.status), *docs_routes(lambda: self.main.table.routes)]
+        self._own = [
+            *health_routes(self.status),
+            *docs_routes(lambda: self.main.table.routes),
+            *watch_routes(client, self.requests, lambda: self.metrics.model_name),
+            *page_routes(),
+        ]
         if config.metrics_port is None:
             self._own.append(self.metrics.route())
         bound = "localhost" if config.uds is not None else config.host
-        self.main = Door(self._own, self._rules(bound, keyring, PUBLIC), self.log)
+        self.main = Door(self._own, self._rules(bound, keyring, PUBLIC | PAGE), self.log)
         self.side = self._side_door(keyring) if config.metrics_port is not None else None
 
     @property

@@ -46,6 +46,15 @@ class Explanations:
             raise UnknownRequestId(
                 "this key has sent no request of that id that reached the engine, or it was too long ago"
             )
+        return await self._tell(own, numbers)
+
+    async def explain_number(self, number: int) -> dict[str, Any]:
+        """The same by the engine's own number of a branch, for those who may see everybody's requests."""
+        known = ((name, numbers) for name, (_, numbers) in reversed(self._known.items()) if number in numbers)
+        name, _ = next(known, ("", ()))
+        return await self._tell(name, (number,))
+
+    async def _tell(self, name: str, numbers: tuple[int, ...]) -> dict[str, Any]:
         if not isinstance(self._client, ExplainingClient):
             raise EngineUnavailable("this engine does not explain its requests")
         branches = []
@@ -55,7 +64,7 @@ class Explanations:
                 branches.append({"index": index, "number": number, **_branch(told)})
         if not branches:
             raise UnknownRequestId("nothing is known about this request any more")
-        return {"id": own, "object": "request.explanation", "branches": branches}
+        return {"id": name, "object": "request.explanation", "branches": branches}
 
 
 def _branch(told: Told) -> dict[str, Any]:

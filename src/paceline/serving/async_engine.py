@@ -125,6 +125,12 @@ class AsyncEngine:
         self._dial, self._policy = dial or self._dial, policy or self._policy
         return told.steering
 
+    async def look(self) -> bytes:
+        """See `WatchedClient`."""
+        seen = await self._questions.ask(self._ready_sender(), frames.Look)
+        assert isinstance(seen, frames.Seen)
+        return seen.body
+
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
         self.heard()

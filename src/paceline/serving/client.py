@@ -206,6 +206,17 @@ class SteeringClient(Protocol):
         """
 
 
+@runtime_checkable
+class WatchedClient(Protocol):
+    """An engine that can be looked at while it works."""
+
+    async def look(self) -> bytes:
+        """What happened since the last look and how things stand, as one JSON object; see `sight`.
+
+        Raises EngineUnavailable when the engine does not answer, QueueFull when too many ask at once.
+        """
+
+
 class EngineClient(Protocol):
     """One engine. Cheap properties are always current."""
 

@@ -28,6 +28,7 @@ from paceline.serving.client import EngineStats
 from paceline.serving.engine_logs import LogQueue
 from paceline.serving.outbox import Outbox
 from paceline.serving.refusals import refusal_of
+from paceline.serving.sight import Sight
 from paceline.serving.steering import steer
 
 FAREWELL_S = 1.0  # how long the last news may take to leave
@@ -59,6 +60,7 @@ class EngineService:
         self._vocab_size = vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
+        self._sight = Sight(engine)
         self._stepper = Stepper(engine, self._tell)
         engine.on_forecast = self._foretell
         self._steps_without_a_number = 0
@@ -121,6 +123,7 @@ class EngineService:
     def _report(self, now_s: float) -> None:
         is_busy = self._was_busy = self._engine.has_requests
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
+        self._sight.rest()
         rejected = self._channel.rejects.total
         self._outbox.put_stats(stats_of(self._engine, self._busy_s, rejected))
 
@@ -156,6 +159,8 @@ class EngineService:
             self._answers.append(frames.Explained(message.question, told, is_live))
         elif isinstance(message, frames.Steer):
             self._answers.append(steer(self._engine.scheduler, message))
+        elif isinstance(message, frames.Look):
+            self._answers.append(frames.Seen(message.question, self._sight.look()))
         elif isinstance(message, frames.Ping):
             self._next_report_s = 0.0
         elif isinstance(message, frames.Stop):

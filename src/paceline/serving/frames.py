@@ -124,6 +124,12 @@ class Steer(msgspec.Struct, tag="steer", array_like=True, frozen=True):
     policy: tuple[str, dict[str, float | str]] | None = None
 
 
+class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
+    """Asks what happened since the last look. Who stops looking is forgotten after a few seconds."""
+
+    question: Count
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -132,7 +138,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Look | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -268,8 +274,15 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
-Answer = Explained | Steered  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Failed | Log
+class Seen(msgspec.Struct, tag="seen", array_like=True, frozen=True):
+    """What happened since the last look and how things stand: JSON that nobody on the way has to understand."""
+
+    question: int
+    body: bytes
+
+
+Answer = Explained | Steered | Seen  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Seen | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -7,7 +7,10 @@ import msgspec
 from paceline.server.api.describe import operation
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
+from paceline.server.failures import UnknownRequestId
 from paceline.server.service import Service
+
+MOST_DIGITS = 18
 
 
 def explain_routes(service: Service) -> list[Route]:
@@ -15,12 +18,26 @@ def explain_routes(service: Service) -> list[Route]:
         found = await service.explanations.explain(call.path["id"], call.caller)
         return Answer(body=msgspec.json.encode(found))
 
+    async def explain_any(call: Call) -> Answer | Events:
+        number = call.path["number"]
+        if not number.isdecimal() or len(number) > MOST_DIGITS:
+            raise UnknownRequestId("the engine's requests have numbers; this is none")
+        return Answer(body=msgspec.json.encode(await service.explanations.explain_number(int(number))))
+
     return [
+        Route(
+            methods=("GET",),
+            path="/v1/admin/requests/{number}/explain",
+            handler=explain_any,
+            takes_body=False,
+            needs_admin=True,
+            openapi=operation("Tell the story of any request by the engine's number", parameters=("number",)),
+        ),
         Route(
             methods=("GET",),
             path="/v1/requests/{id}/explain",
             handler=explain,
             takes_body=False,
             openapi=operation("Tell the story of one of your requests", parameters=("id",)),
-        )
+        ),
     ]

@@ -1,0 +1,98 @@
+"""The feed of the live page: one look at the engine for everybody who watches, as server-sent events.
+
+While nobody watches nothing is asked of the engine. A reader that is too slow loses whole messages, which it sees by
+their numbers; each message also carries the whole state of now, so that it can begin anew from any of them. What is
+in a message comes from `serving.sight`, and the latencies from this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from paceline.errors import PacelineError, QueueFull
+from paceline.server.metrics import RequestMetrics
+from paceline.serving.client import EngineClient, EngineUnavailable, WatchedClient
+
+INTERVAL_S = 0.2
+MOST_BEHIND = 8  # messages
+MOST_WATCHING = 16
+LATENCIES = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "e2e": "e2e_request_latency_seconds",
+}
+END = None
+
+
+class Feed:
+    """Everybody who watches one engine."""
+
+    def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
+        self._client = client
+        self._requests = requests
+        self._readers: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._number = 0
+
+    @property
+    def num_watching(self) -> int:
+        return len(self._readers)
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        """Messages from now on, until the server stops."""
+        if not isinstance(self._client, WatchedClient):
+            raise EngineUnavailable("this engine cannot be watched")
+        if len(self._readers) >= MOST_WATCHING:
+            raise QueueFull(f"{MOST_WATCHING} pages watch already; close one")
+        reader: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
+        self._readers.add(reader)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(self._client))
+        try:
+            while (message := await reader.get()) is not END:
+                yield message
+        finally:
+            self._readers.discard(reader)
+
+    async def _run(self, client: WatchedClient) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._readers:
+                due_s = loop.time() + INTERVAL_S
+                try:
+                    seen = await client.look()
+                except EngineUnavailable as error:
+                    if error.code == "shutting_down":
+                        return
+                    seen = msgspec.json.encode({"unavailable": str(error)})
+                except PacelineError as error:
+                    seen = msgspec.json.encode({"unavailable": str(error)})
+                self._tell(self._message(seen))
+                await asyncio.sleep(max(0.0, due_s - loop.time()))
+        finally:
+            self._task = None
+            self._tell(END)
+
+    def _message(self, seen: bytes) -> bytes:
+        self._number += 1
+        server = {name: self._requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+        server["tokens"] = [self._requests.generation_tokens, self._requests.prompt_tokens]
+        return b'data: {"n":%d,"server":%b,"engine":%b}\n\n' % (
+            self._number,
+            msgspec.json.encode(server),
+            seen,
+        )
+
+    def _tell(self, message: bytes | None) -> None:
+        for reader in self._readers:
+            if reader.full():
+                reader.get_nowait()
+            reader.put_nowait(message)
+
+
+def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:
+    """The upper ends of the buckets that messages count in."""
+    return {name: requests.histograms[full][1].bounds for name, full in LATENCIES.items()}

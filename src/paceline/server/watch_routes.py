@@ -1,0 +1,50 @@
+"""What the live page asks an engine for: the feed of its steps, and what it is. For admins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import msgspec
+
+from paceline import __version__
+from paceline.server.api.describe import operation
+from paceline.server.api.error_frames import openai_error_frame
+from paceline.server.api.route import Route
+from paceline.server.call import Answer, Call, Events, Handler
+from paceline.server.feed import Feed, latency_bounds
+from paceline.server.metrics import RequestMetrics
+from paceline.serving.client import EngineClient
+
+
+def watch_routes(
+    client: EngineClient, requests: RequestMetrics, model_name: Callable[[], str]
+) -> list[Route]:
+    feed = Feed(client, requests)
+
+    async def watch(call: Call) -> Answer | Events:
+        return Events(frames=feed.messages(), error_frame=openai_error_frame)
+
+    async def about(call: Call) -> Answer | Events:
+        values = {
+            "version": __version__,
+            "model": model_name(),
+            "engine": asdict(client.info),
+            "latency_bounds": latency_bounds(requests),
+        }
+        return Answer(body=msgspec.json.encode(values))
+
+    def admin(path: str, handler: Handler, text: str) -> Route:
+        return Route(
+            methods=("GET",),
+            path=path,
+            handler=handler,
+            takes_body=False,
+            needs_admin=True,
+            openapi=operation(text),
+        )
+
+    return [
+        admin("/v1/admin/watch", watch, "Watch the engine step by step, as server-sent events"),
+        admin("/v1/admin/about", about, "What the engine is: sizes, device, version"),
+    ]

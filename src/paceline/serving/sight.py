@@ -1,0 +1,113 @@
+"""What a watching page is shown, made in the engine's process: a film while somebody looks, each cut as JSON.
+
+The first look begins a film; who does not look again for a few seconds ends it, so that an engine nobody watches pays
+nothing, whatever became of the page. Blocks travel as two bits each. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.engine.engine import Engine
+from paceline.watch.film import Cut, Film, StepGlimpse
+from paceline.watch.scene import ROW_COLUMNS, Scene
+
+PATIENCE_S = 5.0  # without a look
+_PLACES = np.array([1, 4, 16, 64], np.uint8)  # of four blocks in a byte
+
+
+class Sight:
+    """Looks at one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._film: Film | None = None
+        self._looked_s = 0.0
+
+    def look(self) -> bytes:
+        """What happened since the last look, and how things stand now."""
+        self._looked_s = time.monotonic()
+        is_first = self._film is None
+        if self._film is None:
+            self._film = self._engine.watcher = Film(self._engine.scheduler.state)
+        return msgspec.json.encode({"first": is_first, **cut_values(self._film.cut())})
+
+    def rest(self) -> None:
+        """Stop when nobody has looked for a while."""
+        if self._film is not None and time.monotonic() - self._looked_s > PATIENCE_S:
+            self._film = self._engine.watcher = None
+
+
+def cut_values(cut: Cut) -> dict[str, Any]:
+    """A cut as plain values."""
+    return {
+        "steps": [_step_values(step) for step in cut.steps],
+        "done": [list(done) for done in cut.done],
+        "dropped": cut.dropped,
+        "cleared": cut.cleared,
+        "scene": scene_values(cut.scene),
+    }
+
+
+def scene_values(scene: Scene) -> dict[str, Any]:
+    names = list(dict.fromkeys(scene.tenants))
+    places = {name: index for index, name in enumerate(names)}
+    return {
+        "seq": scene.seq,
+        "time_s": scene.time_s,
+        "columns": ROW_COLUMNS,
+        "rows": scene.rows.tolist(),
+        "left": scene.left,
+        "tenants": names,
+        "tenant_of": [places[name] for name in scene.tenants],
+        "waiting": [list(waiting) for waiting in scene.waiting],
+        "num_waiting": scene.num_waiting,
+        "num_blocks": [len(kinds) for kinds in scene.blocks],
+        "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in scene.blocks],
+        "evicted": scene.evicted,
+        "preempted": scene.preempted,
+        "swapped": scene.swapped,
+        "finished": scene.finished,
+        "prompt_tokens": scene.prompt_tokens,
+        "cached_tokens": scene.cached_tokens,
+    }
+
+
+def packed(kinds: NDArray[np.uint8]) -> bytes:
+    """Four blocks in a byte, the first in the lowest bits."""
+    padded = np.zeros(-(-len(kinds) // 4) * 4, np.uint8)
+    padded[: len(kinds)] = kinds
+    words: NDArray[np.uint8] = (padded.reshape(-1, 4) * _PLACES).sum(1, dtype=np.uint8)
+    return words.tobytes()
+
+
+def _step_values(step: StepGlimpse) -> dict[str, Any]:
+    """Most steps change nothing: what is empty is left out."""
+    found: dict[str, Any] = {
+        "seq": step.seq,
+        "t": step.time_s,
+        "d": step.decode_rows,
+        "p": step.prefill_tokens,
+        "b": step.budget,
+        "r": step.running,
+        "w": step.waiting,
+        "f": step.blocks_free,
+    }
+    rare = {
+        "cleared": step.cleared,
+        "padding": step.padding,
+        "swap": step.swap_blocks,
+        "leaves": step.leaves,
+        "joins": step.joins,
+        "spans": step.spans,
+        "on": step.decode_added,
+        "off": step.decode_removed,
+        "notes": step.notes,
+    }
+    return found | {name: value for name, value in rare.items() if value}

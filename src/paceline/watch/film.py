@@ -1,0 +1,180 @@
+"""What happened in an engine since the last cut: steps, who came onto a row and left it, and what was decided.
+
+Attached to an engine while somebody watches and taken off afterwards; an engine nobody watches pays nothing. A step
+costs a few tuples and its changes, never its batch. What is not fetched in time is dropped from its oldest end and
+counted. It must not know who watches, nor how a cut travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.core.events import Decision, DecisionKind
+from paceline.core.plan import StepPlan
+from paceline.core.values import value
+from paceline.scheduler.state import SchedulerState
+from paceline.watch.scene import Scene, scene_of
+
+MOST_STEPS = 4096  # between two cuts
+# What a lane or a story shows; who waited for what is asked for by request.
+TOLD = frozenset(
+    {
+        DecisionKind.ADMIT,
+        DecisionKind.RESUME,
+        DecisionKind.PREEMPT,
+        DecisionKind.FORK,
+        DecisionKind.FINISH,
+        DecisionKind.REFUSE,
+        DecisionKind.FAIL,
+    }
+)
+
+
+class Joined(NamedTuple):
+    """A request came onto a row."""
+
+    row: int
+    request: int
+    num_prompt: int
+    num_tokens: int  # known when it came
+    num_computed: int  # of these, already in its blocks
+    source: int  # row it was copied from, or -1
+
+
+class Noted(NamedTuple):
+    """One decision, as far as a picture shows it."""
+
+    kind: str
+    request: int
+    rule: str
+    value: int
+    against: int
+
+
+@value
+class StepGlimpse:
+    """One step as it was submitted, with how things stood then."""
+
+    seq: int
+    time_s: float
+    cleared: bool  # a step failed before it: until then nobody has a row
+    decode_rows: int
+    prefill_tokens: int
+    padding: int  # tokens and rows that only fill a rectangle
+    swap_blocks: int
+    budget: int
+    running: int
+    waiting: int
+    blocks_free: int
+    leaves: tuple[int, ...]
+    joins: tuple[Joined, ...]
+    spans: tuple[tuple[int, int], ...]  # row, tokens
+    decode_added: tuple[int, ...]
+    decode_removed: tuple[int, ...]
+    notes: tuple[Noted, ...]
+
+
+class Done(NamedTuple):
+    """A step came back, or was lost."""
+
+    seq: int
+    time_s: float
+    failed: bool
+
+
+@value
+class Cut:
+    """Everything since the cut before, and the state of now."""
+
+    steps: tuple[StepGlimpse, ...]
+    done: tuple[Done, ...]
+    dropped: int  # steps that were not fetched in time
+    cleared: bool  # a step failed after the newest one of these
+    scene: Scene
+
+
+class Film:
+    """Takes notes of one engine's steps."""
+
+    def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
+        self._state = state
+        self._most = most
+        self._steps: deque[StepGlimpse] = deque()
+        self._done: deque[Done] = deque()
+        self._dropped = 0
+        self._cleared = False
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        state, work = self._state, plan.work
+        if len(self._steps) >= self._most:
+            self._steps.popleft()
+            self._dropped += 1
+        pools = [group.pool for group in state.kv.groups]
+        self._steps.append(
+            StepGlimpse(
+                seq=plan.seq,
+                time_s=time_s,
+                cleared=self._cleared,
+                decode_rows=work.decode_rows,
+                prefill_tokens=work.prefill_tokens,
+                padding=plan.pad_tokens + plan.padding_rows,
+                swap_blocks=work.swap_blocks,
+                budget=state.flights[-1].budget if state.flights else 0,
+                running=state.rows.num_live,
+                waiting=len(state.queue),
+                blocks_free=sum(pool.num_free for pool in pools),
+                leaves=tuple(plan.leaves.tolist()),
+                joins=self._joined(plan),
+                spans=tuple(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)),
+                decode_added=tuple(plan.decode_rows.added.tolist()),
+                decode_removed=tuple(plan.decode_rows.removed.tolist()),
+                notes=tuple(_noted(decision) for decision in decisions if decision.kind in TOLD),
+            )
+        )
+
+        self._cleared = False
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        if len(self._done) >= self._most:
+            self._done.popleft()
+        self._done.append(Done(seq, time_s, failed))
+        self._cleared = self._cleared or failed
+
+    def cut(self) -> Cut:
+        """Hand out what was noted and begin anew."""
+        cut = Cut(
+            steps=tuple(self._steps),
+            done=tuple(self._done),
+            dropped=self._dropped,
+            cleared=self._cleared,
+            scene=scene_of(self._state),
+        )
+        self._steps.clear()
+        self._done.clear()
+        self._dropped = 0
+        return cut
+
+    def _joined(self, plan: StepPlan) -> tuple[Joined, ...]:
+        joins = plan.joins
+        if not len(joins.row):
+            return ()
+        rows = joins.row.tolist()
+        sources = dict(zip(plan.row_copies.target.tolist(), plan.row_copies.source.tolist(), strict=True))
+        requests = self._state.rows.request_id[joins.row].tolist()
+        columns = zip(
+            joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist(), strict=True
+        )
+        return tuple(
+            Joined(row, request, num_prompt, num_tokens, num_computed, sources.get(row, -1))
+            for row, request, (num_prompt, num_tokens, num_computed) in zip(
+                rows, requests, columns, strict=True
+            )
+        )
+
+
+def _noted(decision: Decision) -> Noted:
+    return Noted(
+        decision.kind.value, decision.request, decision.reason.value, decision.value, decision.against
+    )

@@ -1,0 +1,115 @@
+"""A film of an engine's steps shows what its state shows, in every simulated world; and costs nothing when it is off."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from paceline.core.events import DecisionKind
+from paceline.watch.film import Cut, Film
+from paceline.watch.scene import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, scene_of
+from tests.dst.world import World
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+
+class Picture:
+    """Who is on which row, from steps alone: what a page does."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self.decoding: set[int] = set()
+        self.last = 0
+
+    def show(self, cut: Cut) -> None:
+        for step in cut.steps:
+            if step.cleared:
+                self.clear()
+            assert step.seq > self.last
+            self.last = step.seq
+            for row in step.leaves:
+                self.rows.pop(row, None)
+                self.decoding.discard(row)
+            for join in step.joins:
+                assert join.row not in self.rows
+                self.rows[join.row] = join.request
+            self.decoding -= set(step.decode_removed)
+            self.decoding |= set(step.decode_added)
+        if cut.cleared:
+            self.clear()
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.decoding.clear()
+
+
+def column(cut: Cut, name: str) -> list[int]:
+    found: list[int] = cut.scene.rows[ROW_COLUMNS.index(name)].tolist()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_and_state_tell_the_same(seed: int) -> None:
+    world = World(seed)
+    film = world.engine.watcher = Film(world.engine.scheduler.state)
+    picture, rng, step = Picture(), random.Random(seed), world._step
+    seen = set()
+
+    def watched_step() -> None:
+        step()
+        if rng.random() < 0.4:
+            cut = film.cut()
+            picture.show(cut)
+            scene = cut.scene
+            shown = {row: who for row, who in picture.rows.items() if row not in scene.left}
+            live = dict(zip(column(cut, "row"), column(cut, "request"), strict=True))
+            assert shown == live
+            assert scene.num_waiting == len(world.engine.scheduler.state.queue)
+            for kinds, group in zip(scene.blocks, world.engine.scheduler.state.kv.groups, strict=True):
+                pool = group.pool
+                assert int((kinds <= CACHED).sum()) == pool.num_free
+                assert int((kinds == SHARED).sum()) == int((pool.refs[1:] > 1).sum())
+            seen.update(note.kind for each in cut.steps for note in each.notes)
+
+    world._step = watched_step  # type: ignore[method-assign]
+    world.run(120)
+    assert DecisionKind.FINISH.value in seen or not world.clients
+
+
+def test_what_a_block_is() -> None:
+    bench = Bench(engine_config())
+    bench.add(prompt(24), 4)
+    bench.run()
+    state = bench.scheduler.state
+    (kinds,) = scene_of(state).blocks
+    assert set(np.unique(kinds)) == {FREE, CACHED}
+    request = bench.add(prompt(24) + prompt(3, 1), 8)
+    bench.step(2)
+    bench.fork(request)
+    bench.step()
+    (kinds,) = scene_of(state).blocks
+    assert {HELD, SHARED} <= set(np.unique(kinds).tolist())
+    assert len(kinds) == state.kv.groups[0].pool.usable
+
+
+def test_what_is_not_fetched_is_dropped_and_counted() -> None:
+    bench = Bench(engine_config())
+    film = bench.engine.watcher = Film(bench.scheduler.state, most=3)
+    bench.add(prompt(8), 20)
+    bench.step(10)
+    cut = film.cut()
+    assert len(cut.steps) == 3 and cut.dropped == 7 and len(cut.done) == 3
+    again = film.cut()
+    assert not again.steps and again.dropped == 0
+
+
+def test_the_waiting_come_in_the_policys_order() -> None:
+    bench = Bench(engine_config())
+    for index in range(40):
+        bench.add(prompt(20, index), 8)
+    bench.step()
+    scene = scene_of(bench.scheduler.state)
+    assert scene.num_waiting == len(scene.waiting) > 10
+    ids = [waiting.request for waiting in scene.waiting]
+    assert ids == sorted(ids)
