@@ -1,4 +1,4 @@
-"""A film of an engine's steps shows what its state shows, in every simulated world; and costs nothing when it is off."""
+"""A film of an engine's steps shows what its state shows, in every simulated world."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
     world = World(seed)
     film = world.engine.watcher = Film(world.engine.scheduler.state)
     picture, rng, step = Picture(), random.Random(seed), world._step
-    seen = set()
+    seen: set[str] = set()
 
     def watched_step() -> None:
         step()
