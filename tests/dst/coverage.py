@@ -37,6 +37,8 @@ class Coverage:
         for decision in record.decisions:
             if decision.kind is DecisionKind.RESUME:
                 counts["resume"] += 1
+            elif decision.reason.startswith("place:"):
+                counts["place taken"] += 1
         for recorder in self._further:
             recorder.step(record)
 

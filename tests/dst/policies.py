@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import POLICIES, EngineConfig
+from paceline.config import POLICIES, EngineConfig, PreemptionCosts
 from paceline.scheduler.scheduler import Scheduler
 
 
-def draw_policy(rng: random.Random, config: EngineConfig) -> EngineConfig:
+def draw_policy(seed: int, config: EngineConfig) -> EngineConfig:
     """Half of the engines have one of the policies that few others do."""
+    rng, config = random.Random(seed + 3), _draw_preemption(random.Random(seed + 5), config)
     if rng.random() < 0.5:
         return config
     name = rng.choice(("fair", "fair", "deadline", "shortest", "tail"))
@@ -25,6 +26,20 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "tenant_weights": rng.choice(("", "tenant-0=2,tenant-1=0.5")),
         "output_token_cost": rng.choice((0.0, 2.0)),
     }
+
+
+def _draw_preemption(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Half of the engines choose the kind of each preemption by costs, which may be anything."""
+    if rng.random() < 0.5:
+        return config
+    costs = PreemptionCosts(
+        token_s=rng.choice((0.0, 1e-4, 1e-2)),
+        product_s=rng.choice((0.0, 1e-6)),
+        block_s=rng.choice((0.0, 1e-3, 1.0)),
+        step_s=rng.choice((1e-5, 2e-3)),
+    )
+    known = costs if rng.random() < 0.8 else None
+    return replace(config, scheduler=replace(config.scheduler, preemption="auto", preemption_costs=known))
 
 
 class PolicyChanges:

@@ -27,6 +27,7 @@ _OFF_ITS_ROW = (
     "pause",
     "finish_at",
 )  # what comes later is not for it any more
+_IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
@@ -86,7 +87,7 @@ class Truth:
     def step(self, record: StepRecord) -> None:
         plan = record.plan
         self._take_inputs(record.inputs)
-        gone = {int(d.request) for d in record.decisions if d.reason is Rule.BLOCKS_RECOMPUTE}
+        gone = {int(d.request) for d in record.decisions if d.reason in _IN_THE_PLAN}
         self._leave(plan, [row for row in plan.leaves.tolist() if self._seats[row].owner not in gone])
         self._endings(record.decisions)
         self._preemptions(record)
@@ -300,16 +301,18 @@ class Truth:
         for decision in record.decisions:
             if decision.kind is not DecisionKind.PREEMPT:
                 continue
-            if decision.reason is Rule.BLOCKS_RECOMPUTE:
+            if decision.reason in _IN_THE_PLAN:
                 if not self._has_reserved:
                     self._same(decision, "blocks free", decision.blocks_free, self._free())
-                if decision.against != NOBODY:
+                if decision.reason is Rule.PLACE_RECOMPUTE:
+                    self._same(decision, "that the other waited", decision.against in rows, False)
+                elif decision.against != NOBODY:
                     gains = rows.get(decision.against)
                     stays = gains in given or gains not in plan.decode_rows.added
                     self._same(decision, "who got its place", True, gains is not None and stays)
                     self._same(decision, "that it is another", True, decision.against != decision.request)
                 self._leave(plan, [rows[decision.request]])
-            if decision.reason.value.partition(":")[0] in ("blocks", "forced"):
+            if decision.reason.value.partition(":")[0] in ("blocks", "place", "forced"):
                 self._requests[decision.request].preemptions += 1
 
     def _endings(self, decisions: Sequence[Decision]) -> None:

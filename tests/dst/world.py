@@ -41,7 +41,7 @@ class World:
     ) -> None:
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_policy(random.Random(seed + 3), paced)
+        self.config = draw_policy(seed, paced)
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
@@ -176,8 +176,11 @@ class World:
         counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
-        counts[f"mode {self.config.scheduler.mode}"] += 1
-        counts["keeps a pace"] += self.config.scheduler.keeps_pace
+        for kind in (
+            f"mode {self.config.scheduler.mode}",
+            *["keeps a pace"] * self.config.scheduler.keeps_pace,
+        ):
+            counts[kind] += 1
 
     def _check_deadlines(self) -> None:
         """L8: who has passed a deadline ended in the step that came after it."""
@@ -387,10 +390,10 @@ class World:
         for paused in list(scheduler.state.requests.values()):
             if paused.state is RequestState.PAUSED and self.rng.random() < 0.5:
                 scheduler.resume(paused.id)
-        request = self._pick(RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED)
+        request = self._pick()
         if request is not None:
             with contextlib.suppress(InvalidTransition):
-                scheduler.pause(request.id, swap=self.rng.random() < 0.5)
+                scheduler.pause(request.id, swap=self.rng.choice((None, False, True)))
 
     def _block(self) -> None:
         scheduler = self.engine.scheduler

@@ -99,6 +99,7 @@ class Request:
         "branch",
         "branches",
         "deadline_s",
+        "displaced_at",
         "fail_detail",
         "failed_at",
         "finished_s",
@@ -160,6 +161,7 @@ class Request:
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
+        self.displaced_at = -1  # most tokens it had computed when another took its place the last time
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission

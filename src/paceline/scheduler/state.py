@@ -32,7 +32,7 @@ from paceline.core.policy import Policy, RequestView
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.manager import KVManager
 from paceline.scheduler.modes import Mode
-from paceline.scheduler.queue import WaitingQueue
+from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.service import Service
 
@@ -205,6 +205,12 @@ class SchedulerState:
         view = self.row_view(rows)
         ordered: NDArray[np.int64] = rows[np.lexsort((view.order, self.policy.order(view)))]
         return ordered
+
+    def waiting_in_order(self, count: int) -> list[Request]:
+        """The first `count` waiting requests in the order of admission."""
+        view = self.queue.view(self.now_s)
+        scores = self.mode.rank(view, self.policy.order(view))
+        return [self.queue.get(index) for index in first(view, scores, count).tolist()]
 
     # -- moves ---------------------------------------------------------------------------------------------
 

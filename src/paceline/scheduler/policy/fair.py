@@ -1,7 +1,8 @@
 """A fair share for every tenant: whoever was served least goes first, and whoever was served most gives way.
 
 Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. Who comes back to wait
-starts at the least counter among those that wait: nobody saves up service by staying away.
+starts at the least counter among those that wait: nobody saves up service by staying away. A tenant that has much more
+running than another gives up places to it, until it has not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 MAX_COUNTERS = 8192
+TIMES_MORE = 2.0  # what a tenant has running, by weight, before its requests give their places to another's
 
 
 class FairShare(FirstComeFirstServed):
@@ -48,6 +50,22 @@ class FairShare(FirstComeFirstServed):
         scores = np.empty(len(view))
         scores[by] = counters[owner] + before / weights[owner]
         return scores
+
+    def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
+        """Of tenants that have much more running, by weight, than the others have and than this one would have."""
+        mine = waiting.tenant.item(0)
+        tenants, which = np.unique(running.tenant, return_inverse=True)
+        weights = np.array([self.weight(tenant) for tenant in tenants.tolist()])
+        tokens = np.bincount(which, running.num_tokens, len(tenants))
+        wanted = waiting.num_tokens.item(0) + float(tokens[tenants == mine].sum())
+        others = float(tokens[tenants != mine].sum()) + wanted - tokens
+        weight_of_others = float(weights[tenants != mine].sum()) + self.weight(mine) - weights
+        most = np.maximum(wanted / self.weight(mine), others / np.maximum(weight_of_others, 1e-9))
+        behind = np.array(
+            [self.counter(tenant) > self.counter(mine) for tenant in tenants.tolist()], np.bool_
+        )
+        given: NDArray[np.bool_] = (behind & (tokens / weights > TIMES_MORE * most))[which]
+        return given
 
     def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
         self._weights[tenant] = self._by_name.get(name, 1.0)
