@@ -176,11 +176,8 @@ class World:
         counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
-        for kind in (
-            f"mode {self.config.scheduler.mode}",
-            *["keeps a pace"] * self.config.scheduler.keeps_pace,
-        ):
-            counts[kind] += 1
+        counts[f"mode {self.config.scheduler.mode}"] += 1
+        counts["keeps a pace"] += self.config.scheduler.keeps_pace
 
     def _check_deadlines(self) -> None:
         """L8: who has passed a deadline ended in the step that came after it."""

@@ -50,7 +50,10 @@ class SimOptions:
     arrivals: str = option(
         "recorded", "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
     )
-    priorities: str = option("none", "of requests: none (all equal), tenant (its number), random:LEVELS")
+    priorities: str = option(
+        "none",
+        "of requests: none (all equal), tenant (its number), class (of the name of its tenant), random:LEVELS",
+    )
 
     modes: str = option(
         "continuous", "continuous, dynamic, static; several, separated by commas, are compared", flag="--mode"

@@ -106,6 +106,7 @@ class Request:
         "first_token_s",
         "host_places",
         "id",
+        "is_spot",
         "keys",
         "model",
         "needs_host",
@@ -161,6 +162,7 @@ class Request:
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
+        self.is_spot = False  # gives way before all that are not
         self.displaced_at = -1  # most tokens it had computed when another took its place the last time
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then

@@ -100,7 +100,8 @@ class Displacement:
         rows = self._eligible(request)
         chosen: list[int] = []
         given = 0
-        for row in self._state.in_order(rows)[::-1].tolist():
+        last_first = self._state.in_order(rows)[::-1].tolist()
+        for row in sorted(last_first, key=lambda row: not self._is_spot(row)):
             if len(chosen) >= num_rows and given >= num_blocks:
                 break
             chosen.append(row)
@@ -128,6 +129,10 @@ class Displacement:
     def _runs(self, row: int) -> bool:
         request = self._state.rows.requests[row]
         return request is not None and request.state is RequestState.RUNNING
+
+    def _is_spot(self, row: int) -> bool:
+        request = self._state.rows.requests[row]
+        return request is not None and request.is_spot
 
     def _given_back(self, row: int) -> int:
         """Blocks nobody else holds."""

@@ -1,6 +1,6 @@
 """Taking a running request off its row: who gives way, and what happens to its KV.
 
-The youngest of the lowest priority goes first, the first in order never does, and a request that has given way
+Spot work goes first, then the last in order, the first in order never does, and a request that has given way
 `max_preemptions` times is reserved its full length and left alone from then on. A victim's KV is recomputed
 later, or swapped to host places when these are configured and free, whichever is cheaper unless the config says one.
 """
@@ -81,6 +81,7 @@ def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool | None]
     ]
     if not candidates:
         return None
+    candidates = [row for row in candidates if _request(state, row).is_spot] or candidates
     view = state.row_view(np.array(candidates, np.int64))
     victim = state.policy.victim(view, need)
     return _request(state, candidates[victim.index]), victim.swap

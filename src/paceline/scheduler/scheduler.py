@@ -103,6 +103,9 @@ class Scheduler:
             )
         for request in requests:
             self._accept(request, len(requests))
+        for request in requests:
+            if request.is_spot:
+                self._note("spot", request.id)
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -173,6 +176,13 @@ class Scheduler:
             self.state.rows.priority[request.row] = priority
         elif request.id in self.state.queue:
             self.state.queue.set_priority(request)
+
+    def mark_spot(self, request_id: RequestId) -> None:
+        """From now on a request gives way before all that are not spot work."""
+        request = self._live(request_id)
+        self._tick()
+        self._note("spot", request_id)
+        request.is_spot = True
 
     def set_deadline(self, request_id: RequestId, deadline_s: float | None) -> None:
         request = self._live(request_id)

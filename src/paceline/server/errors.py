@@ -85,6 +85,8 @@ CATALOGUE: Mapping[str, Entry] = {
     "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
     "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
+    "request_ended": Entry(409, BAD, "This request has ended."),
+    "request_busy": Entry(409, BAD, "This request cannot be changed at this moment; try again.", 1),
     # Load.
     "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
     "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),

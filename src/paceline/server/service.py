@@ -15,16 +15,19 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
+from paceline.core.classes import SPOT
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.server.admission import Admission, Capacity
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
 from paceline.server.explanations import Explanations
-from paceline.server.failures import ContextTooLong, PriorityNotPermitted
+from paceline.server.failures import ContextTooLong
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
+from paceline.server.live_requests import LiveRequests
 from paceline.server.prompt_size import check_prompt
+from paceline.server.urgency import Urgency, urgency_of
 from paceline.serving.client import (
     EngineClient,
     EngineInfo,
@@ -98,6 +101,7 @@ class Service:
         self.observer: Observer = observer or NoObserver()
         self.admission = Admission(Capacity(places=self.settings.max_queue, queued_tokens=0))
         self.explanations = Explanations(client)
+        self.changes = LiveRequests(client)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -122,7 +126,7 @@ class Service:
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
-        self._check_priority(call, body)
+        urgency = urgency_of(call.caller, body.service_tier, body.priority)
         known = self._loaded()
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
@@ -134,7 +138,7 @@ class Service:
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
                 permit.allowance.charge_tokens(permit.tokens, _longest_answers(prepared))
-            started = self._submit(call, body, prepared)
+            started = self._submit(call, body, prepared, urgency)
         except BaseException:
             permit.release()
             raise
@@ -143,7 +147,7 @@ class Service:
                 started,
                 self.tokenizer,
                 permit,
-                _record(call, body, prepared),
+                _record(call, body, prepared, urgency.service_class),
                 self.observer,
                 first_token_timeout_s=self.settings.queue_timeout_s,
             )
@@ -195,12 +199,6 @@ class Service:
         )
         return _Known(info=info, facts=facts, reader=reader)
 
-    def _check_priority(self, call: Call, body: ParsedBody) -> None:
-        lowest = call.caller.lowest_priority_number
-        if lowest is not None and body.priority < lowest:
-            message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
-            raise PriorityNotPermitted(message, param="priority")
-
     def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
         if call.allowance is None:
@@ -231,7 +229,7 @@ class Service:
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
-        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]
+        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], urgency: Urgency
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = call.caller.tenant
         if body.cache_salt:
@@ -246,7 +244,8 @@ class Service:
                     prompt.token_ids,
                     prompt.sampling,
                     tenant=tenant,
-                    priority=body.priority,
+                    priority=urgency.priority,
+                    is_spot=urgency.service_class == SPOT,
                     timeout_s=timeout_s,
                 )
                 started.append((prompt, stream))
@@ -254,7 +253,9 @@ class Service:
             for _, stream in started:
                 stream.close()
             raise
-        self.explanations.note(call.id, call.caller, _numbers(started))
+        numbers = _numbers(started)
+        self.explanations.note(call.id, call.caller, numbers)
+        self.changes.note(call.id, call.caller, urgency.service_class, numbers, timeout_s)
         return started
 
 
@@ -273,13 +274,15 @@ def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[in
     ]
 
 
-def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -> RequestRecord:
+def _record(
+    call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_class: str
+) -> RequestRecord:
     return RequestRecord(
         id=call.id,
         route=call.route,
         tenant=call.caller.tenant,
         received_s=call.received_s,
-        service_class=call.caller.service_class,
+        service_class=service_class,
         num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,

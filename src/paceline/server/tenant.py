@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CLASSES = ("interactive", "standard", "spot", "batch")
-DEFAULT_CLASS = "standard"
+from paceline.core.classes import CLASSES, DEFAULT_CLASS
+
+__all__ = ["BOUNDS", "CLASSES", "DEFAULT_CLASS", "FREE", "LIMITS", "Prices"]
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
 CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
 LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file

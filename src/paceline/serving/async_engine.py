@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.config_process import ProcessConfig
+from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -82,6 +83,7 @@ class AsyncEngine:
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
         sender = self._ready_sender()
@@ -98,6 +100,7 @@ class AsyncEngine:
             priority,
             time.monotonic(),
             timeout_s,
+            is_spot,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
@@ -114,7 +117,17 @@ class AsyncEngine:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        assert isinstance(told, frames.Explained)
         return [decision.decision() for decision in told.decisions]
+
+    async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
+        """See `ChangingClient`."""
+        parts = (tuple(numbers), change.priority, change.until_s, change.paused)
+        told = await self._questions.ask(
+            self._ready_sender(), lambda question: frames.Change(question, *parts)
+        )
+        assert isinstance(told, frames.Changed)
+        return told.outcomes
 
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
@@ -172,6 +185,8 @@ class AsyncEngine:
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""
         self._is_draining = True
+        if self._sender is not None and self._state is EngineState.READY:
+            self._sender.send(frames.encode(frames.Drain()))
 
     def fail_all(self, error: EngineUnavailable) -> None:
         """End every stream with an error, and what an engine may still do for them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
+from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -147,6 +148,14 @@ class ExplainingClient(Protocol):
         """
 
 
+@runtime_checkable
+class ChangingClient(Protocol):
+    """An engine whose live requests can be changed."""
+
+    async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
+        """Change branches by their numbers; what became of each. Raises like `ExplainingClient.explain`."""
+
+
 class EngineClient(Protocol):
     """One engine. Cheap properties are always current."""
 
@@ -171,5 +180,7 @@ class EngineClient(Protocol):
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> EngineStream:
-        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
+        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it. Spot work
+        gives way before all other."""

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import ModelConfig
+from paceline.core.changes import ChangeOutcome
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.sampling import SamplingParams
 from paceline.serving.client import EngineInfo, EngineStats
@@ -87,6 +88,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: Priority
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
+    is_spot: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -109,6 +111,20 @@ class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
     branch: RequestNumber
 
 
+class Change(msgspec.Struct, tag="change", array_like=True, frozen=True):
+    """Changes live branches; what is None stays as it is. `question` comes back with the answer."""
+
+    question: Count
+    branches: tuple[RequestNumber, ...]
+    priority: Priority | None
+    until_s: float | None  # monotonic; infinity for no deadline
+    paused: bool | None
+
+
+class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
+    """Nobody new will come: whoever is paused goes on, and nobody is paused any more."""
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -117,7 +133,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Change | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -217,6 +233,13 @@ class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
     decisions: list[ToldDecision]
 
 
+class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
+    """What became of a change, for each of its branches."""
+
+    question: int
+    outcomes: list[ChangeOutcome]
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The engine gives up; every request has been answered. The process exits with 70."""
 
@@ -230,8 +253,8 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     message: str
 
 
-Answer = Explained  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Failed | Log
+Answer = Explained | Changed  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Changed | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -12,12 +12,13 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.classes import DEFAULT_CLASS, LEVELS, SPOT
 from paceline.core.request import BlockKey, Request, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.workload.model import Workload
 
-PRIORITY_FORMS = "none, tenant, random:LEVELS"
+PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
 MAX_LEVELS = 1000
 
 
@@ -30,19 +31,21 @@ class RequestSource:
         block_size: int,
         *,
         priorities: NDArray[np.int32],
+        spot: NDArray[np.bool_] | None = None,
         deadline_s: tuple[float, float] | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
+        self._spot = spot  # which requests are spot work; None: none
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[int, SamplingParams] = {}
 
     def make(self, index: int) -> Request:
         workload = self.workload
-        return Request(
+        request = Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
             self._sampling_of(int(workload.output_len[index])),
@@ -52,6 +55,8 @@ class RequestSource:
             deadline_s=self._deadline(index),
             keys=self.keys(index),
         )
+        request.is_spot = self._spot is not None and bool(self._spot[index])
+        return request
 
     def _deadline(self, index: int) -> float | None:
         if self._deadline_s is None:
@@ -87,11 +92,15 @@ class RequestSource:
 
 
 def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int32]:
-    """A priority per request: `none` (all 0), `tenant` (the tenant's number) or `random:LEVELS`."""
+    """A priority per request: `none` (all 0), `tenant` (the tenant's number), `class` (the level of the class that the
+    tenant is named after) or `random:LEVELS`."""
     if form == "none":
         return np.zeros(len(workload), np.int32)
     if form == "tenant":
         return workload.tenant
+    if form == "class":
+        by_tenant = [LEVELS.get(name, LEVELS[DEFAULT_CLASS]) for name in workload.tenants]
+        return np.array(by_tenant, np.int32)[workload.tenant]
     kind, _, levels = form.partition(":")
     if kind != "random" or not levels.isascii() or not levels.isdigit():
         raise InputError(f"unknown priorities '{form}'; the forms are {PRIORITY_FORMS}")
@@ -99,3 +108,11 @@ def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int3
         raise InputError(f"priorities '{form}': LEVELS must lie between 1 and {MAX_LEVELS}")
     random = np.random.default_rng([seed, 0x7072696F])
     return random.integers(0, int(levels), len(workload), dtype=np.int32)
+
+
+def draw_spot(form: str, workload: Workload) -> NDArray[np.bool_] | None:
+    """Which requests are spot work: with `class`, those of the tenant of that name."""
+    if form != "class" or SPOT not in workload.tenants:
+        return None
+    found: NDArray[np.bool_] = workload.tenant == workload.tenants.index(SPOT)
+    return found

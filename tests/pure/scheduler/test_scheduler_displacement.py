@@ -1,5 +1,7 @@
 """Who waits may take the place of who runs: by class, by length, by share, and never without end."""
 
+from typing import Any
+
 import pytest
 
 from paceline.config import PreemptionCosts
@@ -16,8 +18,8 @@ def places_taken(bench: Bench) -> list[Decision]:
     return [d for d in everything if d.reason in (Rule.PLACE_RECOMPUTE, Rule.PLACE_SWAP)]
 
 
-def by_class(**options: object) -> Bench:
-    chosen: dict[str, object] = {"scheduling_policy": "priority", "preemption_costs": DEAR_TO_WAIT}
+def by_class(**options: Any) -> Bench:
+    chosen: dict[str, Any] = {"scheduling_policy": "priority", "preemption_costs": DEAR_TO_WAIT}
     return Bench(engine_config(**{**chosen, **options}))
 
 
@@ -146,8 +148,8 @@ def test_a_tenant_with_little_running_takes_the_place_of_one_with_much() -> None
     for start in range(21, 24):
         bench.add(prompt(8, start), 4, tenant="quiet")
     bench.step()
-    running = [bench.request(number).tenant for number, state in bench.states().items()
-               if state is RequestState.RUNNING]  # fmt: skip
+    live = bench.state.rows.requests
+    running = [request.tenant for request in live if request is not None]
     assert running.count("flood") >= 2
     bench.run()
 

@@ -72,6 +72,10 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
         if row == foremost or request.tenant in charged:
             continue
         for victim in victims:
+            if request.is_spot != state.requests[victim].is_spot:
+                if request.is_spot:
+                    return f"request {victim} gave way although {request.id} is spot work"
+                continue
             if goes_first(look, state.requests[victim], request):
                 return f"request {victim} gave way although {request.id} comes after it"
     return None

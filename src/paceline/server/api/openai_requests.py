@@ -84,7 +84,8 @@ class ParsedBody:
     streaming: Streaming = field(default_factory=Streaming)
     shows_token_ids: bool = False
     shows_prompt_logprobs: bool = False
-    priority: int = 0
+    priority: int = 0  # within its class
+    service_tier: str | None = None  # None: the class of the key
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()  # fields nobody knows
 
@@ -114,6 +115,7 @@ class BodyParser:
             "shows_token_ids": given.get("return_token_ids", False),
             "shows_prompt_logprobs": "prompt_logprobs" in given,
             "priority": given.get("priority", 0),
+            "service_tier": given.get("service_tier"),
             "cache_salt": checked_salt(given.get("cache_salt", "")),
             "ignored": read.ignored,
         }

@@ -80,6 +80,7 @@ def parse_responses(
         messages=turns,
         streaming=Streaming(wanted=given.get("stream", False)),
         priority=given.get("priority", 0),
+        service_tier=given.get("service_tier"),
         cache_salt=checked_salt(given.get("cache_salt", "")),
         ignored=read.ignored,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.server.api.anthropic_routes import anthropic_routes
+from paceline.server.api.change_routes import change_routes
 from paceline.server.api.explain_routes import explain_routes
 from paceline.server.api.missing_routes import missing_routes
 from paceline.server.api.model_routes import model_routes
@@ -23,5 +24,6 @@ def routes(service: Service) -> list[Route]:
         *anthropic_routes(service),
         *responses_routes(service),
         *explain_routes(service),
+        *change_routes(service),
         *missing_routes(),
     ]
