@@ -58,7 +58,9 @@ def seconds_until(state: SchedulerState, num_blocks: int, num_rows: int, *, cert
     An output may end earlier than at its length: it is the longest wait, not the likeliest. `certain`: count only rows
     that need no further block for it.
     """
-    rows, kv = state.rows, state.kv
+    rows, kv, costs = state.rows, state.kv, state.config.preemption_costs
+    if costs is None:  # nothing is known of how long a step takes
+        return math.inf
     live = (rows.live[: rows.high] & ~rows.done[: rows.high]).nonzero()[0]
     held = kv.groups[0].held[live]
     if certain:
@@ -70,7 +72,6 @@ def seconds_until(state: SchedulerState, num_blocks: int, num_rows: int, *, cert
     enough = (blocks >= num_blocks) & (np.arange(1, len(by) + 1) >= num_rows)
     if not enough.any():
         return math.inf
-    costs = state.config.preemption_costs or UNKNOWN
     return costs.step_s * float(left[by][int(np.argmax(enough))])
 
 

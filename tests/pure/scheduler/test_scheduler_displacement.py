@@ -7,6 +7,7 @@ import pytest
 from paceline.config import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestState
+from paceline.scheduler.policy import fair
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # Waiting never pays, and neither does a copy.
@@ -136,10 +137,13 @@ def test_a_small_request_that_has_waited_takes_the_place_of_a_large_one() -> Non
     bench.run(limit=4000)
 
 
-def test_a_tenant_with_little_running_takes_the_place_of_one_with_much() -> None:
+def test_a_tenant_with_little_running_takes_the_place_of_one_that_floods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fair, "FLOOD", 40.0)
     bench = by_class(max_num_seqs=4, scheduling_policy="fair")
     flood = [bench.add(prompt(8, start), 30, tenant="flood") for start in range(1, 9)]
-    bench.step(4)
+    bench.step(6)
     quiet = bench.add(prompt(4, 20), 4, tenant="quiet")
     bench.step(2)
     (taken,) = places_taken(bench)
@@ -152,6 +156,16 @@ def test_a_tenant_with_little_running_takes_the_place_of_one_with_much() -> None
     running = [request.tenant for request in live if request is not None]
     assert running.count("flood") >= 2
     bench.run()
+
+
+def test_tenants_that_have_only_just_come_leave_each_other_alone() -> None:
+    bench = by_class(max_num_seqs=4, scheduling_policy="fair")
+    for start in range(1, 9):
+        bench.add(prompt(8, start), 30, tenant="busy")
+    bench.step(6)
+    bench.add(prompt(4, 20), 4, tenant="quiet")
+    bench.run()
+    assert not places_taken(bench)
 
 
 def test_an_urgent_request_gets_its_tokens_before_a_prompt_under_way() -> None:
