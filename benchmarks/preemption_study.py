@@ -5,7 +5,7 @@ fast, slow or in between. Each line is one load; the figure is the mean time fro
 time until everything is done. The cost-based choice must never be more than 5 % worse than the better of the other two,
 and better than both where requests are long and short.
 
-    python -m benchmarks.preemption_study [--requests 400] [--seed 1]
+    python -m benchmarks.preemption_study [--requests 400] [--seed 1] [--loads short,mixed]
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def run(load: Workload, kind: str, link_gb_s: float) -> Found:
     )
 
 
-def lines(count: int, seed: int) -> Iterator[tuple[str, float, dict[str, Found]]]:
-    for name in LOADS:
+def lines(names: list[str], count: int, seed: int) -> Iterator[tuple[str, float, dict[str, Found]]]:
+    for name in names:
         load = make_load(name, count, seed)
         for link_gb_s in LINKS_GB_S:
             yield name, link_gb_s, {kind: run(load, kind, link_gb_s) for kind in KINDS}
@@ -98,10 +98,11 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--loads", default=",".join(LOADS))
     arguments = parser.parse_args()
     print("| load | link | recompute | swap | auto | auto / better | holds |\n|---|---|---|---|---|---|---|")
     worst = 0.0
-    for name, link_gb_s, found in lines(arguments.requests, arguments.seed):
+    for name, link_gb_s, found in lines(arguments.loads.split(","), arguments.requests, arguments.seed):
         better = min(found["recompute"].mean_s, found["swap"].mean_s)
         ratio = found["auto"].mean_s / better
         worst = max(worst, ratio)

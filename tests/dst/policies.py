@@ -50,7 +50,7 @@ class PolicyChanges:
         self._chance = self._rng.choice((0.0, 0.0, 0.0, 0.02))
         self._scheduler = scheduler
         self._spot = random.Random(seed + 6)
-        self._spot_chance = self._spot.choice((0.0, 0.0, 0.05))
+        self._spot_chance = self._spot.choice((0.0, 0.05, 0.3))
 
     def perhaps(self) -> None:
         live = self._scheduler.state.requests

@@ -185,6 +185,10 @@ class AsyncEngine:
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""
         self._is_draining = True
+        self.let_all_go_on()
+
+    def let_all_go_on(self) -> None:
+        """See `DrainingClient`."""
         if self._sender is not None and self._state is EngineState.READY:
             self._sender.send(frames.encode(frames.Drain()))
 

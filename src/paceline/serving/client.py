@@ -156,6 +156,14 @@ class ChangingClient(Protocol):
         """Change branches by their numbers; what became of each. Raises like `ExplainingClient.explain`."""
 
 
+@runtime_checkable
+class DrainingClient(Protocol):
+    """An engine that is told before its server stops."""
+
+    def let_all_go_on(self) -> None:
+        """Whoever is paused goes on, and nobody is paused any more."""
+
+
 class EngineClient(Protocol):
     """One engine. Cheap properties are always current."""
 

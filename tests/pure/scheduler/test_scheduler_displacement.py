@@ -148,7 +148,7 @@ def test_a_tenant_with_little_running_takes_the_place_of_one_that_floods(
     bench.step(2)
     (taken,) = places_taken(bench)
     assert taken.request in flood[:4] and taken.against == quiet
-    # The next one of the same tenant would have to leave the other less than twice of what it has.
+    # The next ones of the same tenant would have to leave the other less than four times of what it has.
     for start in range(21, 24):
         bench.add(prompt(8, start), 4, tenant="quiet")
     bench.step()

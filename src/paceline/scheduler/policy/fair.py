@@ -18,7 +18,7 @@ from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 MAX_COUNTERS = 8192
 FLOOD = 8192.0  # tokens by weight: who was served so many while it always had more waiting asks for more than its share
-TIMES_MORE = 2.0  # what a tenant has running, by weight, before its requests give their places to another's
+TIMES_MORE = 4.0  # what a tenant has running, by weight, before its requests give their places to another's
 
 
 class FairShare(FirstComeFirstServed):
