@@ -256,6 +256,11 @@ class EngineConfig:
     decision_log_bytes: int = option(64 << 20, "size at which the next file begins", low=1 << 16)
     decision_log_files: int = option(16, "files that are kept; the oldest go", low=2)
     decision_log_days: float = option(30.0, "age at which a file goes", low=0.001)
+    run_log: str = option(
+        "", "file for a log of the run that can be replayed; one that ends in .gz is compressed"
+    )
+    run_log_bytes: int = option(1 << 30, "size at which the run log ends", low=1 << 16)
+    run_log_files: int = option(8, "run logs of earlier runs that are kept beside it", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

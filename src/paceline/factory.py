@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.audit.ring import DecisionRing
@@ -113,19 +114,25 @@ def build_engine(
 
 
 def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder | None:
-    """Who records the steps: the one given, the decision log if there is to be one, or both."""
-    if not config.decision_log:
-        return given
-    from paceline.audit.trail_db import Retention, TrailDb
-    from paceline.audit.trail_writer import TrailWriter
+    """Who records the steps: the one given, the decision log and the run log if there are to be any."""
+    recorders = [] if given is None else [given]
+    if config.decision_log:
+        from paceline.audit.trail_db import Retention, TrailDb
+        from paceline.audit.trail_writer import TrailWriter
 
-    retention = Retention(
-        max_bytes=config.decision_log_bytes,
-        max_files=config.decision_log_files,
-        max_age_s=config.decision_log_days * 86400.0,
-    )
-    trail = TrailWriter(TrailDb(config.decision_log, retention))
-    return trail if given is None else BothRecorders(given, trail)
+        retention = Retention(
+            max_bytes=config.decision_log_bytes,
+            max_files=config.decision_log_files,
+            max_age_s=config.decision_log_days * 86400.0,
+        )
+        recorders.append(TrailWriter(TrailDb(config.decision_log, retention)))
+    if config.run_log:
+        from paceline.audit.run_recorder import RunRecorder
+        from paceline.audit.runlog import run_header
+
+        sizes = {"max_bytes": config.run_log_bytes, "max_files": config.run_log_files}
+        recorders.append(RunRecorder(config.run_log, run_header(config), **sizes))
+    return reduce(BothRecorders, recorders) if recorders else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +175,10 @@ def load_model(
     make_policy(
         SchedulerConfig(**_fields_of(SchedulerConfig, given))
     )  # what is wrong with it is told at once
+    if given.get("run_log"):
+        from paceline.audit.run_recorder import check_run_log
+
+        check_run_log(given["run_log"])
     # Before torch is loaded: what is wrong with a model is told at once.
     path = resolve(model.model, model.revision, model.download_dir)
     checkpoint = open_checkpoint(path, load_format=model.load_format)

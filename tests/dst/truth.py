@@ -8,25 +8,25 @@ rows that come and go one by one, no swaps, and nothing that fails; others are p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config import Capacity, EngineConfig
 from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
-from paceline.core.plan import StepPlan, StepResult
+from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.settings import Trouble
 
 NAME = "T1"
-_OFF_ITS_ROW = (
-    "abort",
-    "expired",
-    "preempt",
-    "pause",
-    "finish_at",
-)  # what comes later is not for it any more
+_OFF_ITS_ROW = ("abort", "expired", "preempt", "pause", "finish_at")
+_ENDS = {
+    "abort": (Rule.ABORT, Rule.PRUNED),
+    "expired": (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
+    "finish_at": (Rule.STOP,),
+}
 _IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
@@ -49,6 +49,8 @@ class Known:
     parent: int | None
     keys: tuple[bytes, ...]
     preemptions: int = 0
+    has_run: bool = False
+    ends_by: tuple[Rule, ...] = ()  # why it may have ended
 
 
 @dataclass(slots=True)
@@ -77,90 +79,115 @@ class Truth:
         self._fences: list[tuple[int, frozenset[int]]] = []
         self._resting: list[tuple[int, int]] = []  # rows that may not be used before a step is done
         self._results: dict[int, StepResult] = {}
-        self._deaf: set[int] = set()  # requests that have been taken off their rows since the last plan
-        self._holders: dict[bytes, int] = {}  # how many requests were added with a first key
+        self._left: list[int] = []  # rows somebody has been taken off since the last plan
+        self._holders: dict[bytes, int] = {}  # how many requests have a first key
         self._let_in: list[int] = [int(NOBODY), int(NOBODY)]  # the last two, who are not the same
-        self._completed = 0
+        self._submitted = self._completed = 0
 
     # -- records -------------------------------------------------------------------------------------------
 
     def step(self, record: StepRecord) -> None:
         plan = record.plan
-        self._take_inputs(record.inputs)
-        gone = {int(d.request) for d in record.decisions if d.reason in _IN_THE_PLAN}
-        self._leave(plan, [row for row in plan.leaves.tolist() if self._seats[row].owner not in gone])
+        self._submitted = plan.seq - 1
+        victims = deque(each for each in record.decisions if each.reason in _IN_THE_PLAN)
+        self._take_inputs(record.inputs, victims)
         self._endings(record.decisions)
-        self._preemptions(record)
+        self._preemptions(plan, victims)
+        if sorted(self._left) != sorted(plan.leaves.tolist()):
+            raise InvariantViolation(
+                NAME, f"rows {self._left} were left, and plan {plan.seq} says {plan.leaves}"
+            )
+        self._left.clear()
+        self._count_preemptions(record.decisions)
         self._decode(plan)
         joined = [decision for decision in record.decisions if decision.kind in _JOINED]
         self._prompts(plan, joined)
         for decision in record.decisions:
             # Who was asked when there was no plan was asked in a picture that no plan shows.
-            if decision.kind is DecisionKind.DEFER and decision.time_s == record.t_plan:
+            if decision.time_s == record.t_plan and decision.kind is DecisionKind.DEFER:
                 self._check_deferral(decision, plan)
+            elif decision.time_s == record.t_plan and decision.kind is DecisionKind.CHUNK:
+                self._check_chunk(decision, plan)
         for row, count in zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True):
             self._seats[row].upper += count
-        self._deaf.clear()
         if record.result is not None:
             self._results[plan.seq] = record.result
 
     def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        self._take_inputs(inputs)
+        self._take_inputs(inputs, deque())
         self._endings(decisions)
 
     # -- the picture ---------------------------------------------------------------------------------------
 
-    def _take_inputs(self, inputs: Inputs) -> None:
+    def _take_inputs(self, inputs: Inputs, victims: deque[Decision]) -> None:
         entries: Any = inputs
-        for kind, _, *values in entries:
+        for kind, time_s, *values in entries:
             if kind == "add":
                 request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, _ = values
-                self._requests[request] = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, keys)
-                for key in keys[:1]:
-                    self._holders[key] = self._holders.get(key, 0) + 1
+                known = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, ())
+                self._requests[request] = known
+                self._learn(known, keys)
             elif kind == "done":
                 self._done(int(values[0]))
             elif kind in _OFF_ITS_ROW:
-                self._deaf.add(values[0])
+                self._leave(values[0])
+                self._requests[values[0]].ends_by = _ENDS.get(kind, ())
             elif kind == "keys":
-                self._requests[values[0]].keys += values[1]
+                self._learn(self._requests[values[0]], values[1])
             if kind == "finish_at":
                 known = self._requests[values[0]]
                 known.num_tokens = known.num_prompt + values[1]
+            if (
+                kind == "idle"
+            ):  # a look that gave no plan may have made room, and results may have come after it
+                while victims and victims[0].time_s <= time_s:
+                    self._give_way(victims.popleft())
+
+    def _learn(self, known: Known, keys: tuple[bytes, ...]) -> None:
+        if keys and not known.keys:
+            self._holders[keys[0]] = self._holders.get(keys[0], 0) + 1
+        known.keys += keys
 
     def _done(self, seq: int) -> None:
         self._completed = seq
         self._settle()
         result = self._results.pop(seq)
-        columns = (result.rows, result.generation, result.count, result.finite)
-        for row, generation, count, finite in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (result.rows, result.generation, result.count, result.finite, result.finished)
+        for row, generation, count, finite, end in zip(*(column.tolist() for column in columns), strict=True):
             seat = self._seats.get(row)
-            if seat is None or seat.generation != generation or seat.owner in self._deaf:
+            if seat is None or seat.generation != generation:
                 continue
             known = self._requests[seat.owner]
-            if finite and known.num_tokens < known.max_total:
+            if finite:
                 known.num_tokens += count
-            else:
-                self._deaf.add(seat.owner)
+            if not finite or end == STOPPED or known.num_tokens >= known.max_total:
+                well = Rule.STOP if end == STOPPED else Rule.LENGTH
+                known.ends_by = (well if finite else Rule.NUMERICAL_ERROR,)
+                self._leave(seat.owner)
 
     def _settle(self) -> None:
         self._fences = [fence for fence in self._fences if fence[0] > self._completed]
         self._resting = [resting for resting in self._resting if resting[0] > self._completed]
 
-    def _leave(self, plan: StepPlan, rows: Sequence[int]) -> None:
-        for row in rows:
-            seat = self._seats.pop(row)
+    def _leave(self, owner: int) -> None:
+        """Off its row, if it has one: nobody gets row or blocks before the last plan that knew it is done."""
+        row = self._row_of(owner)
+        if row is not None:
+            self._left.append(row)
             self._decoding.discard(row)
-            self._fences.append((plan.seq - 1, frozenset(seat.table.values())))
-            self._resting.append((plan.seq - 1, row))
-        self._settle()
+            self._fences.append((self._submitted, frozenset(self._seats.pop(row).table.values())))
+            self._resting.append((self._submitted, row))
+            self._settle()
+
+    def _row_of(self, owner: int) -> int | None:
+        return next((row for row, seat in self._seats.items() if seat.owner == owner), None)
 
     def _decode(self, plan: StepPlan) -> None:
         """Decoding rows and prompts under way come before those who join."""
         joining = set(plan.joins.row.tolist())
         for row, index, source, target in _copies(plan):
-            self._fences.append((plan.seq, frozenset((source,))))
             if row not in joining:
+                self._fences.append((plan.seq, frozenset((source,))))
                 self._seats[row].table[index] = target
         self._decoding -= set(plan.decode_rows.removed.tolist())
         self._decoding |= set(plan.decode_rows.added.tolist())
@@ -185,9 +212,9 @@ class Truth:
             if row in waiting:
                 own = [each for each in appends if each[0] == row]
                 self._check_join(who[row], waiting.pop(row), own, plan)
-                copied = [(index, target) for other, index, _, target in _copies(plan) if other == row]
                 # Its copy of a block that it shares is taken before anybody else is asked.
-                self._fences += [(plan.seq, frozenset((target,))) for _, target in copied]
+                copied = [frozenset((source, target)) for at, _, source, target in _copies(plan) if at == row]
+                self._fences += [(plan.seq, blocks) for blocks in copied]
             self._seats[row].table[index] = block
         for row, entry in waiting.items():
             raise InvariantViolation(NAME, f"request {who[row].request} joined with nothing: {entry}")
@@ -236,6 +263,7 @@ class Truth:
             if known.parent is not None:
                 needs.add(self._blocks(num_tokens) - self._blocks(num_computed) + 1)
             self._same(decision, "blocks needed", decision.blocks_needed in needs, True)
+        known.has_run = True
         self._seats[row] = Seat(decision.request, generation, num_tokens, num_computed)
         if decision.request != self._let_in[1]:
             self._let_in = [self._let_in[1], decision.request]
@@ -274,6 +302,16 @@ class Truth:
         elif decision.reason is Rule.BLOCKS and not self._has_reserved:
             self._check_shortage(decision, known, plan)
 
+    def _check_chunk(self, decision: Decision, plan: StepPlan) -> None:
+        config = self._config.scheduler
+        if decision.reason is Rule.BUDGET:
+            self._same(decision, "tokens left", decision.budget_left, 0)
+            if config.step_costs is None:
+                carried = plan.work.decode_rows + plan.work.prefill_tokens
+                self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
+        elif decision.reason is Rule.SHARE:
+            self._same(decision, "that tokens are left", decision.budget_left > 0, True)
+
     def _check_shortage(self, decision: Decision, known: Known, plan: StepPlan) -> None:
         """What prompts take after the deferral they were promised before it: the difference of the two stays."""
         scheduled = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
@@ -288,31 +326,35 @@ class Truth:
         self._same(decision, "that it needs more", True, decision.blocks_needed > left)
         self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
         if (
-            not known.preemptions
+            not known.has_run  # else it may find what it computed itself
             and all(self._holders[key] == 1 for key in known.keys[:1])
             and known.parent is None
         ):
             self._same(decision, "blocks needed", decision.blocks_needed, self._blocks(known.num_tokens))
 
-    def _preemptions(self, record: StepRecord) -> None:
-        plan = record.plan
+    def _preemptions(self, plan: StepPlan, victims: deque[Decision]) -> None:
+        """Who gave way for blocks when the plan was made, and to whom."""
         rows = {seat.owner: row for row, seat in self._seats.items()}
         given = {*plan.new_blocks.row.tolist(), *plan.block_copies.row.tolist()}
-        for decision in record.decisions:
-            if decision.kind is not DecisionKind.PREEMPT:
-                continue
-            if decision.reason in _IN_THE_PLAN:
-                if not self._has_reserved:
-                    self._same(decision, "blocks free", decision.blocks_free, self._free())
-                if decision.reason is Rule.PLACE_RECOMPUTE:
-                    self._same(decision, "that the other waited", decision.against in rows, False)
-                elif decision.against != NOBODY:
-                    gains = rows.get(decision.against)
-                    stays = gains in given or gains not in plan.decode_rows.added
-                    self._same(decision, "who got its place", True, gains is not None and stays)
-                    self._same(decision, "that it is another", True, decision.against != decision.request)
-                self._leave(plan, [rows[decision.request]])
-            if decision.reason.value.partition(":")[0] in ("blocks", "place", "forced"):
+        for decision in victims:
+            self._give_way(decision)
+            if decision.reason is Rule.PLACE_RECOMPUTE:
+                self._same(decision, "that the other waited", decision.against in rows, False)
+            elif decision.against != NOBODY:
+                gains = rows.get(decision.against)
+                stays = gains in given or gains not in plan.decode_rows.added
+                self._same(decision, "who got its place", True, gains is not None and stays)
+
+    def _give_way(self, decision: Decision) -> None:
+        if not self._has_reserved:
+            self._same(decision, "blocks free", decision.blocks_free, self._free())
+        self._same(decision, "that it gives way to another", True, decision.against != decision.request)
+        self._same(decision, "that it ran", True, self._row_of(decision.request) is not None)
+        self._leave(decision.request)
+
+    def _count_preemptions(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            if decision.kind is DecisionKind.PREEMPT and not decision.reason.startswith("paused"):
                 self._requests[decision.request].preemptions += 1
 
     def _endings(self, decisions: Sequence[Decision]) -> None:
@@ -321,6 +363,8 @@ class Truth:
             if decision.kind is not DecisionKind.FINISH or known is None:
                 continue
             self._same(decision, "its output", decision.value, known.num_tokens - known.num_prompt)
+            if known.ends_by:
+                self._same(decision, "why it ended", decision.reason in known.ends_by, True)
             if decision.reason is Rule.LENGTH:
                 self._same(decision, "its length", known.num_tokens, known.max_total)
 

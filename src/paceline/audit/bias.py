@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.audit.codec import decode_decision
+from paceline.core.events import Decision, DecisionKind
 from paceline.errors import InputError
 
 LEAST = 8  # requests in a group, and outside of it: fewer say nothing
@@ -54,10 +56,31 @@ _GROUPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def requests_of(bodies: Iterable[str]) -> list[dict[str, Any]]:
-    """The requests among the entries of a decision log that were admitted."""
-    found = (json.loads(body) for body in bodies if body.startswith('{"kind":"request"'))
-    return [request for request in found if request["delay_s"] is not None]
+def requests_of(pages: Iterable[str]) -> list[dict[str, Any]]:
+    """The requests a decision log speaks of that were admitted and came to an end, from the texts of its pages."""
+    live: dict[int, dict[str, Any]] = {}
+    ended: list[dict[str, Any]] = []
+    for page in map(json.loads, pages):
+        if "start" in page:  # of another run, whose numbers begin anew
+            live = {}
+        for name, num_prompt, _, _, tenant, priority, *_ in page.get("adds", ()):
+            facts = {"tenant": tenant, "priority": priority, "num_prompt": num_prompt}
+            live[name] = {**facts, "delay_s": None, "preemptions": 0}
+        for entry in page.get("decisions", ()):
+            _take(decode_decision(entry), live, ended)
+    return [request for request in ended if request["delay_s"] is not None]
+
+
+def _take(decision: Decision, live: dict[int, dict[str, Any]], ended: list[dict[str, Any]]) -> None:
+    known = live.get(decision.request)
+    if known is None:  # it came before the oldest page that is kept
+        return
+    if decision.kind is DecisionKind.ADMIT:
+        known["delay_s"] = decision.seconds
+    elif decision.kind is DecisionKind.PREEMPT:
+        known["preemptions"] += 1
+    elif decision.kind in (DecisionKind.FINISH, DecisionKind.REFUSE):
+        ended.append(live.pop(decision.request))
 
 
 def compare(requests: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Comparison]:
@@ -70,7 +93,8 @@ def compare(requests: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Co
     found = []
     for name in by:
         groups = np.array([_GROUPS[name](request) for request in requests])
-        for group in sorted(set(groups.tolist())):
+        names = sorted(set(groups.tolist()))
+        for group in names[:1] if len(names) == 2 else names:  # of two, one against the other says it all
             inside = groups == group
             if min(int(inside.sum()), int((~inside).sum())) < LEAST:
                 continue

@@ -31,17 +31,31 @@ class LineFile:
     def __init__(self, target: str | Path | TextIO) -> None:
         self._name = str(target if isinstance(target, str | Path) else getattr(target, "name", "run log"))
         self._num_lines = 0
-        self._problem: OSError | None = None
+        self.problem: OSError | None = None  # why nothing is written any more
         self._owned: list[IO[Any]] = []  # to be closed, in this order
+        self._raw: IO[bytes] | None = None
         self._file: TextIO = self._open(target) if isinstance(target, str | Path) else target
 
     def write(self, line: str) -> None:
-        if self._problem is None:
+        if self.problem is None:
             try:
                 self._file.write(line + "\n")
                 self._num_lines += 1
             except OSError as problem:
-                self._problem = problem
+                self.problem = problem
+
+    def flush(self) -> None:
+        """Hand everything to the operating system: it is there when this process is killed."""
+        if self.problem is None:
+            try:
+                self._file.flush()
+            except OSError as problem:
+                self.problem = problem
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of a file that was opened here, as far as it has been handed on."""
+        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
 
     def close(self) -> None:
         """Flush, close what was opened here, and raise if a line could not be written."""
@@ -49,10 +63,10 @@ class LineFile:
             try:
                 action()
             except OSError as problem:
-                self._problem = self._problem or problem
+                self.problem = self.problem or problem
         self._owned = []
-        if self._problem is not None:
-            reason = self._problem.strerror or self._problem
+        if self.problem is not None:
+            reason = self.problem.strerror or self.problem
             raise InputError(f"{self._name}: the run log is cut off after line {self._num_lines}: {reason}")
 
     def _open(self, path: str | Path) -> TextIO:
@@ -60,7 +74,7 @@ class LineFile:
             raw = Path(path).open("wb")  # noqa: SIM115 - closed by `close`
         except OSError as problem:
             raise InputError(f"cannot write run log {path}: {problem.strerror or problem}") from problem
-        self._owned = [raw]
+        self._owned, self._raw = [raw], raw
         binary: IO[bytes] = raw
         if str(path).endswith(".gz"):
             # No name and no time in the gzip header: the same run gives the same bytes.

@@ -38,6 +38,10 @@ OLDEST = 1  # of which plans and results can be read; its decisions lack what ex
 _BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
 
 
+class CutLog(InputError):
+    """A log is broken or cut off somewhere; what comes before that can be used."""
+
+
 def run_header(config: EngineConfig, **more: object) -> dict[str, object]:
     """What a log's header should say: the whole config, the program's version, and anything else (a seed)."""
     return {"version": __version__, "config": plain(config), **more}
@@ -137,7 +141,7 @@ class RunLog:
     def __init__(self, path: Path, *, allow_cut: bool) -> None:
         self.path = path
         self.end: LoggedEnd | None = None
-        self.damage: InputError | None = None  # with `allow_cut`: why the last iteration stopped early
+        self.damage: CutLog | None = None  # with `allow_cut`: why the last iteration stopped early
         self._allow_cut = allow_cut
         self.header = self._read_header()
         self.version: int = self.header["v"]
@@ -160,7 +164,7 @@ class RunLog:
         self.end, self.damage = None, None
         try:
             yield from self._steps()
-        except InputError as problem:
+        except CutLog as problem:
             if not self._allow_cut:
                 raise
             self.damage = problem
@@ -198,9 +202,9 @@ class RunLog:
             raise self._damaged(number, what, num_steps) from problem
         return read
 
-    def _damaged(self, number: int, what: str, num_steps: int) -> InputError:
+    def _damaged(self, number: int, what: str, num_steps: int) -> CutLog:
         steps = f"{num_steps} step{'' if num_steps == 1 else 's'}"
-        return InputError(f"{self.path}: line {number} {what}; the {steps} before it can be used")
+        return CutLog(f"{self.path}: line {number} {what}; the {steps} before it can be used")
 
     def _read_header(self) -> dict[str, Json]:
         not_one = f"{self.path} is not a Paceline run log"

@@ -1,29 +1,40 @@
-"""Decisions on disk: an append-only chain in SQLite files, where every entry holds the hash of the one before.
+"""Decisions on disk: an append-only chain of pages in SQLite files, where every page holds the hash of the one before.
 
-A folder holds files named after their first entry; when one has grown large the next begins, and the oldest go when
+A folder holds files named after their first page; when one has grown large the next begins, and the oldest go when
 there are too many or they are too old. What was changed, taken out or put in between breaks the chain, and `verify`
-says where. Knows entries as JSON texts and nothing of what they say.
+says in which page. A write that a crash interrupted is no change: SQLite undoes it, and the chain ends before it. Knows
+pages as JSON texts with a number of entries each, and nothing of what they say.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.errors import InputError
 
-NO_HASH = "0" * 64  # before the first entry
+NO_HASH = "0" * 64  # before the first page
 _NAME = re.compile(r"decisions-(\d{12})\.db")
 _SCHEMA = """
-CREATE TABLE entries (seq INTEGER PRIMARY KEY, body TEXT NOT NULL, previous TEXT NOT NULL, hash TEXT NOT NULL) STRICT;
-CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are never changed'); END;
-CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are never taken out'); END;
+CREATE TABLE pages (
+    page INTEGER PRIMARY KEY,
+    first INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    body TEXT NOT NULL,
+    previous TEXT NOT NULL,
+    hash TEXT NOT NULL
+) STRICT;
+CREATE TRIGGER no_update BEFORE UPDATE ON pages BEGIN SELECT RAISE(ABORT, 'pages are never changed'); END;
+CREATE TRIGGER no_delete BEFORE DELETE ON pages BEGIN SELECT RAISE(ABORT, 'pages are never taken out'); END;
 """
 
 
@@ -36,19 +47,47 @@ class Retention:
     max_age_s: float = 30 * 86400.0
 
 
+class Page(NamedTuple):
+    """Some entries, and what chains them to those before."""
+
+    page: int  # pages are numbered from 1
+    first: int  # number of its first entry; entries are numbered from 1 through all pages
+    # How many entries it has. (A tuple's own `count` is of no use here.)
+    count: int  # type: ignore[assignment]
+    body: str
+    previous: str
+    hash: str
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+
+class End(NamedTuple):
+    """Where a chain ends, and the next page goes on."""
+
+    page: int = 0
+    entry: int = 0
+    hash: str = NO_HASH
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a look at the whole chain found."""
 
-    first: int  # number of the first entry that is there; 0 when there is none
-    last: int
-    head: str  # hash of the last entry
+    first: Page | None  # the first page that is there
+    end: End  # of what is whole
     problem: str  # "", or what is wrong where
+    undone: bool  # a write that a crash interrupted left its traces, and does not count
+
+    @property
+    def num_entries(self) -> int:
+        return 0 if self.first is None else self.end.entry - self.first.first + 1
 
 
-def chained(previous: str, seq: int, body: str) -> str:
-    """The hash of an entry: of its number, its text and everything before it."""
-    return hashlib.sha256(f"{previous}\n{seq}\n{body}".encode()).hexdigest()
+def chained(previous: str, page: int, first: int, count: int, body: str) -> str:
+    """The hash of a page: of its numbers, its text and everything before it."""
+    return hashlib.sha256(f"{previous}\n{page}\n{first}\n{count}\n{body}".encode()).hexdigest()
 
 
 class TrailDb:
@@ -60,27 +99,24 @@ class TrailDb:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             files = trail_files(self._folder)
-            self._seq, self._head = _end_of(files[-1]) if files else (0, NO_HASH)
+            self.end = _end_of(files[-1]) if files else End()
             self._path = files[-1] if files else self._file_from(1)
-            self._connection = _open(self._path, self._seq == 0)
+            self._connection = _open(self._path, self.end.page == 0)
         except (OSError, sqlite3.Error) as error:
             raise InputError(f"the decision log in {folder} cannot be opened: {error}") from error
 
-    @property
-    def head(self) -> tuple[int, str]:
-        """Number and hash of the last entry."""
-        return self._seq, self._head
-
-    def append(self, bodies: Sequence[str]) -> None:
-        """Add entries, all or none, and see to it that they are on the disk."""
-        rows, seq, head = [], self._seq, self._head
-        for body in bodies:
-            seq += 1
-            previous, head = head, chained(head, seq, body)
-            rows.append((seq, body, previous, head))
+    def append(self, bodies: Sequence[tuple[str, int]]) -> None:
+        """Add pages (a text, and how many entries it has), all or none, and see to it that they are on the disk."""
+        rows: list[Page] = []
+        number, entry, head = self.end
+        for body, count in bodies:
+            number += 1
+            own = chained(head, number, entry + 1, count, body)
+            rows.append(Page(number, entry + 1, count, body, head, own))
+            entry, head = entry + count, own
         with self._connection:
-            self._connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
-        self._seq, self._head = seq, head
+            self._connection.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self.end = End(number, entry, head)
         if self._path.stat().st_size >= self._retention.max_bytes:
             self._rotate()
 
@@ -89,7 +125,7 @@ class TrailDb:
 
     def _rotate(self) -> None:
         self._connection.close()
-        self._path = self._file_from(self._seq + 1)
+        self._path = self._file_from(self.end.page + 1)
         self._connection = _open(self._path, True)
         files = trail_files(self._folder)
         oldest_s = time.time() - self._retention.max_age_s
@@ -97,8 +133,45 @@ class TrailDb:
             if len(files) - index > self._retention.max_files or path.stat().st_mtime < oldest_s:
                 path.unlink()
 
-    def _file_from(self, seq: int) -> Path:
-        return self._folder / f"decisions-{seq:012}.db"
+    def _file_from(self, page: int) -> Path:
+        return self._folder / f"decisions-{page:012}.db"
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+class TrailReader:
+    """The pages of a folder, in order. Nothing in the folder is changed by reading it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.undone = False  # a write that a crash interrupted was left out
+        try:
+            self._files = trail_files(Path(folder))
+        except OSError as error:
+            raise InputError(f"the decision log in {folder} cannot be read: {error.strerror}") from error
+        if not self._files:
+            raise InputError(f"{folder} holds no decision log: there is no file decisions-NUMBER.db")
+
+    def __iter__(self) -> Iterator[Page]:
+        for path in self._files:
+            try:
+                yield from self._pages(path)
+            except sqlite3.Error as error:
+                raise InputError(f"{path} cannot be read: {error}") from error
+
+    def _pages(self, path: Path) -> Iterator[Page]:
+        with tempfile.TemporaryDirectory(prefix="paceline-audit-") as folder:
+            try:
+                connection = _read_only(path)
+            except sqlite3.OperationalError:
+                if not _journal(path).exists():
+                    raise
+                # Its writer died in the middle of a write. Undoing that changes the file, so it is done in a copy.
+                connection = _read_only(_recovered(path, Path(folder)))
+                self.undone = True
+            with closing(connection):
+                for row in connection.execute("SELECT * FROM pages ORDER BY page"):
+                    yield Page(*row)
 
 
 def trail_files(folder: Path) -> list[Path]:
@@ -106,42 +179,33 @@ def trail_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def read_entries(folder: str | Path) -> Iterator[tuple[int, str, str, str]]:
-    """Number, text, previous hash and hash of every entry. Raises InputError for what is no decision log."""
-    try:
-        files = trail_files(Path(folder))
-    except OSError as error:
-        raise InputError(f"the decision log in {folder} cannot be read: {error.strerror}") from error
-    if not files:
-        raise InputError(f"{folder} holds no decision log: there is no file decisions-NUMBER.db")
-    for path in files:
-        try:
-            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-                yield from connection.execute("SELECT seq, body, previous, hash FROM entries ORDER BY seq")
-        except sqlite3.Error as error:
-            raise InputError(f"{path} cannot be read: {error}") from error
-
-
 def verify(folder: str | Path, known_head: str = "") -> Verdict:
     """Walk the chain. With `known_head`, a hash that was noted earlier, its end cannot have been cut off unseen."""
-    first = last = 0
-    head, seen = NO_HASH, not known_head
-    for seq, body, previous, own in read_entries(folder):
-        problem = ""
-        if last and seq != last + 1:
-            problem = f"entry {seq} follows entry {last}"
-        elif (last or seq == 1) and previous != head:
-            problem = f"entry {seq} does not go on from the one before it"
-        elif chained(previous, seq, body) != own:
-            problem = f"entry {seq} was changed"
+    reader = TrailReader(folder)
+    first: Page | None = None
+    end, seen, problem = End(), not known_head, ""
+    for page in reader:
+        problem = _problem(page, end, is_first=first is None)
         if problem:
-            return Verdict(first=first, last=last, head=head, problem=problem)
-        first, last, head = first or seq, seq, own
-        seen = seen or own == known_head
-    problem = (
-        "" if seen else f"no entry has the hash {known_head}: what was there then is gone or was changed"
-    )
-    return Verdict(first=first, last=last, head=head, problem=problem)
+            return Verdict(first=first, end=end, problem=problem, undone=reader.undone)
+        first = first or page
+        end = End(page.page, page.last, page.hash)
+        seen = seen or page.hash == known_head
+    if not seen:
+        problem = f"no page has the hash {known_head}: what was there then is gone or was changed"
+    return Verdict(first=first, end=end, problem=problem, undone=reader.undone)
+
+
+def _problem(page: Page, end: End, *, is_first: bool) -> str:
+    """What is wrong with a page that comes after `end`; the first one that is kept may come after anything."""
+    named = f"page {page.page} (entries {page.first:,} to {page.last:,})"
+    if not is_first and page.page != end.page + 1:
+        return f"page {page.page} follows page {end.page}"
+    if (not is_first or page.page == 1) and page.previous != end.hash:
+        return f"{named} does not go on from the one before it"
+    if chained(page.previous, page.page, page.first, page.count, page.body) != page.hash:
+        return f"{named} was changed"
+    return ""
 
 
 def _open(path: Path, is_new: bool) -> sqlite3.Connection:
@@ -152,11 +216,41 @@ def _open(path: Path, is_new: bool) -> sqlite3.Connection:
     return connection
 
 
-def _end_of(path: Path) -> tuple[int, str]:
-    """Number and hash of the last entry; of a file that was begun and never written to, those before it."""
+def _read_only(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _journal(path: Path) -> Path:
+    return path.with_name(f"{path.name}-journal")
+
+
+def _recovered(path: Path, folder: Path) -> Path:
+    """A copy in which SQLite has undone what was not finished."""
+    copy = folder / path.name
+    shutil.copyfile(path, copy)
+    shutil.copyfile(_journal(path), _journal(copy))
+    with closing(sqlite3.connect(copy)) as connection:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    return copy
+
+
+def _end_of(path: Path) -> End:
+    """Where a file ends; one that was begun and never written to ends where the one before it does."""
     with closing(sqlite3.connect(path)) as connection:
-        row = connection.execute("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
+        has_pages = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'pages'").fetchone()
+        query = "SELECT page, first + count - 1, hash FROM pages ORDER BY page DESC LIMIT 1"
+        row = connection.execute(query).fetchone() if has_pages else None
+        if not has_pages and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise sqlite3.DatabaseError(
+                f"{path.name} is no decision log of this version; name another folder"
+            )
     if row is not None:
-        return int(row[0]), str(row[1])
+        return End(*row)
     before = [other for other in trail_files(path.parent) if other.name < path.name]
-    return _end_of(before[-1]) if before else (0, NO_HASH)
+    return _end_of(before[-1]) if before else End()

@@ -1,29 +1,32 @@
-"""From the engine's records to the decision log: a thread of its own writes them in batches.
+"""From the engine's records to the decision log: a thread of its own makes pages of them and writes these.
 
-A step pays for one append to a queue, and only when something was decided. The queue is bounded: what a slow disk
-does not take is left out, and an entry says how much. A disk that fails stops the writing, never the engine.
+A step pays for one append to a queue, whatever it decided. Everything else is the thread's: it shares the interpreter
+with the engine, so that it makes its pages in native code, a few hundred decisions at a time. The queue is bounded:
+what a slow disk does not take is left out, and a page says how much. A disk that fails stops the writing, never the
+engine.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.audit.codec import encode_decision, plain
+from paceline import __version__
+from paceline.audit.page_text import page_text
 from paceline.audit.trail_db import TrailDb
-from paceline.core.events import Decision, DecisionKind
+from paceline.core.events import Decision
 from paceline.core.recorder import Inputs, StepRecord
 
 INTERVAL_S = 0.5
 MOST_WAITING = 4096  # steps whose decisions are not written yet
+PAGE = 256  # decisions of a page, those of one step aside: what is one call to native code, and holds the engine up
 
 _logger = logging.getLogger("paceline")
-Batch = tuple[list[tuple[object, ...]], Sequence[Decision]]  # adds and decisions of a step
+Step = tuple[Inputs, Sequence[Decision]]
 
 
 class TrailWriter:
@@ -31,37 +34,33 @@ class TrailWriter:
 
     def __init__(self, db: TrailDb, interval_s: float = INTERVAL_S, most_waiting: int = MOST_WAITING) -> None:
         self._db = db
-        self._waiting: deque[Batch] = deque()
+        self._waiting: deque[Step] = deque()
         self._most = most_waiting
         self._lost = 0
         self._interval_s = interval_s
-        self._summaries = Summaries()
+        self._has_begun = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-trail", daemon=True)
         self._thread.start()
         atexit.register(self.close, (), ())  # for owners that never close their engine
 
     def step(self, record: StepRecord) -> None:
-        if record.decisions or record.inputs:
-            self._put(record.inputs, record.decisions)
+        inputs = record.inputs
+        if not record.decisions and len(inputs) == 1 and inputs[0][0] == "done":
+            return  # a step of plain decode
+        if len(self._waiting) < self._most:
+            self._waiting.append((inputs, record.decisions))
+        else:
+            self._lost += len(record.decisions)
 
     def close(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
         """Write what is left. A second call does nothing."""
         if not self._closed.is_set():
-            self._put(inputs, decisions)
+            self._waiting.append((inputs, decisions))
             self._closed.set()
             self._thread.join()
             self._db.close()
             atexit.unregister(self.close)
-
-    def _put(self, inputs: Inputs, decisions: Sequence[Decision]) -> None:
-        adds = [entry for entry in inputs if entry[0] == "add"]
-        if not adds and not decisions:
-            return
-        if len(self._waiting) >= self._most:
-            self._lost += len(decisions)
-            return
-        self._waiting.append((adds, decisions))
 
     def _run(self) -> None:
         try:
@@ -71,51 +70,40 @@ class TrailWriter:
         except Exception:
             _logger.exception("decisions are not written any more")
             self._most = 0  # nothing piles up for a disk that takes nothing
+            self._waiting.clear()
 
     def _write(self) -> None:
-        bodies: list[str] = []
-        for _ in range(len(self._waiting)):
-            bodies += self._summaries.bodies(*self._waiting.popleft())
+        """One transaction for everything that waits."""
+        waiting = self._waiting
+        pages = list(make_pages(waiting.popleft() for _ in range(len(waiting))))
         lost, self._lost = self._lost, 0
         if lost:
-            bodies.append(_body({"kind": "lost", "decisions": lost}))
-        if bodies:
-            self._db.append(bodies)
+            pages.append((page_text({"lost": lost}), 0))
+        if not pages:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            pages.insert(0, (_start(), 0))
+        self._db.append(pages)
 
 
-class Summaries:
-    """Makes entries: every decision, and one line about each request when it ends."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, dict[str, Any]] = {}
-
-    def bodies(self, adds: Sequence[tuple[object, ...]], decisions: Sequence[Decision]) -> list[str]:
-        for _, _, request, num_prompt, _, arrival_s, tenant, priority, *_ in adds:
-            facts = {
-                "tenant": tenant,
-                "priority": priority,
-                "num_prompt": num_prompt,
-                "arrival_s": plain(arrival_s),
-            }
-            self._live[request] = {**facts, "delay_s": None, "preemptions": 0}  # type: ignore[index]
-        made: list[str] = []
-        for decision in decisions:
-            made.append(_body({"kind": "decision", "decision": encode_decision(decision)}))
-            known = self._live.get(decision.request)
-            if known is None:
-                continue
-            if decision.kind is DecisionKind.ADMIT:
-                known["delay_s"] = decision.seconds
-            elif decision.kind is DecisionKind.PREEMPT:
-                known["preemptions"] += 1
-            elif decision.kind in (DecisionKind.FINISH, DecisionKind.REFUSE):
-                del self._live[decision.request]
-                ending = {"reason": decision.reason.value, "num_output": 0}
-                if decision.kind is DecisionKind.FINISH:
-                    ending["num_output"] = decision.value
-                made.append(_body({"kind": "request", "request": decision.request, **known, **ending}))
-        return made
+def make_pages(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
+    """Texts of pages, each with its number of decisions. A step is never divided."""
+    adds: list[tuple[object, ...]] = []
+    decisions: list[Decision] = []
+    for inputs, decided in steps:
+        for entry in inputs:
+            if entry[0] == "add":  # id, prompt, most tokens, arrival, tenant, priority, parent
+                adds.append((*entry[2:8], entry[9]))
+        decisions += decided
+        if len(decisions) >= PAGE or len(adds) >= PAGE:
+            yield page_text({"adds": adds, "decisions": decisions}), len(decisions)
+            adds, decisions = [], []
+    if adds or decisions:
+        yield page_text({"adds": adds, "decisions": decisions}), len(decisions)
 
 
-def _body(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+def _start() -> str:
+    """A run begins: its requests are numbered anew, and its clock is not that of the run before."""
+    now = {"unix_s": round(time.time(), 3), "clock_s": time.monotonic()}
+    return page_text({"start": {"version": __version__, **now}})

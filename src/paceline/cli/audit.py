@@ -6,9 +6,9 @@ Owns flags, tables and exit codes; the chain is in `audit.trail_db`, the compari
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,16 +16,21 @@ from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
 from paceline.errors import InputError
 
+if TYPE_CHECKING:
+    from paceline.audit.bias import Comparison
+    from paceline.audit.trail_db import Verdict
+
 HELP = "Look at the decision log that a server keeps with --decision-log."
+UNLIKELY = 0.01  # a chance below which a difference is put into words
 VERIFY_HELP = """
-Walk the chain of a decision log: every entry holds the hash of the one before it, so that what was changed, taken out
-or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
+Walk the chain of a decision log: every page of decisions holds the hash of the one before it, so that what was changed,
+taken out or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
 
 \b
   paceline audit verify decisions/
   paceline audit verify decisions/ --head HASH
 
-Entries cut off at the end show only with --head: note the hash that is printed, and give it the next time.
+What is cut off at the end shows only with --head: note the hash that is printed, and give it the next time.
 """
 BIAS_HELP = """
 Compare how long requests waited and how often they gave way, between keys, classes or lengths of prompts: each group
@@ -41,7 +46,7 @@ class VerifyOptions:
     """What `paceline audit verify` takes."""
 
     folder: str = option("", "folder of the decision log")
-    head: str = option("", "hash of the last entry, as it was printed before: it must still be there")
+    head: str = option("", "hash that was printed before: the page that has it must still be there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,41 +78,75 @@ def _verify(values: Mapping[str, Any]) -> None:
     from paceline.audit.trail_db import verify
 
     found = verify(_named(options.folder), options.head)
+    if found.undone:
+        typer.echo("note: a write was interrupted by the end of its process, and does not count")
     if found.problem:
-        typer.echo(f"broken: {found.problem}; entries {found.first} to {found.last} before it are whole")
+        before = "" if found.first is None else f"; {_pages(found)} before it {_is(found)} whole"
+        typer.echo(f"broken: {found.problem}{before}")
         raise typer.Exit(1)
-    if not found.last:
-        typer.echo("whole: there is no entry yet")
+    if found.first is None:
+        typer.echo("whole: there is no decision yet")
         return
-    removed = "" if found.first == 1 else f"; {found.first - 1:,} before them were removed by age or number"
-    typer.echo(f"whole: entries {found.first:,} to {found.last:,}{removed}")
-    typer.echo(f"head: {found.head}")
+    removed = found.first.first - 1
+    gone = f"; {removed:,} decisions before them were removed by age or number" if removed else ""
+    typer.echo(f"whole: {found.num_entries:,} decisions in {_pages(found)}{gone}")
+    typer.echo(f"head: {found.end.hash}")
+
+
+def _pages(found: Verdict) -> str:
+    assert found.first is not None
+    first, last = found.first.page, found.end.page
+    return f"page {first:,}" if first == last else f"pages {first:,} to {last:,}"
+
+
+def _is(found: Verdict) -> str:
+    return "is" if found.first is not None and found.first.page == found.end.page else "are"
 
 
 def _bias(values: Mapping[str, Any]) -> None:
     options = BiasOptions(**values)
 
     from paceline.audit.bias import compare, requests_of
-    from paceline.audit.trail_db import read_entries
+    from paceline.audit.trail_db import TrailReader
 
-    requests = requests_of(body for _, body, _, _ in read_entries(_named(options.folder)))
+    requests = requests_of(page.body for page in TrailReader(_named(options.folder)))
     found = compare(requests, [part.strip() for part in options.by.split(",") if part.strip()])
     if options.json:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
         typer.echo(json.dumps(shown, indent=2))
         return
-    typer.echo(f"{len(requests):,} requests")
+    for line in _bias_lines(len(requests), found):
+        typer.echo(line)
+
+
+def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:
+    """The table, what its columns mean, and what it comes to in words."""
+    lines = [f"{num_requests:,} requests that were admitted and have ended"]
     if not found:
-        typer.echo("no two groups are large enough to be compared")
-        return
-    typer.echo(
-        f"{'by':<8}{'group':<24}{'of':<13}{'requests':>9}{'mean':>11}{'others':>11}{'higher':>8}{'chance':>10}"
-    )
+        return [*lines, "no two groups are large enough to be compared (8 requests each, at least)"]
+    head = f"{'by':<8}{'group':<24}{'of':<13}{'requests':>9}{'mean':>11}{'others':>11}{'higher':>8}{'chance':>10}"
+    lines.append(head)
     for each in found:
-        typer.echo(
+        lines.append(
             f"{each.by:<8}{each.group[:23]:<24}{each.measure:<13}{each.count:>9,}{each.mean:>11.4f}"
             f"{each.mean_others:>11.4f}{each.higher:>8.0%}{each.chance:>10.2g}"
         )
+    lines.append(
+        "higher: how often a request of the group has more of it than one of the others; 50% is no difference"
+    )
+    lines.append(
+        "chance: how often luck alone gives a difference like this, with all comparisons taken into account"
+    )
+    odd = [each for each in found if each.chance < UNLIKELY]
+    for each in odd:
+        more = "more" if each.higher > 0.5 else "less"
+        what = "waiting" if each.measure == "delay_s" else "giving way"
+        lines.append(f"{each.by} {each.group}: {more} {what} than the others, and luck does not explain it")
+    return (
+        lines
+        if odd
+        else [*lines, f"no difference that luck does not explain (a chance under {UNLIKELY:.0%})"]
+    )
 
 
 def _named(folder: str) -> str:

@@ -78,7 +78,8 @@ def _from_log(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     from paceline.audit.explain import explain_from_log
     from paceline.audit.runlog import read_run_log
 
-    found = explain_from_log(read_run_log(options.log), int(options.request))
+    # The log of a server that runs, or was killed, ends anywhere; the story then says that it may go on.
+    found = explain_from_log(read_run_log(options.log, allow_cut=True), int(options.request))
     return found.values(), found.sentences()
 
 
@@ -88,7 +89,7 @@ def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     values = Remote(options.url, None).explain(options.request)
     sentences: list[str] = []
     for branch in values["branches"]:
-        if len(values["branches"]) > 1:
-            sentences.append(f"branch {branch['index']} (request {branch['number']}):")
+        own = f", branch {branch['index']}" if len(values["branches"]) > 1 else ""
+        sentences.append(f"request {branch['number']} of the engine{own}:")
         sentences += branch["sentences"]
     return values, sentences

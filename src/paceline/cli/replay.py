@@ -27,8 +27,10 @@ and each of its plans and decisions must be the recorded one. Says "identical", 
 
 \b
   paceline sim --rate 20 --log run.jsonl.gz
+  paceline serve --run-log run.jsonl.gz
   paceline replay run.jsonl.gz
 
+The log of a server that was killed ends in the middle of a line: --allow-cut replays everything before it.
 Exits with 0 when everything is identical, 1 when something differs, 2 when the file cannot be replayed.
 """
 
@@ -40,6 +42,9 @@ class ReplayOptions:
     log: str = option("", "run log to repeat")
     output: str = option("", "write the log of the replay there: the same bytes if nothing differs")
     allow_cut: bool = option(False, "replay the steps before a line that is broken or cut off")
+    scheduling_policy: str = option(
+        "", "module:Class of a run that had a policy of its own: a log never chooses what is imported"
+    )
     json: bool = option(False, "print what was found as one JSON object")
 
 
@@ -51,6 +56,7 @@ PANELS = (
             Flag(name="log", metavar="LOG", is_argument=True),
             Flag(name="output", metavar="FILE"),
             Flag(name="allow_cut"),
+            Flag(name="scheduling_policy", metavar="MODULE:CLASS"),
             Flag(name="json"),
         ),
     ),
@@ -66,11 +72,19 @@ def _run(values: Mapping[str, Any]) -> None:
     if not options.log:
         raise InputError("say which log to replay: paceline replay run.jsonl.gz")
 
-    from paceline.audit.runlog import read_run_log
+    from paceline.audit.runlog import CutLog, read_run_log
     from paceline.sim.replay import replay
 
     log = read_run_log(options.log, allow_cut=options.allow_cut)
-    report = replay(log, output=options.output or None)
+    policy = None
+    if options.scheduling_policy:
+        from paceline.scheduler.policy.own import load_policy
+
+        policy = load_policy(options.scheduling_policy, log.config.scheduler)
+    try:
+        report = replay(log, output=options.output or None, policy=policy)
+    except CutLog as problem:
+        raise InputError(f"{problem}; --allow-cut replays them") from problem
     typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
     if not report.is_equal:
         raise typer.Exit(1)

@@ -72,6 +72,9 @@ TRAIL = (
     Flag(name="decision_log_bytes"),
     Flag(name="decision_log_files"),
     Flag(name="decision_log_days"),
+    Flag(name="run_log", metavar="FILE"),
+    Flag(name="run_log_bytes"),
+    Flag(name="run_log_files"),
 )
 PANELS = (
     Panel(

@@ -8,7 +8,7 @@ request that comes or goes inside a step, and a tuple costs less than half of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +60,9 @@ class StepEvents(NamedTuple):
     finished: tuple[Finished, ...] = ()
 
 
-class DecisionKind(Enum):
+class DecisionKind(StrEnum):
+    """What was decided. A text, as the rule is: decisions go into logs as they are."""
+
     ADMIT = "admit"
     DEFER = "defer"
     CHUNK = "chunk"

@@ -190,9 +190,11 @@ class Engine:
 
     def close(self) -> None:
         """Complete what is under way and close the log."""
-        self.drain()
-        if self._recorder is not None:
-            self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
+        try:
+            self.drain()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 
     def _schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()

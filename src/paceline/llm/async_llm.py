@@ -157,6 +157,8 @@ class AsyncLLM(ModelHolder):
     def shutdown(self) -> None:
         """Stop the engine; whoever still waits gets an error."""
         self._loop.stop()
+        with suppress(Exception):  # everybody is told below; what is left is the rest of a log
+            self._front.engine.close()
         self._on_failure(EngineFailed("the engine was shut down"))
         gc.unfreeze()
 

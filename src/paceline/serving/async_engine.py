@@ -16,13 +16,12 @@ import numpy as np
 
 from paceline.config_process import ProcessConfig
 from paceline.core.changes import Change, ChangeOutcome
-from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
 from paceline.serving.channel import HEADER, Rejects
-from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable
+from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable, Told
 from paceline.serving.questions import Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
@@ -113,12 +112,12 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
-    async def explain(self, number: int) -> list[Decision]:
+    async def explain(self, number: int) -> Told:
         """See `ExplainingClient`."""
         sender = self._ready_sender()
         told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
         assert isinstance(told, frames.Explained)
-        return [decision.decision() for decision in told.decisions]
+        return Told([decision.decision() for decision in told.decisions], told.is_live)
 
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
         """See `ChangingClient`."""

@@ -231,6 +231,7 @@ class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
 
     question: int
     decisions: list[ToldDecision]
+    is_live: bool = False  # it has not ended
 
 
 class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):

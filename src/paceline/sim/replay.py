@@ -138,7 +138,10 @@ class _Replayer:
         self._clock = ManualClock(-math.inf)
         named = log.config.scheduler.scheduling_policy
         if policy is None and ":" in named:  # a file must not choose what is imported
-            raise InputError(f"the run had a policy of its own, {named}; the replay must be given it")
+            raise InputError(
+                f"the run had a policy of its own, {named}; a log must not choose what is imported, so give it "
+                f"again: --scheduling-policy {named}"
+            )
         hooks = _RecordedHooks()
         self._scheduler = build_scheduler(log.config, self._clock, hooks, policy=policy)
         self._state = hooks.state = self._scheduler.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,11 @@ def test_values_that_are_all_the_same_say_nothing() -> None:
 
 def test_a_key_that_waits_longer_is_found() -> None:
     found = compare(requests(1, slower=1.0), ["key", "class", "length"])
-    assert {(each.by, each.group, each.measure) for each in found if each.chance < 0.01} == {
-        ("key", "a", "delay_s"),
-        ("key", "b", "delay_s"),
-    }
-    slow = next(each for each in found if (each.group, each.measure) == ("b", "delay_s"))
-    assert slow.mean > slow.mean_others and slow.higher > 0.7 and slow.count == 100
+    # Of two groups one is compared with the other, and that is all there is to say.
+    assert [(each.by, each.group, each.measure) for each in found if each.chance < 0.01] == [
+        ("key", "a", "delay_s")
+    ]
+    assert found[0].mean < found[0].mean_others and found[0].higher < 0.3 and found[0].count == 100
 
 
 def test_where_there_is_no_difference_hardly_one_is_found() -> None:
@@ -85,8 +85,16 @@ def test_lengths_fall_into_classes() -> None:
 
 
 def test_only_requests_that_were_admitted_count() -> None:
-    bodies = ['{"kind":"decision"}', '{"kind":"request","delay_s":null}', '{"kind":"request","delay_s":0.5}']
-    assert requests_of(bodies) == [{"kind": "request", "delay_s": 0.5}]
+    facts = [30, 10, 0.5, "key", 0, None]
+    pages = [
+        {"adds": [[number, *facts] for number in (1, 2, 3)], "decisions": [["admit", 1, "fits", 0, 1, 1.0]]},
+        {"lost": 3},
+        {"decisions": [["finish", 1, "stop", 5, 2, 2.0], ["finish", 2, "abort", 0, 2, 2.0]]},
+        {"decisions": [["refuse", 3, "queue_full", 40, 2, 2.0], ["finish", 99, "stop", 1, 2, 2.0]]},
+    ]
+    assert requests_of(map(json.dumps, pages)) == [
+        {"tenant": "key", "priority": 0, "num_prompt": 30, "delay_s": 0.0, "preemptions": 0}
+    ]
 
 
 def test_a_group_nobody_knows_is_refused() -> None:

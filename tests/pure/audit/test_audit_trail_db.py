@@ -1,31 +1,27 @@
-"""The decision log: a chain that shows every change, files that come and go, a writer that never holds a step up."""
+"""The decision log on disk: a chain that shows every change, files that come and go, crashes that are no changes."""
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sqlite3
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.audit.trail_db import NO_HASH, Retention, TrailDb, chained, read_entries, trail_files, verify
-from paceline.audit.trail_writer import TrailWriter
-from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.plan import StepPlan
-from paceline.core.recorder import BothRecorders, NoRecorder, StepRecord
-from paceline.core.request import RequestId
+from paceline.audit.trail_db import NO_HASH, Retention, TrailDb, TrailReader, chained, trail_files, verify
 from paceline.errors import InputError
 
 SMALL = Retention(max_bytes=1, max_files=3)
 
 
 def filled(folder: Path, count: int = 6, retention: Retention | None = None) -> TrailDb:
+    """Pages of two entries each."""
     db = TrailDb(folder, retention)
     for number in range(count):
-        db.append([f"entry {number}"])
+        db.append([(f"page {number}", 2)])
     return db
 
 
@@ -40,18 +36,18 @@ def change(folder: Path, statement: str, file: int = 0) -> None:
 def test_a_chain_is_whole_and_goes_on_after_it_was_closed(tmp_path: Path) -> None:
     filled(tmp_path, 3).close()
     db = TrailDb(tmp_path)
-    db.append(["more", "and more"])
-    seq, head = db.head
+    db.append([("more", 1), ("and more", 0)])
     db.close()
     found = verify(tmp_path)
-    assert (found.first, found.last, found.head, found.problem) == (1, 5, head, "") and seq == 5
-    first = next(read_entries(tmp_path))
-    assert first == (1, "entry 0", NO_HASH, chained(NO_HASH, 1, "entry 0"))
+    assert found.first is not None and (found.first.page, found.problem, found.undone) == (1, "", False)
+    assert found.end == db.end == (5, 7, found.end.hash) and found.num_entries == 7
+    first = next(iter(TrailReader(tmp_path)))
+    assert first == (1, 1, 2, "page 0", NO_HASH, chained(NO_HASH, 1, 1, 2, "page 0"))
 
 
-def test_entries_are_never_changed_by_accident(tmp_path: Path) -> None:
+def test_pages_are_never_changed_by_accident(tmp_path: Path) -> None:
     filled(tmp_path).close()
-    for statement in ("UPDATE entries SET body = 'x'", "DELETE FROM entries"):
+    for statement in ("UPDATE pages SET body = 'x'", "DELETE FROM pages"):
         connection = sqlite3.connect(trail_files(tmp_path)[0])
         with pytest.raises(sqlite3.IntegrityError, match="never"):
             connection.execute(statement)
@@ -61,43 +57,50 @@ def test_entries_are_never_changed_by_accident(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "statement, problem",
     [
-        ("UPDATE entries SET body = 'lie' WHERE seq = 3", "entry 3 was changed"),
-        ("DELETE FROM entries WHERE seq = 3", "entry 4 follows entry 2"),
-        ("UPDATE entries SET previous = '00' WHERE seq = 4", "entry 4 does not go on from the one before it"),
-        ("UPDATE entries SET hash = '00' WHERE seq = 4", "entry 4 was changed"),
-        ("UPDATE entries SET seq = seq + 1 WHERE seq = 6", "entry 7 follows entry 5"),
+        ("UPDATE pages SET body = 'lie' WHERE page = 3", "page 3 (entries 5 to 6) was changed"),
+        ("UPDATE pages SET count = 1 WHERE page = 3", "page 3 (entries 5 to 5) was changed"),
+        ("UPDATE pages SET first = 4 WHERE page = 3", "page 3 (entries 4 to 5) was changed"),
+        ("DELETE FROM pages WHERE page = 3", "page 4 follows page 2"),
+        (
+            "UPDATE pages SET previous = '00' WHERE page = 4",
+            "page 4 (entries 7 to 8) does not go on from the one before it",
+        ),
+        ("UPDATE pages SET hash = '00' WHERE page = 4", "page 4 (entries 7 to 8) was changed"),
+        ("UPDATE pages SET page = page + 1 WHERE page = 6", "page 7 follows page 5"),
     ],
 )
 def test_what_was_changed_on_purpose_shows(statement: str, problem: str, tmp_path: Path) -> None:
     filled(tmp_path).close()
     change(tmp_path, statement)
-    assert verify(tmp_path).problem == problem
+    found = verify(tmp_path)
+    assert found.problem == problem and not found.undone
 
 
 def test_a_lie_with_a_hash_of_its_own_breaks_the_chain_after_it(tmp_path: Path) -> None:
     filled(tmp_path).close()
-    previous = list(read_entries(tmp_path))[2][2]
-    change(tmp_path, f"UPDATE entries SET body = 'lie', hash = '{chained(previous, 3, 'lie')}' WHERE seq = 3")
-    assert verify(tmp_path).problem == "entry 4 does not go on from the one before it"
+    lie = chained(list(TrailReader(tmp_path))[2].previous, 3, 5, 2, "lie")
+    change(tmp_path, f"UPDATE pages SET body = 'lie', hash = '{lie}' WHERE page = 3")
+    assert verify(tmp_path).problem == "page 4 (entries 7 to 8) does not go on from the one before it"
 
 
 def test_an_end_that_was_cut_off_shows_to_who_noted_the_head(tmp_path: Path) -> None:
     db = filled(tmp_path)
-    head = db.head[1]
     db.close()
-    assert verify(tmp_path, head).problem == ""
-    change(tmp_path, "DELETE FROM entries WHERE seq > 4")
-    assert verify(tmp_path).problem == "" and "is gone or was changed" in verify(tmp_path, head).problem
+    assert verify(tmp_path, db.end.hash).problem == ""
+    change(tmp_path, "DELETE FROM pages WHERE page > 4")
+    assert verify(tmp_path).problem == ""
+    assert "is gone or was changed" in verify(tmp_path, db.end.hash).problem
 
 
 def test_files_follow_one_another_and_the_oldest_go(tmp_path: Path) -> None:
     filled(tmp_path, 9, SMALL).close()
     names = [path.name for path in trail_files(tmp_path)]
-    assert names == [f"decisions-{seq:012}.db" for seq in (8, 9, 10)]
+    assert names == [f"decisions-{page:012}.db" for page in (8, 9, 10)]
     found = verify(tmp_path)
-    assert (found.first, found.last, found.problem) == (8, 9, "")
+    assert found.first is not None and (found.first.page, found.end.page, found.problem) == (8, 9, "")
+    assert found.first.first == 15 and found.num_entries == 4
     filled(tmp_path, 1, SMALL).close()  # goes on behind a file that is still empty
-    assert (verify(tmp_path).last, verify(tmp_path).problem) == (10, "")
+    assert (verify(tmp_path).end.page, verify(tmp_path).problem) == (10, "")
 
 
 def test_old_files_go_whatever_their_number(tmp_path: Path) -> None:
@@ -120,78 +123,54 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
         TrailDb(tmp_path)
 
 
-# -- the writer --------------------------------------------------------------------------------------------
+def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "decisions-000000000001.db")
+    connection.execute("CREATE TABLE entries (seq INTEGER)")
+    connection.close()
+    with pytest.raises(InputError, match="name another folder"):
+        TrailDb(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        verify(tmp_path)
 
 
-def record(request: int, *decisions: Decision) -> StepRecord:
-    keys: tuple[bytes, ...] = ()
-    add = ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, keys, 0, 0, 9, 1)
-    plan = StepPlan(seq=1)
-    return StepRecord(t_plan=1.0, t_done=1.0, inputs=[add], plan=plan, result=None, decisions=decisions)
+# -- a writer that dies ------------------------------------------------------------------------------------
+
+DIES = """
+import os, signal, sys
+from paceline.audit.trail_db import TrailDb
+db = TrailDb(sys.argv[1])
+db.append([("first", 1), ("second", 1)])
+db._connection.execute("PRAGMA cache_size=1")  # what a transaction changes goes to the file before it is complete
+db._connection.execute("BEGIN")
+for page in range(3, 400):
+    db._connection.execute("INSERT INTO pages VALUES (?, ?, 1, ?, '', '')", (page, page, "x" * 9000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def life(request: int) -> tuple[Decision, ...]:
-    me = RequestId(request)
-    return (
-        Decision(DecisionKind.ADMIT, me, Rule.FITS, 0, 1, 1.0, 9, 9, 1, RequestId(1), 0.5),
-        Decision(DecisionKind.PREEMPT, me, Rule.FORCED_RECOMPUTE, 4, 2, 1.5),
-        Decision(DecisionKind.FINISH, me, Rule.LENGTH, 11, 3, 2.0),
-    )
+@pytest.fixture
+def torn(tmp_path: Path) -> Path:
+    """A log whose writer was killed in the middle of a write."""
+    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    path = trail_files(tmp_path)[0]
+    assert path.with_name(path.name + "-journal").exists() and path.stat().st_size > 100_000
+    return tmp_path
 
 
-def entries(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(body) for _, body, _, _ in read_entries(folder)]
+def test_a_write_that_a_crash_interrupted_is_no_change(torn: Path) -> None:
+    before = {path.name: path.read_bytes() for path in torn.iterdir()}
+    found = verify(torn)
+    assert found.undone and found.problem == "" and found.end.page == 2
+    assert {path.name: path.read_bytes() for path in torn.iterdir()} == before  # evidence is left as it was
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in time")
+def test_a_change_beside_an_interrupted_write_still_shows(torn: Path) -> None:
+    change(torn, "UPDATE pages SET body = 'lie' WHERE page = 1")
+    assert verify(torn).problem == "page 1 (entries 1 to 1) was changed"
 
 
-def test_decisions_are_written_with_a_line_about_each_request_that_ended(tmp_path: Path) -> None:
-    writer = TrailWriter(TrailDb(tmp_path))
-    both = BothRecorders(NoRecorder(), writer)
-    both.step(record(7, *life(7)[:2]))
-    both.close([], life(7)[2:])
-    both.close([], ())
-    kinds = [entry["kind"] for entry in entries(tmp_path)]
-    assert kinds == ["decision", "decision", "decision", "request"] and not verify(tmp_path).problem
-    summary = entries(tmp_path)[-1]
-    facts = {
-        "request": 7,
-        "tenant": "a",
-        "priority": 2,
-        "num_prompt": 9,
-        "num_output": 11,
-        "reason": "length",
-    }
-    assert {name: summary[name] for name in facts} == facts
-    assert (summary["delay_s"], summary["preemptions"]) == (0.5, 1)
-
-
-def test_batches_are_written_while_the_engine_runs(tmp_path: Path) -> None:
-    writer = TrailWriter(TrailDb(tmp_path), interval_s=0.01)
-    writer.step(record(7, *life(7)))
-    until(lambda: verify(tmp_path).last == 4)
-    writer.close([], ())
-
-
-def test_what_a_slow_disk_does_not_take_is_counted(tmp_path: Path) -> None:
-    writer = TrailWriter(TrailDb(tmp_path), interval_s=60.0, most_waiting=2)
-    for request in range(4):
-        writer.step(record(request, *life(request)))
-    writer.close([], ())
-    assert entries(tmp_path)[-1] == {"kind": "lost", "decisions": 6}
-
-
-def test_a_disk_that_fails_fails_no_step(tmp_path: Path) -> None:
-    db = TrailDb(tmp_path)
-    writer = TrailWriter(db, interval_s=0.01)
-    db.close()
-    for request in range(3):
-        writer.step(record(request, *life(request)))
-    writer.close([], ())
-    assert verify(tmp_path).last == 0
+def test_the_next_run_goes_on_after_an_interrupted_write(torn: Path) -> None:
+    filled(torn, 1).close()
+    found = verify(torn)
+    assert not found.undone and found.problem == "" and found.end.page == 3
