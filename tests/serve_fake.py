@@ -72,6 +72,7 @@ class FakeClient:
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> EngineStream:
         raise NotImplementedError
 

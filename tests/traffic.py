@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.audit.runlog import RunLogWriter, run_header
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -84,8 +84,8 @@ class Traffic:
     def run(self, num_actions: int) -> None:
         actions: dict[Callable[[], None], int] = {
             self.step: 40, self.add: 12, self.fork: 3, self.prune: 2, self.abort: 2, self.preempt: 4,
-            self.pause: 3, self.resume: 4, self.priority: 2, self.deadline: 2, self.block: 2, self.unblock: 3,
-            self.finish_at: 1, self.reset_cache: 1, self.foreign: 2, self.expire: 1, self.snapshot: 1,
+            self.pause: 3, self.resume: 4, self.spot: 1, self.priority: 2, self.deadline: 2, self.block: 2,
+            self.unblock: 3, self.finish_at: 1, self.reset_cache: 1, self.foreign: 2, self.expire: 1, self.snapshot: 1,
             self.withhold: 2 if self.faults else 0,
         }  # fmt: skip
         try:
@@ -159,6 +159,9 @@ class Traffic:
     def preempt(self) -> None:
         swap = self.rng.random() < 0.5
         self._on(self._any(RequestState.RUNNING), lambda r: self.scheduler.preempt(r, swap=swap))
+
+    def spot(self) -> None:
+        self._on(self._any(), self.scheduler.mark_spot)
 
     def pause(self) -> None:
         swap = self.rng.random() < 0.7
@@ -238,6 +241,7 @@ def small_config(mode: str = "continuous", depth: int = 1, **changes: Any) -> En
         max_queue=20,
         scheduling_policy=changes.pop("scheduling_policy", "fcfs"),
         preemption=changes.pop("preemption", "recompute"),
+        preemption_costs=PreemptionCosts(token_s=1e-3, block_s=1e-3, step_s=1e-3),
         max_preemptions=changes.pop("max_preemptions", 4),
         ageing_s=0.5,
     )
@@ -262,6 +266,7 @@ CASES = {
     "dynamic-overlapped": small_config(mode="dynamic", depth=1),
     "static": small_config(mode="static", depth=1, groups=SLIDING),
     "static-far-ahead": small_config(mode="static", depth=2),
+    "by-cost": small_config(depth=1, num_blocks=22, scheduling_policy="priority", preemption="auto"),
 }
 
 

@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 MODES = ("continuous", "dynamic", "static")
 POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "tail")
 OWN_CLASS = "module:Class"  # among the choices of an option: a class that the operator brings
-PREEMPTION_KINDS = ("recompute", "swap")
+PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -106,6 +106,21 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionCosts:
+    """What it takes to bring a request back that gave way, as measured on this machine when it was started."""
+
+    token_s: float  # to compute a token of a prompt again, in a large step
+    product_s: float = 0.0  # more, for each pair of a token and one before it
+    block_s: float = math.inf  # to copy a block to host memory, or back
+    step_s: float = 0.02  # a step in which everybody gets a token
+
+    def __post_init__(self) -> None:
+        finite = (self.token_s, self.product_s, self.step_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
+            raise ConfigError("what preemption costs must be numbers that are not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How steps are composed and who goes first."""
 
@@ -177,12 +192,17 @@ class SchedulerConfig:
         0.5, "share of a step's tokens one prompt may take while others wait", low=1e-6, high=1.0
     )
     watermark: float = option(0.01, "share of KV blocks kept free when admitting", low=0.0, high=0.9)
-    preemption: str = option("recompute", "what happens to a victim's KV", choices=PREEMPTION_KINDS)
+    preemption: str = option(
+        "auto",
+        "what happens to the KV of who gives way: recompute, swap to host memory, or what is cheaper by measured costs",
+        choices=PREEMPTION_KINDS,
+    )
     max_preemptions: int = option(4, "preemptions after which a request is never preempted again", low=0)
     max_queue: int = option(10_000, "most waiting requests", low=1)
     max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
     defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
     step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
+    preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -12,7 +12,15 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.audit.ring import DecisionRing
-from paceline.config import Capacity, EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config import (
+    Capacity,
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    ModelConfig,
+    PreemptionCosts,
+    SchedulerConfig,
+)
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
@@ -33,6 +41,8 @@ from paceline.scheduler.state import SchedulerState
 if TYPE_CHECKING:
     from paceline.checkpoint.open import Checkpoint
     from paceline.text.tokenizer import Tokenizer
+
+TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
 
@@ -203,6 +213,7 @@ def _on_cpu(
     from paceline.runner.kv_tensors import block_bytes
     from paceline.runner.sizing import choose_sizes, line_costs, measure_step
     from paceline.runner.storage import choose_storage
+    from paceline.runner.swap_speed import block_seconds, line_preemption_costs
 
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
@@ -213,7 +224,12 @@ def _on_cpu(
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
-    return config, CPURunner(config, decoder, ends), hardware, notices
+    runner = CPURunner(config, decoder, ends)
+    if _weighs_preemption(config):
+        block_s = block_seconds(config, runner.copy_out_and_back)
+        rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
+        config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
+    return config, runner, hardware, notices
 
 
 def _on_gpu(
@@ -228,7 +244,8 @@ def _on_gpu(
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
-    from paceline.runner.gpu.pacing import with_pace
+    from paceline.runner.gpu.pacing import device_preemption_costs, with_pace
+    from paceline.runner.swap_speed import block_seconds
 
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
@@ -239,6 +256,9 @@ def _on_gpu(
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
     if wanted or (interactive and "max_num_batched_tokens" not in given):
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
+    if _weighs_preemption(config):
+        block_s = block_seconds(config, runner.copy_out_and_back)
+        config = _with_costs(config, device_preemption_costs(runner, config.scheduler, block_s))
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -246,6 +266,15 @@ def _on_gpu(
         kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype),
     )
     return config, runner, hardware, ()
+
+
+def _weighs_preemption(config: EngineConfig) -> bool:
+    """Whether anything is decided by what preemption costs; if not, nothing is measured."""
+    return config.kv.num_host_blocks > 0 or config.scheduler.scheduling_policy != "fcfs"
+
+
+def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
+    return replace(config, scheduler=replace(config.scheduler, preemption_costs=costs))
 
 
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:

@@ -20,6 +20,7 @@ REQUIRED = (
     "abort in flight",
     "resume",
     "late finish",
+    "place taken",
 )
 
 

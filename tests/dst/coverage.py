@@ -39,6 +39,8 @@ class Coverage:
                 counts["resume"] += 1
             elif decision.kind is DecisionKind.DIAL:
                 counts[f"dial: {decision.reason.value}"] += 1
+            elif decision.reason.startswith("place:"):
+                counts["place taken"] += 1
         for recorder in self._further:
             recorder.step(record)
 

@@ -31,7 +31,7 @@ def draw_setting(rng: random.Random) -> DialSetting:
 
 def draw_steering(seed: int, config: EngineConfig) -> EngineConfig:
     """The policy and the dial an engine begins with."""
-    return draw_dial(random.Random(seed + 5), draw_policy(random.Random(seed + 3), config))
+    return draw_dial(random.Random(seed + 7), draw_policy(seed, config))
 
 
 def draw_dial(rng: random.Random, config: EngineConfig) -> EngineConfig:
@@ -48,7 +48,7 @@ class Changes:
 
     def __init__(self, seed: int, scheduler: Scheduler) -> None:
         self._policies = PolicyChanges(seed, scheduler)
-        self._rng = random.Random(seed + 6)
+        self._rng = random.Random(seed + 8)
         padded = scheduler.state.mode.keeps_finished
         self._chance = 0.0 if padded else self._rng.choice((0.0, 0.0, 0.0, 0.01))
         self._scheduler = scheduler

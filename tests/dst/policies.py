@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import POLICIES, EngineConfig
+from paceline.config import POLICIES, EngineConfig, PreemptionCosts
 from paceline.scheduler.scheduler import Scheduler
 
 
-def draw_policy(rng: random.Random, config: EngineConfig) -> EngineConfig:
+def draw_policy(seed: int, config: EngineConfig) -> EngineConfig:
     """Half of the engines have one of the policies that few others do."""
+    rng, config = random.Random(seed + 3), _draw_preemption(random.Random(seed + 5), config)
     if rng.random() < 0.5:
         return config
     name = rng.choice(("fair", "fair", "deadline", "shortest", "tail"))
@@ -27,14 +28,33 @@ def _options(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _draw_preemption(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Half of the engines choose the kind of each preemption by costs, which may be anything."""
+    if rng.random() < 0.5:
+        return config
+    costs = PreemptionCosts(
+        token_s=rng.choice((0.0, 1e-4, 1e-2)),
+        product_s=rng.choice((0.0, 1e-6)),
+        block_s=rng.choice((0.0, 1e-3, 1.0)),
+        step_s=rng.choice((1e-5, 2e-3)),
+    )
+    known = costs if rng.random() < 0.8 else None
+    return replace(config, scheduler=replace(config.scheduler, preemption="auto", preemption_costs=known))
+
+
 class PolicyChanges:
-    """Now and then another policy, in a few of the runs."""
+    """Now and then another policy, or a request that becomes spot work, in a few of the runs."""
 
     def __init__(self, seed: int, scheduler: Scheduler) -> None:
         self._rng = random.Random(seed + 4)
         self._chance = self._rng.choice((0.0, 0.0, 0.0, 0.02))
         self._scheduler = scheduler
+        self._spot = random.Random(seed + 6)
+        self._spot_chance = self._spot.choice((0.0, 0.05, 0.3))
 
     def perhaps(self) -> None:
+        live = self._scheduler.state.requests
+        if live and self._spot.random() < self._spot_chance:
+            self._scheduler.mark_spot(self._spot.choice(list(live)))
         if self._rng.random() < self._chance:
             self._scheduler.set_policy(self._rng.choice(POLICIES), **_options(self._rng))

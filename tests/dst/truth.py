@@ -28,6 +28,7 @@ _ENDS = {
     "expired": (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
     "finish_at": (Rule.STOP,),
 }
+_IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
@@ -93,7 +94,7 @@ class Truth:
         plan = record.plan
         self._submitted = plan.seq - 1
         self._take_moves(record.decisions)
-        victims = deque(each for each in record.decisions if each.reason is Rule.BLOCKS_RECOMPUTE)
+        victims = deque(each for each in record.decisions if each.reason in _IN_THE_PLAN)
         self._take_inputs(record.inputs, victims)
         self._endings(record.decisions)
         self._preemptions(plan, victims)
@@ -349,7 +350,9 @@ class Truth:
         given = {*plan.new_blocks.row.tolist(), *plan.block_copies.row.tolist()}
         for decision in victims:
             self._give_way(decision)
-            if decision.against != NOBODY:
+            if decision.reason is Rule.PLACE_RECOMPUTE:
+                self._same(decision, "that the other waited", decision.against in rows, False)
+            elif decision.against != NOBODY:
                 gains = rows.get(decision.against)
                 stays = gains in given or gains not in plan.decode_rows.added
                 self._same(decision, "who got its place", True, gains is not None and stays)

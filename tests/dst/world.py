@@ -387,10 +387,10 @@ class World:
         for paused in list(scheduler.state.requests.values()):
             if paused.state is RequestState.PAUSED and self.rng.random() < 0.5:
                 scheduler.resume(paused.id)
-        request = self._pick(RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED)
+        request = self._pick()
         if request is not None:
             with contextlib.suppress(InvalidTransition):
-                scheduler.pause(request.id, swap=self.rng.random() < 0.5)
+                scheduler.pause(request.id, swap=self.rng.choice((None, False, True)))
 
     def _block(self) -> None:
         scheduler = self.engine.scheduler

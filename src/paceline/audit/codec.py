@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig, StepCosts
+from paceline.config import (
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    PreemptionCosts,
+    SchedulerConfig,
+    StepCosts,
+)
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     RUNNING_ON,
@@ -134,6 +141,9 @@ def config_of(value: Json) -> EngineConfig:
         costs = dict(scheduler["step_costs"])
         lists = {name: tuple(costs[name]) for name in ("sizes", "seconds")}
         scheduler["step_costs"] = StepCosts(**{**costs, **lists})
+    if scheduler.get("preemption_costs") is not None:
+        costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
+        scheduler["preemption_costs"] = PreemptionCosts(**costs)
     parts = {"kv": KVConfig(**kv), "scheduler": SchedulerConfig(**scheduler)}
     return EngineConfig(**{**value, **parts})
 

@@ -15,6 +15,7 @@ from paceline.core.request import RequestId
 
 _CAUSES = {
     "blocks": "blocks were short",
+    "place": "it took its place",
     "forced": "it was told to",
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
@@ -128,8 +129,9 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     start = f"had to wait at step {decision.step}: "
     who, named = decision.against, _named(decision.against)
+    waits = f" (nobody gave way to it: {decision.detail})" if decision.detail else ""
     if decision.reason is Rule.ROWS:
-        return f"{start}all rows were taken{f', the last by {named}' if who != NOBODY else ''}"
+        return f"{start}all rows were taken{f', the last by {named}' if who != NOBODY else ''}{waits}"
     if decision.reason is Rule.BUDGET:
         by = f"the prompt of {named} took the last of them" if who != NOBODY else "running requests took them"
         return f"{start}the step had no tokens left, {by}"
@@ -142,6 +144,7 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
     what = "needed" if decision.reason is Rule.BLOCKS else "needed for its full length"
     return (
         f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
+        f"{waits}"
     )
 
 
@@ -181,8 +184,24 @@ def _gave_way(decision: Decision) -> str:
     why = _CAUSES[cause]
     if cause == "blocks":
         why = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"
+    if cause == "place":
+        why = "which goes before it and needed its place"
     after = "copied to host memory" if kind == "swap" else "to be recomputed"
-    return f"gave way at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after})"
+    cost = f"; expected: {decision.detail}" if decision.detail else ""
+    return (
+        f"gave way at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after}{cost})"
+    )
+
+
+def _change(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    when = f"before step {decision.step}"
+    if decision.reason is Rule.PRIORITY:
+        return f"was given priority {decision.value} {when}"
+    if decision.reason is Rule.DEADLINE:
+        until = "no deadline" if not decision.detail else f"a deadline {decision.detail} away"
+        return f"was given {until} {when}"
+    return f"was {'paused' if decision.reason is Rule.PAUSED else 'let go on'} {when}"
 
 
 def _finish(run: list[Decision], past: list[Decision]) -> str:
@@ -216,6 +235,7 @@ _TELLERS: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = 
     DecisionKind.CHUNK: _chunk,
     DecisionKind.STALL: _stall,
     DecisionKind.PREEMPT: _preempt,
+    DecisionKind.CHANGE: _change,
     DecisionKind.FINISH: _finish,
     DecisionKind.REFUSE: _refuse,
     DecisionKind.FAIL: _fail,

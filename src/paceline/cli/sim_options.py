@@ -51,7 +51,10 @@ class SimOptions:
     arrivals: str = option(
         "recorded", "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
     )
-    priorities: str = option("none", "of requests: none (all equal), tenant (its number), random:LEVELS")
+    priorities: str = option(
+        "none",
+        "of requests: none (all equal), tenant (its number), class (of the name of its tenant), random:LEVELS",
+    )
     deadline_ms: int | None = option(
         None, "milliseconds after arrival at which requests end", low=1, high=MAX_WISH_MS, kind=int
     )

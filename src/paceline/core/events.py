@@ -70,6 +70,7 @@ class DecisionKind(StrEnum):
     PREEMPT = "preempt"
     RESUME = "resume"
     STALL = "stall"
+    CHANGE = "change"
     FORK = "fork"
     FINISH = "finish"
     REFUSE = "refuse"
@@ -96,17 +97,23 @@ class Rule(StrEnum):
     # preempt: for what, and what becomes of its KV
     BLOCKS_RECOMPUTE = "blocks:recompute"
     BLOCKS_SWAP = "blocks:swap"
+    PLACE_RECOMPUTE = "place:recompute"  # a waiting request that outranks it took its place
+    PLACE_SWAP = "place:swap"
     FORCED_RECOMPUTE = "forced:recompute"
     FORCED_SWAP = "forced:swap"
     PAUSED_RECOMPUTE = "paused:recompute"
     PAUSED_SWAP = "paused:swap"
     STEP_FAILED = "step_failed:recompute"
+    # change: of a live request, by its owner
+    PRIORITY = "priority"  # value: the new one
+    PAUSED = "paused"
+    RESUMED = "resumed"
     # finish; what is not named here stands under abort or error, with its detail
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    DEADLINE = "deadline"
+    DEADLINE = "deadline"  # change too: it was given one, or none
     PRUNED = "pruned"
     NUMERICAL_ERROR = "numerical_error"
     INTERNAL_ERROR = "internal_error"
@@ -140,7 +147,7 @@ class Decision(NamedTuple):
     (defer); thousandths of the dial (dial, which is about nobody, has what was seen in `seconds` and the rest in
     `detail`). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
     tokens (defer for budget), who computes what it can share (defer for a prefix, fork) and who got its place
-    (preempt, stall). `seconds` is how long it had waited (admit).
+    (preempt, stall). `seconds` is how long it had waited (admit), or what giving way is expected to cost (preempt).
     """
 
     kind: DecisionKind
@@ -154,4 +161,6 @@ class Decision(NamedTuple):
     blocks_needed: int = NO_NUMBER
     against: RequestId = NOBODY
     seconds: float = 0.0
-    detail: str = ""  # what the rule leaves open: the name of an error, the word of an abort
+    detail: str = (
+        ""  # what the rule leaves open: the name of an error, the word of an abort, what each way costs
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,24 @@ class Policy(Protocol):
     def share(self, view: RequestView, budget: int) -> int:
         """Most tokens one prompt may take of a step's `budget` while the requests in `view` wait."""
         ...
+
+
+@runtime_checkable
+class Displacing(Protocol):
+    """What a policy has besides if a waiting request may take the place of one that runs."""
+
+    def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
+        """Which of the requests that run give their place to the one in `waiting`, the first of those that wait.
+
+        Only such as come after it in `order` and by a clear margin, so that two requests never take turns.
+        """
+        ...
+
+
+def holds_back(policy: Policy) -> TypeGuard[Displacing]:
+    """Whether rows that yield to a prompt under way do not decode beside it, as the policy's attribute `holds_back`
+    says: a step with fewer of them computes more of the prompt."""
+    return isinstance(policy, Displacing) and bool(getattr(policy, "holds_back", False))
 
 
 def is_relative(policy: Policy) -> bool:

@@ -120,12 +120,14 @@ class Request:
         "branches",
         "cost",
         "deadline_s",
+        "displaced_at",
         "fail_detail",
         "failed_at",
         "finished_s",
         "first_token_s",
         "host_places",
         "id",
+        "is_spot",
         "joined_at",
         "keys",
         "model",
@@ -182,6 +184,8 @@ class Request:
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
+        self.is_spot = False  # gives way before all that are not
+        self.displaced_at = -1  # most tokens it had computed when another took its place the last time
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission

@@ -170,6 +170,7 @@ class Engine:
         for branch in branches:
             branch.tenant, branch.priority = parent.tenant, parent.priority
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
+            branch.is_spot = parent.is_spot
             branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)
@@ -209,6 +210,11 @@ class Engine:
         while self._underway:
             self._wait()
         return self.scheduler.take_events()
+
+    @property
+    def now_s(self) -> float:
+        """The engine's own time, which deadlines count in."""
+        return self._clock.now()
 
     @property
     def has_requests(self) -> bool:

@@ -25,6 +25,7 @@ from paceline.kv.swap import HostPlaces, Ticket, Tickets
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 Needs = tuple[int, ...]  # blocks per group
 PoolMaker = Callable[..., BlockPool]
+NO_BLOCKS: Blocks = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,14 +118,20 @@ class KVManager:
 
     def coming(self) -> int:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
-        counts = [0] * len(self.groups)
+        leaving: list[list[Blocks]] = [[] for _ in self.groups]
         for fence in self.fences:
-            counts[fence.group] += int((self.groups[fence.group].pool.refs[fence.blocks] == 1).sum())
+            leaving[fence.group].append(fence.blocks)
         for ticket in self.tickets.open.values():
             if not ticket.incoming:
                 for index, blocks in enumerate(ticket.blocks):
-                    counts[index] += int((self.groups[index].pool.refs[blocks] == 1).sum())
-        return min(counts)
+                    leaving[index].append(blocks)
+        least: int | None = None
+        for group, parts in zip(self.groups, leaving, strict=True):
+            # A block that is being copied out is behind a fence too: it comes back when all have let go of it.
+            blocks, holders = np.unique(np.concatenate([*parts, NO_BLOCKS]), return_counts=True)
+            count = int(np.count_nonzero(group.pool.refs[blocks] == holders))
+            least = count if least is None else min(least, count)
+        return least or 0
 
     # -- prefixes ------------------------------------------------------------------------------------------
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from paceline.core.changes import Change, ChangeOutcome
+from paceline.core.classes import LEVELS, SPOT, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
 from paceline.core.sampling import SamplingParams
-from paceline.errors import EngineFailed, InvalidRequest
+from paceline.engine.changes import apply_change
+from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.loop import EngineLoop
@@ -33,6 +36,7 @@ class Reader:
 
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event
+    level: int  # of its class of service
     output: RequestOutput | None = None
     error: Exception | None = None
 
@@ -45,6 +49,15 @@ class Reader:
     def tell(self, error: Exception) -> None:
         """Called by the engine's thread."""
         _call(self.loop, lambda: self.take(None, error))
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Whose a request is, and how urgent."""
+
+    tenant: str
+    service_class: str
+    priority: int  # within the class
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -81,10 +94,15 @@ class AsyncLLM(ModelHolder):
         *,
         priority: int = 0,
         tenant: str = "default",
+        service_tier: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a completion: each item is the whole output so far."""
+        """Stream a completion: each item is the whole output so far.
+
+        `priority` counts within the class of service that `service_tier` names; lower goes first.
+        """
         params = sampling_params or self._front.default_sampling
-        return self._stream(lambda: self._front.read(prompt, params), request_id, priority, tenant)
+        placing = Placing(tenant, class_of(service_tier), priority)
+        return self._stream(lambda: self._front.read(prompt, params), request_id, placing)
 
     def chat(
         self,
@@ -94,6 +112,7 @@ class AsyncLLM(ModelHolder):
         *,
         priority: int = 0,
         tenant: str = "default",
+        service_tier: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream an answer to a conversation."""
@@ -102,7 +121,7 @@ class AsyncLLM(ModelHolder):
         def read() -> PreparedRequest:
             return self._front.read_chat(messages, params, switches=chat_template_kwargs)
 
-        return self._stream(read, request_id, priority, tenant)
+        return self._stream(read, request_id, Placing(tenant, class_of(service_tier), priority))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -132,6 +151,20 @@ class AsyncLLM(ModelHolder):
         """Order requests by another policy; `options` are those of the config that policies read."""
         await self._in_engine(lambda: self._engine.scheduler.set_policy(name, **options))
 
+    async def change(
+        self,
+        request_id: str,
+        *,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+        paused: bool | None = None,
+    ) -> None:
+        """Change a request under way: its priority within its class, how many seconds it may take from now on
+        (infinity for any), whether it is paused. A paused request gives its place and memory back, and its iterator
+        waits. Raises UnknownRequest for one that has ended, InvalidTransition for one that cannot be paused now.
+        """
+        await self._in_engine(lambda: self._change(request_id, priority, timeout_s, paused))
+
     def shutdown(self) -> None:
         """Stop the engine; whoever still waits gets an error."""
         self._loop.stop()
@@ -160,16 +193,17 @@ class AsyncLLM(ModelHolder):
         return await done
 
     async def _stream(
-        self, read: Callable[[], PreparedRequest], request_id: str | None, priority: int, tenant: str
+        self, read: Callable[[], PreparedRequest], request_id: str | None, placing: Placing
     ) -> AsyncGenerator[RequestOutput, None]:
         prepared = await asyncio.to_thread(read)
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
             raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
-        reader = Reader(asyncio.get_running_loop(), asyncio.Event())
+        level = LEVELS[placing.service_class]
+        reader = Reader(asyncio.get_running_loop(), asyncio.Event(), level)
         self._readers[name] = reader
         try:
-            self._loop.do(lambda: self._add(name, reader, prepared, priority, tenant))
+            self._loop.do(lambda: self._add(name, reader, prepared, placing))
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
@@ -187,9 +221,12 @@ class AsyncLLM(ModelHolder):
 
     # -- in the engine's thread ----------------------------------------------------------------------------
 
-    def _add(self, name: str, reader: Reader, prepared: PreparedRequest, priority: int, tenant: str) -> None:
+    def _add(self, name: str, reader: Reader, prepared: PreparedRequest, placing: Placing) -> None:
+        priority, tenant = LEVELS[placing.service_class] + placing.priority, placing.tenant
         try:
             ids = self._engine.add(prepared.token_ids, prepared.sampling, priority=priority, tenant=tenant)
+            for number in ids if placing.service_class == SPOT else ():
+                self._engine.scheduler.mark_spot(number)
         except Exception as error:  # refused: the caller's business alone
             reader.tell(error)
             return
@@ -199,6 +236,18 @@ class AsyncLLM(ModelHolder):
     def _abort(self, name: str) -> None:
         for request_id in self._collector.ids_of(name):
             self._engine.abort(request_id)
+
+    def _change(self, name: str, priority: int | None, timeout_s: float | None, paused: bool | None) -> None:
+        until_s = None if timeout_s is None else self._engine.now_s + timeout_s
+        reader = self._readers.get(name)
+        number = None if priority is None or reader is None else reader.level + priority
+        change = Change(priority=number, until_s=until_s, paused=paused)
+        ids = self._collector.ids_of(name)
+        outcomes = [apply_change(self._engine.scheduler, request_id, change) for request_id in ids]
+        if ChangeOutcome.BUSY in outcomes:
+            raise InvalidTransition(f"request {name} cannot be paused at this moment; try again")
+        if ChangeOutcome.CHANGED not in outcomes:
+            raise UnknownRequest(f"no request under way has the id {name}")
 
     def _on_events(self, events: StepEvents) -> None:
         told: dict[asyncio.AbstractEventLoop, list[tuple[Reader, RequestOutput]]] = {}

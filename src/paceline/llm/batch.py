@@ -10,6 +10,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
+from paceline.core.classes import DEFAULT_CLASS, LEVELS, SPOT
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
 from paceline.llm.frontend import Frontend
 from paceline.llm.interrupts import Interrupts
@@ -28,6 +29,7 @@ class Submission:
     name: str
     request: PreparedRequest
     priority: int = 0
+    service_class: str = DEFAULT_CLASS
 
 
 def run_requests(
@@ -87,7 +89,10 @@ def _feed(
 
 def _add(front: Frontend, submission: Submission) -> None:
     request = submission.request
-    ids = front.engine.add(request.token_ids, request.sampling, priority=submission.priority)
+    level = LEVELS[submission.service_class]
+    ids = front.engine.add(request.token_ids, request.sampling, priority=level + submission.priority)
+    for number in ids if submission.service_class == SPOT else ():
+        front.engine.scheduler.mark_spot(number)
     arrival_s = front.engine.scheduler.state.now_s
     front.collector.open(submission.name, request, ids, arrival_s, only_whole=True)
 

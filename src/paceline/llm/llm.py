@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from paceline.core.classes import DEFAULT_CLASS, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
 from paceline.llm.batch import Submission, run_requests
@@ -55,12 +56,16 @@ class LLM(ModelHolder):
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        service_tier: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs come in the order of the prompts. One request failing fails no other."""
+        """Complete each prompt; outputs come in the order of the prompts. One request failing fails no other.
+
+        `priority` counts within the class of service that `service_tier` names; lower goes first.
+        """
         listed = _listed(prompts)
         params = self._params(sampling_params, len(listed))
         prepared = [self._front.read(prompt, own) for prompt, own in zip(listed, params, strict=True)]
-        return self._run(prepared, priority, use_tqdm=use_tqdm)
+        return self._run(prepared, priority, use_tqdm=use_tqdm, service_class=class_of(service_tier))
 
     def chat(
         self,
@@ -91,12 +96,19 @@ class LLM(ModelHolder):
         return self._run(prepared, None, use_tqdm=use_tqdm)
 
     def _run(
-        self, prepared: Sequence[PreparedRequest], priority: Sequence[int] | None, *, use_tqdm: bool
+        self,
+        prepared: Sequence[PreparedRequest],
+        priority: Sequence[int] | None,
+        *,
+        use_tqdm: bool,
+        service_class: str = DEFAULT_CLASS,
     ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prepared):
             raise ValueError(f"{len(prepared)} prompts and {len(priority)} priorities: give one for each")
         submissions = [
-            Submission(name=str(next(self._numbers)), request=request, priority=own)
+            Submission(
+                name=str(next(self._numbers)), request=request, priority=own, service_class=service_class
+            )
             for request, own in zip(prepared, priority or [0] * len(prepared), strict=True)
         ]
         max_open = max(1, self.loaded.config.scheduler.max_queue // 2)

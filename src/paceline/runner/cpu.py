@@ -60,6 +60,13 @@ class CPURunner:
         self._done: dict[int, StepResult] = {}
         self._next_seq = 1
 
+    def copy_out_and_back(self, count: int) -> None:
+        """Copy so many blocks to host places and back; only while nobody uses them."""
+        blocks, places = np.arange(1, count + 1), np.arange(count)
+        with torch.inference_mode():
+            self._kv.swap_out(0, blocks, places)
+            self._kv.swap_in(0, blocks, places)
+
     # -- the runner seam -----------------------------------------------------------------------------------
 
     def reset(self, full: StepPlan) -> None:

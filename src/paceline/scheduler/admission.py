@@ -20,6 +20,7 @@ NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Ru
 _ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # members of an enum are looked up slowly
 # Who waits for a prefix or for its own copy waits for no room: others may pass meanwhile.
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
+NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Admission:
         # What the last question was answered from, for the record.
         self.budget_left = self.needed = self.free = NO_NUMBER
         self._kept = 0  # blocks that are free and kept back for others
+        self.remarks: dict[RequestId, str] = {}  # of this plan: why nobody gives its place to a request
         self.against = state.last_in
 
     def rows_left(self) -> int:
@@ -50,6 +52,14 @@ class Admission:
         """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
         if self.rows_left() < 1:
             return NO_ROOM_ROWS
+        return self._refusal_on_a_row(request)
+
+    def lacking(self, request: Request) -> tuple[Rule | None, int]:
+        """Why a waiting request could not be admitted if it had a row, and how many blocks more it would need."""
+        reason = self._refusal_on_a_row(request)
+        return reason, self.needed + self._kept - self.free
+
+    def _refusal_on_a_row(self, request: Request) -> Rule | None:
         if request.host_places:
             return self._swap_refusal(request)
         beginning = self._beginning(request)
@@ -69,7 +79,10 @@ class Admission:
             if len(self._deferred) > 4 * len(self._state.requests) + 1024:
                 self._deferred = {}
             self._deferred[request.id] = reason
-            self._state.decide(DecisionKind.DEFER, request, reason, self._kept, self._figures())
+            detail = self.remarks.get(request.id, "") if reason in NO_PLACE else ""
+            self._state.decide(
+                DecisionKind.DEFER, request, reason, self._kept, self._figures(), detail=detail
+            )
 
     def _figures(self) -> Figures:
         return self.budget_left, self.free, self.needed, self.against

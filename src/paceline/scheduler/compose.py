@@ -6,7 +6,7 @@ once over columns; Python loops run only over rows that joined, crossed a block,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from paceline.core.events import NOBODY, DecisionKind, Rule
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.scheduler import shortage
 from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
 from paceline.scheduler.columns import build_joins, build_spans, row_changes
+from paceline.scheduler.displacement import Displacement
 from paceline.scheduler.pace import make_pace, step_budget
-from paceline.scheduler.preemption import first_in_order, pick_victim, preempt
-from paceline.scheduler.queue import first
+from paceline.scheduler.preemption import pick_victim, preempt
 from paceline.scheduler.state import Flight, SchedulerState
 
 Mask = NDArray[np.bool_]
 _NO_MASK: Mask = np.zeros(0, np.bool_)
+_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class Composer:
@@ -31,6 +33,7 @@ class Composer:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.admission = Admission(state)
+        self.displacement = Displacement(state, self.admission)
         self.pace = make_pace(state.config)
         self._last_mask = _NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
@@ -40,6 +43,7 @@ class Composer:
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
         self._left = self._pad_tokens = self._products = self._logit_rows = self._decode_count = 0
         self._advancing = _NO_MASK
+        self._held = _NO_ROWS  # rows that leave the step being made to others
         self._at_length = False
 
     def compose(self) -> StepPlan | None:
@@ -51,25 +55,34 @@ class Composer:
         self._left = self.budget
         self._pad_tokens = self._products = self._logit_rows = 0
         self._at_length = False
+        self._held = _NO_ROWS
+        self.admission.remarks.clear()
         self._promote()
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
             state.kv.settle()
+        if len(state.queue):
+            self.displacement.make_places()
+        if state.prefilling or len(state.queue):
+            self._held = self.displacement.held_back(self._prompt_room())
         mask = self._decode()
         prompts = self._prompts()
         if state.keeps_pace and (prompts or len(state.queue)):
             self.budget = step_budget(state, self.pace, mask, prompts)
             self._left = self.budget - self._decode_count
         if prompts:
-            cap = self._cap(len(prompts))
-            for row in prompts:
-                self._span(row, min(self._left, cap))
+            self._go_on(prompts)
         if len(state.queue):
             self._let_in(len(prompts))
         if self._left > 0 and state.prefilling:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
+        if len(self._held) and not (
+            self._decode_count or self._spans
+        ):  # whom they were held back for has failed
+            self._held = _NO_ROWS
+            mask = self._decode()
         self.tokens_left = self._left
         if not (self._decode_count or self._spans or self._pad_tokens or self.has_open_copies):
             return None
@@ -133,54 +146,35 @@ class Composer:
         rows, kv = self._state.rows, self._state.kv
         high = rows.high
         mask = rows.decoding[:high].copy()
+        mask[self._held] = False
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.upper[:high] != rows.computed[:high]))
         if high >= self._left and np.count_nonzero(mask) >= self._left:
-            self._trim(mask)
+            shortage.trim(self._state, mask, self._left)
         full = rows.upper[:high] >= kv.groups[0].held[:high] * kv.block_size
         full &= mask
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
         crossing = full.nonzero()[0]
-        return mask, crossing, self._shared_writes(mask) if rows.any_sharing else []
+        return mask, crossing, shortage.shared_writes(self._state, mask) if rows.any_sharing else []
 
-    def _shared_writes(self, mask: Mask) -> list[int]:
-        """Those of the rows in `mask` that would write into a block others read."""
-        rows, high = self._state.rows, len(mask)
-        candidates = (mask & rows.sharing[:high]).nonzero()[0]
-        is_shared = self._state.kv.shared_writes(candidates, rows.upper[candidates])
-        rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
-        rows.any_sharing = bool(np.count_nonzero(rows.sharing[:high]))
-        shared: list[int] = candidates[is_shared].tolist()
-        return shared
-
-    def _trim(self, mask: Mask) -> None:
-        """More rows than tokens: the first in order decode. A prompt that goes before them keeps a token."""
-        limit = self._left
-        if self._state.prefilling:
-            oldest = first_in_order(self._state)
-            limit -= 1 if oldest is not None and not mask[oldest] else 0
-        ordered = self._state.in_order(np.flatnonzero(mask))
-        if self._state.mode.keeps_finished:  # who has nothing left to say must not keep the others from it
-            ordered = ordered[np.argsort(self._state.rows.padding[ordered], kind="stable")]
-        mask[ordered[limit:]] = False
+    def _prompt_room(self) -> int:
+        """Tokens a step has for prompts if all rows decode."""
+        mask = self._state.rows.decoding[: self._state.rows.high]
+        budget = self.budget
+        if self._state.keeps_pace:
+            budget = step_budget(self._state, self.pace, mask, self._prompts())
+        return budget - int(np.count_nonzero(mask))
 
     def _prompt_need(self) -> int:
         """Blocks the first prompt under way needs for its next token."""
-        state = self._state
-        if not state.prefilling:
-            return 0
-        row = self._prompts()[0]
-        position = int(state.rows.upper[row])
-        need = state.kv.missing(row, position + 1)
-        if state.rows.sharing[row]:
-            need += int(state.kv.shared_writes(np.array([row]), np.array([position]))[0])
-        return need
+        return shortage.prompt_need(self._state, self._prompts()[0]) if self._state.prefilling else 0
 
     def _make_room(self) -> tuple[Mask, NDArray[np.int64], list[int]]:
         """Blocks are short: preempt until the rest fits, or stall rows until blocks on their way are here."""
         state = self._state
-        kv, rows = state.kv, state.rows
+        kv = state.kv
+        remark = ""
         while True:
             mask, crossing, shared = self._decode_needs()
             short = kv.short_of(crossing, len(shared) + self._prompt_need())
@@ -189,36 +183,16 @@ class Composer:
             chosen = pick_victim(state, short) if short > kv.coming() else None
             if chosen is None:
                 break
-            figures = (self._left, kv.room(), short, self._gains(chosen[0], crossing, shared))
+            needy = {*crossing.tolist(), *shared, *(self._prompts()[:1] if self._prompt_need() else ())}
+            remark = shortage.worth_waiting(state, chosen[0], needy, short)
+            if remark:
+                break
+            figures = (self._left, kv.room(), short, shortage.who_gains(state, chosen[0], needy))
             preempt(state, chosen[0], swap=chosen[1], reason="blocks", figures=figures)
-        needy = set(crossing.tolist()) | set(shared)
-        kept = self._prompt_need() if self._prompt_goes_first() else 0
-        room = [group.free_for(None) - kept for group in kv.groups]
-        served = NOBODY
-        for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
-            # In some groups a block may be set aside for it; what slid out of a window is not set aside again.
-            own = [row not in shared and int(group.reserved_for[row]) > 0 for group in kv.groups]
-            if all(mine or left > 0 for mine, left in zip(own, room, strict=True)):
-                room = [left - (not mine) for mine, left in zip(own, room, strict=True)]
-                served = RequestId(rows.request_id.item(row))
-                continue
-            mask[row] = False
-            request = rows.requests[row]
-            assert request is not None
-            figures = (self._left, max(0, min(room)), 1, served)
-            state.decide(DecisionKind.STALL, request, Rule.BLOCKS, int(rows.upper[row]), figures)
+        kept = self._prompt_need() if shortage.prompt_goes_first(state) else 0
+        needy = {*crossing.tolist(), *shared}
+        shortage.stall(state, mask, needy, set(shared), kept=kept, tokens_left=self._left, remark=remark)
         return mask, crossing[mask[crossing]], [row for row in shared if mask[row]]
-
-    def _gains(self, victim: Request, crossing: NDArray[np.int64], shared: list[int]) -> RequestId:
-        """The first in order of those who need a block: the victim gives way to it."""
-        needy = {*crossing.tolist(), *shared, *(self._prompts()[:1] if self._prompt_need() else ())}
-        ordered = self._state.in_order(np.array(sorted(needy - {victim.row}), np.int64))
-        return RequestId(self._state.rows.request_id.item(ordered[0])) if len(ordered) else NOBODY
-
-    def _prompt_goes_first(self) -> bool:
-        oldest = first_in_order(self._state)
-        request = None if oldest is None else self._state.rows.requests[oldest]
-        return request is not None and request.id in self._state.prefilling
 
     def _end_of_length(self, ended: Mask) -> None:
         """Rows that have been given their last token: they leave plain decode, or stay as padding."""
@@ -237,6 +211,35 @@ class Composer:
             return rows
         ordered: list[int] = self._state.in_order(np.array(rows, np.int64)).tolist()
         return ordered
+
+    def _go_on(self, prompts: list[int]) -> None:
+        """Tokens for the prompts under way, in order. Who waits and outranks one of them goes before it."""
+        cap = self._cap(len(prompts))
+        outranked: set[int] = set()
+        if len(self._state.queue):
+            head = self._state.waiting_in_order(1)[0]
+            outranked = set(self.displacement.outranked(head).tolist())
+        behind = [row for row in prompts if row in outranked]
+        for row in prompts:
+            if row not in outranked:
+                self._span(row, min(self._left, cap))
+        if behind:
+            self._let_urgent_in(set(behind), cap)
+        for row in behind:
+            if row not in self._spans:
+                self._span(row, min(self._left, cap))
+
+    def _let_urgent_in(self, behind: set[int], cap: int) -> None:
+        """Admit those who wait and outrank one of the prompts `behind`, for as long as there is room."""
+        state = self._state
+        for request in state.waiting_in_order(self.admission.rows_left()):
+            if self._left < 1 or behind.isdisjoint(self.displacement.outranked(request).tolist()):
+                return
+            if not self._admit_in_turn([request], cap):
+                return
+            computes = state.prefilling.get(self.admission.against) if request.id in self.passed else None
+            if computes is not None and computes.row in behind and computes.row not in self._spans:
+                self._span(computes.row, min(self._left, cap))  # what it waits for is as urgent as it is
 
     def _cap(self, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""
@@ -320,7 +323,7 @@ class Composer:
         if rows_left < 1:
             if not self._full:  # once for each time that the rows run out, so that a steady step pays nothing
                 self._full = True
-                head = self._waiting(1, ())[0]
+                head = state.waiting_in_order(1)[0]
                 self.admission.ask(self._left, state.ahead_of(head))
                 self.admission.defer(head, Rule.ROWS)
             return
@@ -333,27 +336,21 @@ class Composer:
             waiting = len(state.queue) + 1
             while len(state.queue) < waiting and not state.rows.num_live:  # a batch that all failed is none
                 waiting = len(state.queue)
-                self._let_batch_in(self._waiting(limit, ()))
+                self._let_batch_in(state.waiting_in_order(limit))
             return
         cap = self._cap(num_prompts)
         seen: set[int] = set()
         while len(seen) < len(view):
-            batch = self._waiting(len(seen) + self.admission.rows_left(), seen)
+            found = state.waiting_in_order(len(seen) + self.admission.rows_left())
+            batch = [request for request in found if request.id not in seen]
             if not batch or not self._admit_in_turn(batch, cap):
                 return
             seen.update(request.id for request in batch)
 
-    def _waiting(self, count: int, seen: Collection[int]) -> list[Request]:
-        """The first `count` waiting requests in order, without those already asked."""
-        view = self._state.queue.view(self._state.now_s)
-        scores = self._state.mode.rank(view, self._state.policy.order(view))
-        requests = [self._state.queue.get(index) for index in first(view, scores, count).tolist()]
-        return [request for request in requests if request.id not in seen]
-
     def _admit_in_turn(self, batch: list[Request], cap: int) -> bool:
         """Admit each; False as soon as one has to wait for room: nobody passes it."""
         for request in batch:
-            if self._left < 1:
+            if self._left < 1 and not request.host_places:  # to be copied back takes no token
                 last = next(reversed(self._spans), None)
                 took = NOBODY if last is None else RequestId(self._state.rows.request_id.item(last))
                 self.admission.ask(self._left, took)

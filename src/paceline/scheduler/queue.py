@@ -7,6 +7,7 @@ arrival is kept in `order`: a preempted request comes back with the number it ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, KeysView
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +139,15 @@ class WaitingQueue:
             started=started,
         )
         return self._view
+
+    def view_of(self, request: Request, now_s: float) -> RequestView:
+        """One of them alone."""
+        view, place = self.view(now_s), self._place[request.id]
+        columns = {name: getattr(view, name)[place : place + 1] for name in _COLUMNS}
+        return RequestView(now_s=now_s, **columns)
+
+
+_COLUMNS = [spec.name for spec in fields(RequestView) if spec.name != "now_s"]
 
 
 def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:

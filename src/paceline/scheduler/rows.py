@@ -34,6 +34,7 @@ COUNTS = (
     "tenant",
     "preemptions",
     "attained",
+    "displaced_at",
 )
 FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
 
@@ -66,6 +67,7 @@ class Rows:
         self.tenant: Count
         self.preemptions: Count
         self.attained: Count  # tokens computed before it joined
+        self.displaced_at: Count  # it gives its place to another only once it is further than this
         for name, count in zip(COUNTS, self._counts, strict=True):
             setattr(self, name, count)
         self._flags: Flag = np.zeros((len(FLAGS), num_rows), np.bool_)
@@ -121,6 +123,7 @@ class Rows:
             tenant,
             request.preemptions,
             request.attained,
+            request.displaced_at,
         )
         self._flags[:, row] = False
         self.live[row] = True

@@ -114,6 +114,9 @@ class Scheduler:
             raise objection.error
         for request in requests:
             self._accept(request, len(requests))
+        for request in requests:
+            if request.is_spot:
+                self._note("spot", request.id)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise what these requests would be refused with if they came now."""
@@ -184,16 +187,26 @@ class Scheduler:
         request = self._live(request_id)
         self._tick()
         self._note("priority", request_id, priority)
+        self.state.decide(DecisionKind.CHANGE, request, Rule.PRIORITY, priority)
         request.priority = priority
         if request.row != NO_ROW:
             self.state.rows.priority[request.row] = priority
         elif request.id in self.state.queue:
             self.state.queue.set_priority(request)
 
+    def mark_spot(self, request_id: RequestId) -> None:
+        """From now on a request gives way before all that are not spot work."""
+        request = self._live(request_id)
+        self._tick()
+        self._note("spot", request_id)
+        request.is_spot = True
+
     def set_deadline(self, request_id: RequestId, deadline_s: float | None) -> None:
         request = self._live(request_id)
         self._tick()
         self._note("deadline", request_id, deadline_s)
+        away = "" if deadline_s is None else f"{max(0.0, deadline_s - self.state.now_s):.3f} s"
+        self.state.decide(DecisionKind.CHANGE, request, Rule.DEADLINE, detail=away)
         request.deadline_s = deadline_s
         if request.row != NO_ROW:
             self.state.rows.deadline_s[request.row] = request.due_s
@@ -230,18 +243,22 @@ class Scheduler:
         self._after_leaving()
         return True
 
-    def pause(self, request_id: RequestId, *, swap: bool = False) -> None:
-        """Put a request aside until `resume`; it gives up its row and blocks."""
+    def pause(self, request_id: RequestId, *, swap: bool | None = None) -> None:
+        """Put a request aside until `resume`; it gives up its row and blocks, the cheapest way unless told which."""
         request = self._live(request_id)
-        if request.state in (RequestState.BLOCKED, RequestState.PAUSED) or self._is_done(request):
+        returns = request.blocked is not None and request.blocked.reason is BlockReason.SWAP_IN
+        stuck = request.state in (RequestState.BLOCKED, RequestState.PAUSED) and not returns
+        if stuck or self._is_done(request):
             raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be paused")
         self._tick()
         self._note("pause", request_id, swap)
-        if request.state is RequestState.RUNNING:
-            put_aside(self.state, request, swap=swap, reason="paused")
+        if request.row != NO_ROW:  # what is still being copied in cannot be copied out
+            put_aside(self.state, request, swap=False if returns else swap, reason="paused")
+            request.blocked = None
             self._after_leaving()
         if request.is_terminal:
             return  # a per-request hook failed on the way
+        self.state.decide(DecisionKind.CHANGE, request, Rule.PAUSED)
         self.state.queue.remove(request)
         request.move(RequestState.PAUSED)
 
@@ -252,6 +269,7 @@ class Scheduler:
             raise InvalidTransition(f"request {request_id} is {request.state.value}, not paused")
         self._tick()
         self._note("resume", request_id)
+        self.state.decide(DecisionKind.CHANGE, request, Rule.RESUMED)
         self.state.enqueue(request)
 
     def block(self, request_id: RequestId, reason: BlockReason, deadline_s: float | None) -> None:

@@ -35,7 +35,7 @@ from paceline.scheduler.cost import settle_cost
 from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
-from paceline.scheduler.queue import WaitingQueue
+from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.service import Service
 
@@ -218,6 +218,12 @@ class SchedulerState:
         view = self.row_view(rows)
         ordered: NDArray[np.int64] = rows[np.lexsort((view.order, self.policy.order(view)))]
         return ordered
+
+    def waiting_in_order(self, count: int) -> list[Request]:
+        """The first `count` waiting requests in the order of admission."""
+        view = self.queue.view(self.now_s)
+        scores = self.mode.rank(view, self.policy.order(view))
+        return [self.queue.get(index) for index in first(view, scores, count).tolist()]
 
     # -- moves ---------------------------------------------------------------------------------------------
 

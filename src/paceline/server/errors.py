@@ -96,6 +96,8 @@ CATALOGUE: Mapping[str, Entry] = {
     "deadline_impossible": Entry(400, BAD, "This machine cannot answer in the time that was asked for."),
     "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
+    "request_ended": Entry(409, BAD, "This request has ended."),
+    "request_busy": Entry(409, BAD, "This request cannot be changed at this moment; try again.", 1),
     # Files and batches.
     "invalid_multipart": Entry(400, BAD, "The request body is not the form it says it is."),
     "file_not_found": Entry(404, MISSING, "This key has no such file; GET /v1/files lists what there is."),

@@ -46,6 +46,18 @@ class UnknownRequestId(InvalidRequest):
     code = "request_not_found"
 
 
+class RequestEnded(InvalidRequest):
+    """A request that was to be changed has ended (409)."""
+
+    code = "request_ended"
+
+
+class RequestBusy(InvalidRequest):
+    """A request cannot be changed at this moment (409)."""
+
+    code = "request_busy"
+
+
 class UnsupportedRoute(PacelineError):
     """A route of the OpenAI API that this server does not have (404)."""
 

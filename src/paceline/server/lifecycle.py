@@ -28,7 +28,7 @@ from paceline.server.http.listener import Listener
 from paceline.server.logs import log
 from paceline.server.request_log import StatsLine
 from paceline.server.status import Phase
-from paceline.serving.client import EngineClient, EngineInfo
+from paceline.serving.client import DrainingClient, EngineClient, EngineInfo
 
 ENGINE_LOST = 70
 LAST_WORDS_S = 0.5  # for error frames to leave, after the drain
@@ -206,7 +206,9 @@ class Server:
         log("stopped", code=self._exit_code)
 
     async def _drain(self) -> None:
-        """Let what is under way end, as long as it may take."""
+        """Let what is under way end, as long as it may take; a pause must not hold that up."""
+        if isinstance(self._engine.client, DrainingClient):
+            self._engine.client.let_all_go_on()
         until_s = time.monotonic() + self._config.drain_timeout_s
         while self._app.num_under_way and time.monotonic() < until_s and not self._forced.is_set():
             await asyncio.sleep(0.02)

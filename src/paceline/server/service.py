@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
+from paceline.core.classes import SPOT
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
@@ -25,11 +26,12 @@ from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call, NoObserver, Observer, RequestRecord
 from paceline.server.estimates import Estimate
 from paceline.server.explanations import Explanations
-from paceline.server.failures import ContextTooLong, PriorityNotPermitted
+from paceline.server.failures import ContextTooLong
 from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
+from paceline.server.live_requests import LiveRequests
 from paceline.server.prompt_size import check_prompt
-from paceline.server.tenant import BATCH_PRIORITY
+from paceline.server.urgency import Urgency, urgency_of
 from paceline.serving.client import (
     EngineClient,
     EngineInfo,
@@ -106,6 +108,7 @@ class Service:
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.explanations = Explanations(client)
         self.counter = counter or Counter(client)
+        self.changes = LiveRequests(client)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -135,19 +138,18 @@ class Service:
 
     async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
         """When a request of one prompt would be served if it came now."""
-        self._check_priority(call, body)
+        urgency = self._urgency(call, body)
         known = self._loaded()
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
-        service_class = call.caller.service_class
-        quote = self.counter.quote(call.caller, service_class, self.admission.places_taken)
+        quote = self.counter.quote(call.caller, urgency.service_class, self.admission.places_taken)
         prospect, refusal = None, None
         try:
-            self._quote(call, body, service_class)  # with the price it accepts
+            self._quote(call, body, urgency.service_class)  # with the price it accepts
             prospect = await self.client.ask(
-                ids, sampling, tenant=self._tenant(call, body), priority=body.priority
+                ids, sampling, tenant=self._tenant(call, body), priority=urgency.priority
             )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
@@ -166,9 +168,9 @@ class Service:
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
-        self._check_priority(call, body)
+        urgency = self._urgency(call, body)
         known = self._loaded()
-        quote = self._quote(call, body, call.caller.service_class)
+        quote = self._quote(call, body, urgency.service_class)
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
         try:
@@ -179,11 +181,11 @@ class Service:
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
                 permit.allowance.charge_tokens(permit.tokens, _longest_answers(prepared))
-            started = self._submit(call, body, prepared)
+            started = self._submit(call, body, prepared, urgency)
         except BaseException:
             permit.release()
             raise
-        record = _record(call, body, prepared)
+        record = _record(call, body, prepared, urgency.service_class)
         record.charge = self.counter.open(quote, record, body.model, hides_output=body.echo.nothing_else)
         try:
             return Generation(
@@ -247,11 +249,10 @@ class Service:
         tenant = call.caller.tenant
         return f"{tenant}\x1f{body.cache_salt}" if body.cache_salt else tenant
 
-    def _check_priority(self, call: Call, body: ParsedBody) -> None:
-        lowest = call.caller.lowest_priority_number
-        if lowest is not None and body.priority < lowest:
-            message = f"this key may ask for priority {lowest} and above, not for {body.priority}"
-            raise PriorityNotPermitted(message, param="priority")
+    def _urgency(self, call: Call, body: ParsedBody) -> Urgency:
+        """Raises what a key does not allow. A line of a batch is never more urgent than its class."""
+        priority = max(body.priority, 0) if call.caller.batch_id else body.priority
+        return urgency_of(call.caller, body.service_tier, priority)
 
     def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
         return self.counter.quote(call.caller, service_class, self.admission.places_taken, body.max_price)
@@ -286,13 +287,11 @@ class Service:
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
-        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]
+        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], urgency: Urgency
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = self._tenant(call, body)
-        # A line of a batch has the batch's own time, and is never more urgent than its class.
-        is_batch = bool(call.caller.batch_id)
-        priority = max(body.priority, BATCH_PRIORITY) if is_batch else body.priority
-        timeout_s = None if is_batch else self.settings.request_timeout_s
+        # A line of a batch has the batch's own time.
+        timeout_s = None if call.caller.batch_id else self.settings.request_timeout_s
         if timeout_s is not None:
             timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))
         started: list[tuple[PreparedRequest, EngineStream]] = []
@@ -302,7 +301,8 @@ class Service:
                     prompt.token_ids,
                     prompt.sampling,
                     tenant=tenant,
-                    priority=priority,
+                    priority=urgency.priority,
+                    is_spot=urgency.service_class == SPOT,
                     timeout_s=timeout_s,
                 )
                 started.append((prompt, stream))
@@ -310,7 +310,9 @@ class Service:
             for _, stream in started:
                 stream.close()
             raise
-        self.explanations.note(call.id, call.caller, _numbers(started))
+        numbers = _numbers(started)
+        self.explanations.note(call.id, call.caller, numbers)
+        self.changes.note(call.id, call.caller, urgency.service_class, numbers, timeout_s)
         return started
 
 
@@ -329,13 +331,15 @@ def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[in
     ]
 
 
-def _record(call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest]) -> RequestRecord:
+def _record(
+    call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_class: str
+) -> RequestRecord:
     return RequestRecord(
         id=call.id,
         route=call.route,
         tenant=call.caller.tenant,
         received_s=call.received_s,
-        service_class=call.caller.service_class,
+        service_class=service_class,
         num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 
-CLASSES = ("interactive", "standard", "spot", "batch")
-DEFAULT_CLASS = "standard"
-BATCH_CLASS = CLASSES[-1]
-# The least urgent number a line of a batch may have: ten levels of ageing behind whoever asks for nothing special.
-BATCH_PRIORITY = 10
+from paceline.core.classes import BATCH, CLASSES, DEFAULT_CLASS
+
+__all__ = ["BATCH_CLASS", "BOUNDS", "CLASSES", "DEFAULT_CLASS", "FREE", "LIMITS", "Prices"]
+
+BATCH_CLASS = BATCH
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
 CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
 LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file

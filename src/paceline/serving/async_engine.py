@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.config_process import ProcessConfig
+from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.dial import DialSetting
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -96,9 +97,11 @@ class AsyncEngine:
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
-        sender, payload = self._ready_sender(), self._payload(tokens, sampling, tenant, priority, timeout_s)
+        sender = self._ready_sender()
+        payload = self._payload(tokens, sampling, tenant, priority, timeout_s, is_spot=is_spot)
         first = self._next_id
         self._next_id += sampling.n
         stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
@@ -130,6 +133,15 @@ class AsyncEngine:
         seen = await self._questions.ask(self._ready_sender(), frames.Look)
         assert isinstance(seen, frames.Seen)
         return seen.body
+
+    async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
+        """See `ChangingClient`."""
+        parts = (tuple(numbers), change.priority, change.until_s, change.paused)
+        told = await self._questions.ask(
+            self._ready_sender(), lambda question: frames.Change(question, *parts)
+        )
+        assert isinstance(told, frames.Changed)
+        return told.outcomes
 
     def answered(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
@@ -165,6 +177,7 @@ class AsyncEngine:
         timeout_s: float | None,
         *,
         asks: bool = False,
+        is_spot: bool = False,
     ) -> bytes:
         """A request under the next number, as the engine is told of it."""
         sender = self._ready_sender()
@@ -172,9 +185,17 @@ class AsyncEngine:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
         if not -(2**31) <= priority < 2**31:
             raise InvalidRequest(f"priority {priority} is out of range", param="priority")
-        wanted = frames.Sampling.of(sampling)
-        now_s = time.monotonic()
-        add = frames.Add(self._next_id, _column(tokens), wanted, tenant, priority, now_s, timeout_s, asks)
+        add = frames.Add(
+            self._next_id,
+            _column(tokens),
+            frames.Sampling.of(sampling),
+            tenant,
+            priority,
+            time.monotonic(),
+            timeout_s,
+            asks,
+            is_spot,
+        )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
             raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
@@ -233,6 +254,12 @@ class AsyncEngine:
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""
         self._is_draining = True
+        self.let_all_go_on()
+
+    def let_all_go_on(self) -> None:
+        """See `DrainingClient`."""
+        if self._sender is not None and self._state is EngineState.READY:
+            self._sender.send(frames.encode(frames.Drain()))
 
     def fail_all(self, error: EngineUnavailable) -> None:
         """End every stream with an error, and what an engine may still do for them."""

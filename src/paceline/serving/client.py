@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
@@ -217,6 +218,22 @@ class WatchedClient(Protocol):
         """
 
 
+@runtime_checkable
+class ChangingClient(Protocol):
+    """An engine whose live requests can be changed."""
+
+    async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
+        """Change branches by their numbers; what became of each. Raises like `ExplainingClient.explain`."""
+
+
+@runtime_checkable
+class DrainingClient(Protocol):
+    """An engine that is told before its server stops."""
+
+    def let_all_go_on(self) -> None:
+        """Whoever is paused goes on, and nobody is paused any more."""
+
+
 class EngineClient(Protocol):
     """One engine. Cheap properties are always current."""
 
@@ -241,8 +258,10 @@ class EngineClient(Protocol):
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> EngineStream:
-        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
+        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it. Spot work
+        gives way before all other."""
 
     async def ask(
         self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0

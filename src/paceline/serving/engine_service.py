@@ -14,9 +14,11 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.changes import Change
 from paceline.core.events import StepEvents
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
@@ -70,6 +72,7 @@ class EngineService:
         self._busy_s = 0.0
         self._was_busy = False
         self._stopping = False
+        self._draining = False  # nobody may be paused any more
 
     def run(self) -> int:
         """Serve until told to stop or left alone; returns the exit code of the process."""
@@ -161,6 +164,11 @@ class EngineService:
             self._answers.append(steer(self._engine.scheduler, message))
         elif isinstance(message, frames.Look):
             self._answers.append(frames.Seen(message.question, self._sight.look()))
+        elif isinstance(message, frames.Change):
+            self._change(message)
+        elif isinstance(message, frames.Drain):
+            self._draining = True
+            resume_all(self._engine.scheduler)
         elif isinstance(message, frames.Ping):
             self._next_report_s = 0.0
         elif isinstance(message, frames.Stop):
@@ -183,7 +191,7 @@ class EngineService:
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
-            self._engine.add(
+            added = self._engine.add(
                 tokens,
                 sampling,
                 tenant=add.tenant,
@@ -192,6 +200,8 @@ class EngineService:
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
                 first_id=RequestId(add.first),
             )
+            for number in added if add.is_spot else ():
+                self._engine.scheduler.mark_spot(number)
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
             self._outbox.put_refusal(refusal_of(add.first, error, place_s))
@@ -217,6 +227,14 @@ class EngineService:
             forecast.num_output,
         )
         self._outbox.put_told(told)
+
+    def _change(self, message: frames.Change) -> None:
+        paused = None if message.paused and self._draining else message.paused
+        change = Change(priority=message.priority, until_s=message.until_s, paused=paused)
+        outcomes = [
+            apply_change(self._engine.scheduler, RequestId(branch), change) for branch in message.branches
+        ]
+        self._answers.append(frames.Changed(message.question, outcomes))
 
     def _tokens(self, column: bytes) -> NDArray[np.int32]:
         if len(column) % frames.TOKEN.itemsize:

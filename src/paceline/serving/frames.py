@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import ModelConfig
+from paceline.core.changes import ChangeOutcome
 from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import NO_COST, Cost
@@ -94,6 +95,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
     asks: bool = False  # only to be told when it would be served
+    is_spot: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -130,6 +132,20 @@ class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
     question: Count
 
 
+class Change(msgspec.Struct, tag="change", array_like=True, frozen=True):
+    """Changes live branches; what is None stays as it is. `question` comes back with the answer."""
+
+    question: Count
+    branches: tuple[RequestNumber, ...]
+    priority: Priority | None
+    until_s: float | None  # monotonic; infinity for no deadline
+    paused: bool | None
+
+
+class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
+    """Nobody new will come: whoever is paused goes on, and nobody is paused any more."""
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Asks for the newest gauges."""
 
@@ -138,7 +154,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Look | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Look | Change | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -261,6 +277,13 @@ class Steered(msgspec.Struct, tag="steered", array_like=True, frozen=True):
     refusal: Refusal | None
 
 
+class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
+    """What became of a change, for each of its branches."""
+
+    question: int
+    outcomes: list[ChangeOutcome]
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The engine gives up; every request has been answered. The process exits with 70."""
 
@@ -281,8 +304,8 @@ class Seen(msgspec.Struct, tag="seen", array_like=True, frozen=True):
     body: bytes
 
 
-Answer = Explained | Steered | Seen  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Seen | Failed | Log
+Answer = Explained | Steered | Seen | Changed  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Seen | Changed | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

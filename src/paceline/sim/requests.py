@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.classes import DEFAULT_CLASS, LEVELS, SPOT
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.workload.model import Workload
 
-PRIORITY_FORMS = "none, tenant, random:LEVELS"
+PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
 MAX_LEVELS = 1000
 
 
@@ -48,12 +49,14 @@ class RequestSource:
         block_size: int,
         *,
         priorities: NDArray[np.int32],
+        spot: NDArray[np.bool_] | None = None,
         wants: Wants | None = None,
     ) -> None:
         self._wants = wants or Wants()
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
+        self._spot = spot  # which requests are spot work; None: none
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
@@ -61,7 +64,7 @@ class RequestSource:
     def make(self, index: int) -> Request:
         workload = self.workload
         sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
-        return Request(
+        request = Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
             sampling,
@@ -71,6 +74,8 @@ class RequestSource:
             deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
         )
+        request.is_spot = self._spot is not None and bool(self._spot[index])
+        return request
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""
@@ -113,11 +118,15 @@ class RequestSource:
 
 
 def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int32]:
-    """A priority per request: `none` (all 0), `tenant` (the tenant's number) or `random:LEVELS`."""
+    """A priority per request: `none` (all 0), `tenant` (the tenant's number), `class` (the level of the class that the
+    tenant is named after) or `random:LEVELS`."""
     if form == "none":
         return np.zeros(len(workload), np.int32)
     if form == "tenant":
         return workload.tenant
+    if form == "class":
+        by_tenant = [LEVELS.get(name, LEVELS[DEFAULT_CLASS]) for name in workload.tenants]
+        return np.array(by_tenant, np.int32)[workload.tenant]
     kind, _, levels = form.partition(":")
     if kind != "random" or not levels.isascii() or not levels.isdigit():
         raise InputError(f"unknown priorities '{form}'; the forms are {PRIORITY_FORMS}")
@@ -125,3 +134,11 @@ def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int3
         raise InputError(f"priorities '{form}': LEVELS must lie between 1 and {MAX_LEVELS}")
     random = np.random.default_rng([seed, 0x7072696F])
     return random.integers(0, int(levels), len(workload), dtype=np.int32)
+
+
+def draw_spot(form: str, workload: Workload) -> NDArray[np.bool_] | None:
+    """Which requests are spot work: with `class`, those of the tenant of that name."""
+    if form != "class" or SPOT not in workload.tenants:
+        return None
+    found: NDArray[np.bool_] = workload.tenant == workload.tenants.index(SPOT)
+    return found

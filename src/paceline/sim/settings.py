@@ -15,6 +15,7 @@ import numpy as np
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.model import CostModel
 from paceline.costs.pacing import step_costs
+from paceline.costs.preemption import preemption_costs
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import Roofline
 from paceline.errors import InputError
@@ -135,6 +136,10 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
+    block_bytes = kv.block_size * machine.kv_bytes_per_token
+    rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
+    costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
+    scheduler = replace(scheduler, preemption_costs=costs)
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
 
 

@@ -21,7 +21,7 @@ from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
 from paceline.sim.measure import Meter
 from paceline.sim.replica import Replica
-from paceline.sim.requests import RequestSource, Wants, draw_priorities
+from paceline.sim.requests import RequestSource, Wants, draw_priorities, draw_spot
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
 from paceline.workload.model import Workload
@@ -86,6 +86,7 @@ class Simulation:
             self.workload,
             config.engine.kv.block_size,
             priorities=draw_priorities(config.priorities, self.workload, config.seed),
+            spot=draw_spot(config.priorities, self.workload),
             wants=Wants(
                 deadline_s=config.deadline_s,
                 ttft_slo_ms=config.ttft_slo_ms,

@@ -9,15 +9,12 @@ from paceline.config import GroupSpec
 from paceline.core.request import NO_ROW, RequestId
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.pure.scheduler.scenes import Break, Scene, crowded, scene
 from tests.pure.scheduler.test_scheduler_invariants import (
-    Break,
-    Scene,
     a_family_lists_a_stranger,
     a_plan_goes_over_its_budget,
     a_reference_too_many,
     a_request_vanishes,
-    crowded,
-    scene,
     who_fits_is_left_out,
 )
 

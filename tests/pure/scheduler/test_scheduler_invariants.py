@@ -1,145 +1,37 @@
 """No invariant is dead: each is silent on a sound state and speaks up, under its own name, on one broken by hand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from paceline.config import StepCosts
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.plan import StepPlan, i32
+from paceline.core.plan import i32
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.dial.limits import Limits
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.pictures import Underway
-from paceline.scheduler.invariants.registry import Look
 from paceline.scheduler.policy.fair import FairShare
-from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.pure.engine.engine_helpers import prompt
+from tests.pure.scheduler import broken_places
+from tests.pure.scheduler.scenes import (
+    CASES,
+    Break,
+    Scene,
+    ahead,
+    before_any_plan,
+    breaks,
+    crowded,
+    forked,
+    long_prompt,
+    paced,
+    shared_out,
+    unplanned,
+    vacated,
+)
 
-
-@dataclass
-class Scene:
-    """A bench right after a schedule: the plan is made, its result is still to come."""
-
-    bench: Bench
-    plan: StepPlan | None
-
-    def __post_init__(self) -> None:
-        self.state = self.bench.state
-        self.rows = self.state.rows
-        self.kv = self.state.kv
-        self.group = self.kv.groups[0]
-        self.pool = self.group.pool
-        self.decisions = list(self.state.decisions)
-        self.in_flight: list[Underway] = []
-        self.backlog: dict[int, float] = {}
-
-    def row(self, number: int) -> int:
-        return self.state.requests[RequestId(number)].row
-
-    def objections(self, only: str = "") -> dict[str, str]:
-        """What the checks (or one of them) find wrong, by the name of the check."""
-        look = Look(self.bench.scheduler, self.plan, self.in_flight)
-        look.decisions = self.decisions
-        look.backlog = self.backlog
-        orders = self.state.orders
-        look.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
-        mine = [entry for entry in INVARIANTS if self.state.config.mode in entry.modes]
-        found = {e.check.__name__: e.check(look) for e in mine if only in ("", e.check.__name__)}
-        return {name: message for name, message in found.items() if message is not None}
-
-
-def scene(count: int = 3, steps: int = 3, **options: Any) -> Scene:
-    """Requests of 9 tokens, all decoding; numbers are 1, 2, ..."""
-    bench = Bench(engine_config(num_host_blocks=8, **options))
-    for start in range(count):
-        bench.add(prompt(9, start), 20)
-    bench.step(steps)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def shared_out() -> Scene:
-    """Request 1 of one tenant was just admitted; request 2 of another waits for its row."""
-    bench = Bench(engine_config(max_num_seqs=1, scheduling_policy="fair"))
-    for start, tenant in enumerate(("one", "other")):
-        bench.add(prompt(9, start), 20, tenant=tenant)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def forked() -> Scene:
-    """Request 2 shares the full blocks of request 1."""
-    bench = Bench(engine_config())
-    parent = bench.add(prompt(9), 20)
-    bench.step(2)
-    bench.fork(parent)
-    bench.step(2)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def crowded() -> Scene:
-    """One request runs, two wait for its row."""
-    return scene(max_num_seqs=1)
-
-
-def vacated() -> Scene:
-    """Row 0 was used and is free again."""
-    bench = Bench(engine_config())
-    bench.add(prompt(5), 1)
-    bench.run()
-    return Scene(bench, None)
-
-
-def before_any_plan() -> Scene:
-    """A request waits and nothing has been planned."""
-    bench = Bench(engine_config())
-    bench.add(prompt(9), 20)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def unplanned() -> Scene:
-    bench = Bench(engine_config())
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def long_prompt() -> Scene:
-    """A prompt that takes the whole step, with nobody waiting."""
-    bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
-    bench.add(prompt(120), 5)
-    bench.step()
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def paced() -> Scene:
-    """A prompt of which a step may carry eight tokens."""
-    costs = StepCosts(sizes=(4, 8, 16), seconds=(0.004, 0.008, 0.016))
-    bench = Bench(engine_config(step_costs=costs, step_target_ms=8.0))
-    bench.add(prompt(40), 5)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-def ahead() -> Scene:
-    """Two plans under way; the second lets request 2 in."""
-    bench = Bench(engine_config(depth=1))
-    bench.add(prompt(9), 20)
-    bench.scheduler.schedule()
-    bench.add(prompt(9, 1), 20)
-    return Scene(bench, bench.scheduler.schedule())
-
-
-# -- how to break it: by the name of the check, one or more ways ---------------------------------------------
-
-Break = Callable[[Scene], None]
-CASES: list[tuple[str, Callable[[], Scene], Break]] = []
-
-
-def breaks(check: str, build: Callable[[], Scene] = scene) -> Callable[[Break], Break]:
-    def register(function: Break) -> Break:
-        CASES.append((check, build, function))
-        return function
-
-    return register
+assert broken_places  # importing it adds to the cases
 
 
 @breaks("every_block_is_free_or_live")

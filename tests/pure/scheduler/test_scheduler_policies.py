@@ -144,7 +144,7 @@ def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
         bench = Bench(config)
         for _ in range(60):
             bench.add(prompt(4), 4, tenant="flood")
-        for _ in range(20):
+        for _ in range(30):
             bench.add(prompt(4), 4, tenant="quiet")
         bench.step(60)
         policy = bench.state.policy

@@ -183,9 +183,10 @@ class FakeClient:
         tenant: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_spot: bool = False,
     ) -> FakeStream:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
-        self.submitted.append({**given, "timeout_s": timeout_s})
+        self.submitted.append({**given, "timeout_s": timeout_s, "is_spot": is_spot})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
         self.streams[-1].prospect = self.prospect
         return self.streams[-1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.classes import LEVELS
 from paceline.core.sampling import SamplingParams
 from paceline.errors import QueueFull
 from paceline.server.batches.database import Database
@@ -19,7 +20,7 @@ from paceline.server.batches.failures import FileInUse, TooManyBatches, UnknownB
 from paceline.server.batches.records import LineResult
 from paceline.server.batches.work import MAX_LOSSES
 from paceline.server.call import Caller
-from paceline.server.tenant import BATCH_PRIORITY
+from paceline.server.tenant import BATCH_CLASS
 from paceline.serving.client import BranchNews, EngineState, EngineUnavailable
 from tests.pure.server_api.api_helpers import INFO, FakeStream, Script, says
 from tests.pure.server_batches.batch_helpers import TENANT, LoadedClient, World, jsonl, request, until
@@ -107,7 +108,7 @@ def test_every_line_gets_its_result_and_the_engine_knows_them_as_the_lowest_clas
             sum_of(found, "completion"),
         )
         given = [submitted["priority"] for submitted in world.client.submitted]
-        assert sorted(given) == [BATCH_PRIORITY] * 99 + [500]
+        assert sorted(given) == [LEVELS[BATCH_CLASS]] * 99 + [LEVELS[BATCH_CLASS] + 500]
         assert {submitted["timeout_s"] for submitted in world.client.submitted} == {None}
         records = world.api.listener.records
         assert {(record.service_class, record.batch_id) for record in records} == {("batch", batch.id)}

@@ -37,6 +37,7 @@ from tests.traffic import (
 
 WANTED = [
     *("add", "abort", "finish_at", "priority", "deadline", "preempt", "pause", "resume", "block", "unblock"),
+    *("spot", "preempt:place:recompute", "change:priority", "change:paused"),
     *("reset_cache", "expired", "done", "keys", "idle", "withheld", "step_failed", "lost step"),
     *("plan.leaves", "plan.joins", "plan.spans", "plan.decode_rows", "plan.new_blocks", "plan.block_copies"),
     *(
@@ -100,7 +101,7 @@ def test_no_token_id_is_in_the_log(case: str, runs: Runs) -> None:
     numbers = {int(number) for number in re.findall(r"\d+", re.sub(r"\d+\.\d+", "time", text))}
     assert max(numbers) < FIRST_TOKEN
     recognisable = {token for token in traffic.output_tokens if token >= 100_000}
-    assert len(recognisable) > 50
+    assert len(recognisable) > 30
     foreign = {request for request in numbers if 10_000 <= request <= 1_010_000}  # ids made by `foreign`
     assert not (recognisable & numbers) - foreign
 

@@ -72,16 +72,43 @@ class KVPools:
             mine = swaps.group == group
             self._move(group, self._host, swaps.place[mine].tolist(), self._pools, swaps.block[mine].tolist())
 
+    def copy_out_and_back(self, count: int) -> None:
+        """Copy so many blocks of the first group to host places and back; only while nobody uses them."""
+        blocks, places = list(range(1, count + 1)), list(range(count))
+        self._move(0, self._pools, blocks, self._host, places)
+        self._move(0, self._host, places, self._pools, blocks)
+
     def _move(
         self, group: int, origin: list[Pair], source: list[int], goal: list[Pair], target: list[int]
     ) -> None:
-        for layer, mine in enumerate(self._groups):
-            if mine != group:
-                continue
+        mine = [layer for layer, number in enumerate(self._groups) if number == group]
+        for layer in mine:
             for old, new in zip(map(as_movable, origin[layer]), map(as_movable, goal[layer]), strict=True):
-                read = torch.tensor(source, device=old.device)
-                write = torch.tensor(target, device=new.device)
-                new[write] = old[read].to(new.device)
+                if old.device == new.device:
+                    new[torch.tensor(target, device=new.device)] = old[
+                        torch.tensor(source, device=old.device)
+                    ]
+                elif new.device.type == "cpu":
+                    taken = old[torch.tensor(source, device=old.device)]
+                    for start, place, count in _runs(target):
+                        new[place : place + count].copy_(taken[start : start + count], non_blocking=True)
+                else:
+                    given = torch.empty((len(source), *old.shape[1:]), dtype=old.dtype, device=new.device)
+                    for start, place, count in _runs(source):
+                        given[start : start + count].copy_(old[place : place + count], non_blocking=True)
+                    new[torch.tensor(target, device=new.device)] = given
+
+
+def _runs(places: list[int]) -> list[tuple[int, int, int]]:
+    """Places that lie behind one another, as (index of the first, its place, how many): each is one copy."""
+    found: list[tuple[int, int, int]] = []
+    for index, place in enumerate(places):
+        if found and place == found[-1][1] + found[-1][2]:
+            start, first, count = found[-1]
+            found[-1] = (start, first, count + 1)
+        else:
+            found.append((index, place, 1))
+    return found
 
 
 def tickets_of(*swaps: Swaps) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from paceline.checkpoint.spec import ModelSpec
-from paceline.config import SchedulerConfig, StepCosts
+from paceline.config import PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.runner.gpu.graphs import TOKEN_RUNGS
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
@@ -81,6 +81,20 @@ def measured_costs(
         product_s=product_s,
         row_s=row_s,
     )
+
+
+def device_preemption_costs(
+    runner: Measurable, scheduler: SchedulerConfig, block_s: float
+) -> PreemptionCosts:
+    """What it costs to compute a token again and to wait for a step, beside a block's copy that takes `block_s`."""
+    costs = scheduler.step_costs
+    if costs is not None:
+        token_s, product_s = costs.seconds[-1] / costs.sizes[-1], costs.product_s
+    else:
+        count = min(SPAN, scheduler.max_num_batched_tokens, scheduler.max_model_len * runner.max_slots)
+        token_s, product_s = runner.mixed_seconds(count, 0) / count, 0.0
+    step_s = runner.decode_seconds(min(ROWS, runner.max_slots))
+    return PreemptionCosts(token_s=token_s, product_s=product_s, block_s=block_s, step_s=step_s)
 
 
 def _product_seconds(runner: Measurable, num_tokens: int, longest: int, rows: int) -> float:

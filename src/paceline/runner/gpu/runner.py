@@ -171,6 +171,12 @@ class GPURunner:
         seconds = self._seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
         return seconds / (2 * half * keys[0].nbytes)  # read and written
 
+    def copy_out_and_back(self, count: int) -> None:
+        """Copy so many blocks to host places and back, and wait for it; only while nobody uses them."""
+        with self._queue.entered():
+            self._pools.copy_out_and_back(count)
+            self._queue.drain()
+
     def _seconds(self, work: Callable[[], object]) -> float:
         def timed(times: int) -> float:
             started_s = time.perf_counter()

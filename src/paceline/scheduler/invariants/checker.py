@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, cost, fairness, progress, requests, steering, underway
+from paceline.scheduler.invariants import (
+    blocks,
+    cost,
+    fairness,
+    places,
+    progress,
+    requests,
+    steering,
+    underway,
+)
 from paceline.scheduler.invariants.frames import Frames
 from paceline.scheduler.invariants.pictures import (
     NOBODY,
@@ -37,7 +46,8 @@ from paceline.scheduler.invariants.registry import (
 )
 from paceline.scheduler.scheduler import Scheduler
 
-_PARTS = (blocks, cost, fairness, progress, requests, steering, underway)  # importing them fills the registry
+# Importing them fills the registry.
+_PARTS = (blocks, cost, fairness, places, progress, requests, steering, underway)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
@@ -75,6 +85,7 @@ class InvariantChecker:
         self._starts: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._backlog = fairness.Backlog()
+        self._displaced = places.Displaced()
         self._num_added = 0
         self._silent = 0
         config, budget = scheduler.state.config, scheduler.state.config.fewest_step_tokens
@@ -95,6 +106,7 @@ class InvariantChecker:
         look = Look(self._scheduler, plan)
         look.arrived = self._arrived
         look.backlog = self._backlog.before(self._scheduler)
+        look.displaced = self._displaced.marks
         look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
         due = self._at[PLANNED]
@@ -103,6 +115,7 @@ class InvariantChecker:
                 due = self._without_room
         self._check(look, due, after_schedule=True, planned=planned)
         self._backlog.note(self._scheduler)
+        self._displaced.note(self._scheduler, look.decisions)
         if plan is not None and len(plan.swap_in.ticket):
             self._note_copies(plan.swap_in)
         if planned is not None and self.overlapped:

@@ -88,7 +88,16 @@ class Owners(NamedTuple):
 
 # What a request says about itself, and the columns of its row that say the same.
 _SAYS = attrgetter(
-    "row", "id", "tokens.size", "num_prompt", "priority", "preemptions", "reserved", "needs_host", "max_total"
+    "row",
+    "id",
+    "tokens.size",
+    "num_prompt",
+    "priority",
+    "preemptions",
+    "reserved",
+    "needs_host",
+    "max_total",
+    "displaced_at",
 )
 SAYS = (
     "row",
@@ -100,6 +109,7 @@ SAYS = (
     "reserved",
     "needs_host",
     "limit",
+    "displaced_at",
     "order",
     "tenant",
 )

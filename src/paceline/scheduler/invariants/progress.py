@@ -72,7 +72,11 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
         if row == foremost or request.tenant in charged:
             continue
         for victim in victims:
-            if _goes_first(look, state.requests[victim], request):
+            if request.is_spot != state.requests[victim].is_spot:
+                if request.is_spot:
+                    return f"request {victim} gave way although {request.id} is spot work"
+                continue
+            if goes_first(look, state.requests[victim], request):
                 return f"request {victim} gave way although {request.id} comes after it"
     return None
 
@@ -180,8 +184,8 @@ def could_wait_for_prefix(look: Look, request: Request) -> bool:
     return any(key.key in state.computing for key in request.keys)
 
 
-def _goes_first(look: Look, one: Request, other: Request) -> bool:
-    view = _view_of(look, [one, other])
+def goes_first(look: Look, one: Request, other: Request, *, as_waited: bool = False) -> bool:
+    view = _view_of(look, [one, other], as_waited=as_waited)
     scores = look.scheduler.state.policy.order(view)
     return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))
 

@@ -44,6 +44,7 @@ class Look:
         self._in_flight = in_flight
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
+        self.displaced: dict[RequestId, int] = {}  # how far those were that gave their places
         self.backlog: dict[int, float] = {}  # counters of the tenants that waited at the last look
 
     @cached_property

@@ -1,7 +1,8 @@
 """A fair share for every tenant: whoever was served least goes first, and whoever was served most gives way.
 
 Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. Who comes back to wait
-starts at the least counter among those that wait: nobody saves up service by staying away.
+starts at the least counter among those that wait: nobody saves up service by staying away. A tenant that has much more
+running than another gives up places to it, until it has not, if it has had requests waiting for long.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from paceline.errors import ConfigError
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 MAX_COUNTERS = 8192
+FLOOD = 8192.0  # tokens by weight: who was served so many while it always had more waiting asks for more than its share
+TIMES_MORE = 4.0  # what a tenant has running, by weight, before its requests give their places to another's
 
 
 class FairShare(FirstComeFirstServed):
@@ -33,6 +36,7 @@ class FairShare(FirstComeFirstServed):
         self._output_cost = output_cost
         self._weights: dict[int, float] = {} if before is None else before._weights.copy()
         self.counters: dict[int, float] = {} if before is None else before.counters.copy()
+        self._began: dict[int, float] = {}  # what its counter was when a tenant came to wait
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
         """The tenant's counter as it will be when those of its requests that come before have been admitted."""
@@ -49,15 +53,31 @@ class FairShare(FirstComeFirstServed):
         scores[by] = counters[owner] + before / weights[owner]
         return scores
 
+    def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
+        """Of tenants that have much more running, by weight, than the others have and than this one would have."""
+        mine = waiting.tenant.item(0)
+        tenants, which = np.unique(running.tenant, return_inverse=True)
+        weights = np.array([self.weight(tenant) for tenant in tenants.tolist()])
+        tokens = np.bincount(which, running.num_tokens, len(tenants))
+        wanted = waiting.num_tokens.item(0) + float(tokens[tenants == mine].sum())
+        others = float(tokens[tenants != mine].sum()) + wanted - tokens
+        weight_of_others = float(weights[tenants != mine].sum()) + self.weight(mine) - weights
+        most = np.maximum(wanted / self.weight(mine), others / np.maximum(weight_of_others, 1e-9))
+        floods = np.array([self._floods(tenant, mine) for tenant in tenants.tolist()], np.bool_)
+        given: NDArray[np.bool_] = (floods & (tokens / weights > TIMES_MORE * most))[which]
+        return given
+
     def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
         self._weights[tenant] = self._by_name.get(name, 1.0)
+        self._began[tenant] = self.counter(tenant)
         if not waiting:
             return
         least = min(self.counter(other) for other in waiting)
-        self.counters[tenant] = max(self.counter(tenant), least)
+        self.counters[tenant] = self._began[tenant] = max(self.counter(tenant), least)
         if len(self.counters) > MAX_COUNTERS:  # who is behind all that wait would be lifted anyway
             self.counters = {key: value for key, value in self.counters.items() if value >= least}
             self._weights = {key: self.weight(key) for key in self.counters}
+            self._began = {key: value for key, value in self._began.items() if key in self.counters}
 
     def served(
         self, tenant: NDArray[np.int64], prompt_tokens: NDArray[np.int64], output_tokens: NDArray[np.int64]
@@ -65,6 +85,11 @@ class FairShare(FirstComeFirstServed):
         costs = prompt_tokens + self._output_cost * output_tokens
         for key, cost in zip(tenant.tolist(), costs.tolist(), strict=True):
             self.counters[key] = self.counter(key) + cost / self.weight(key)
+
+    def _floods(self, tenant: int, other: int) -> bool:
+        """Whether a tenant has long had more waiting than it was served, and was served more than another."""
+        counter = self.counter(tenant)
+        return counter > self.counter(other) and counter - self._began.get(tenant, counter) > FLOOD
 
     def counter(self, tenant: int) -> float:
         return self.counters.get(tenant, 0.0)

@@ -2,7 +2,8 @@
 
 When more comes than can be computed, a few long requests would make everybody wait; here most pass them, and a long
 one waits at most `bound_s` more. Length is what is declared: the prompt, and the most tokens to generate. The order
-of two requests never changes while they wait.
+of two requests never changes while they wait. A request takes the place of a running one that has several times as much
+left to do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
+TIMES_LONGER = 2.0  # what is left of a request that gives its place, as a multiple of the one that takes it
+
 
 class ShortestFirst(FirstComeFirstServed):
     def __init__(self, long_prefill_share: float, prompt_s: float, output_s: float, bound_s: float) -> None:
@@ -20,6 +23,17 @@ class ShortestFirst(FirstComeFirstServed):
         self._prompt_s, self._output_s, self._bound_s = prompt_s, output_s, bound_s
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
-        length_s = self._prompt_s * view.num_prompt + self._output_s * (view.max_total - view.num_prompt)
-        scores: NDArray[np.float64] = view.arrival_s + np.minimum(length_s, self._bound_s)
+        scores: NDArray[np.float64] = view.arrival_s + np.minimum(self._length_s(view), self._bound_s)
         return scores
+
+    def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
+        done = np.minimum(running.attained, running.num_prompt)
+        left_s = self._length_s(running) - self._prompt_s * done - self._output_s * running.num_output
+        longer = left_s > TIMES_LONGER * self._length_s(waiting)
+        given: NDArray[np.bool_] = longer & (self.order(running) > self.order(waiting))
+        return given
+
+    def _length_s(self, view: RequestView) -> NDArray[np.float64]:
+        asked = view.max_total - view.num_prompt
+        length_s: NDArray[np.float64] = self._prompt_s * view.num_prompt + self._output_s * asked
+        return length_s

@@ -15,6 +15,7 @@ from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 LEAST_WORK = 64  # tokens; below, nobody is smaller than another
 SOFTNESS = 0.5  # 0: the order of arrival; 1: waiting in units of work
+TIMES_AHEAD = 2.0  # a request that takes the place of another has so many times its score
 
 
 class SoftTail(FirstComeFirstServed):
@@ -22,3 +23,7 @@ class SoftTail(FirstComeFirstServed):
         work = np.maximum(view.num_prompt, view.attained) + LEAST_WORK
         scores: NDArray[np.float64] = (view.arrival_s - view.now_s) / work**SOFTNESS
         return scores
+
+    def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
+        given: NDArray[np.bool_] = self.order(waiting) < TIMES_AHEAD * self.order(running)
+        return given

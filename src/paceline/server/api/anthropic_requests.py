@@ -14,7 +14,14 @@ from paceline.server.api.conversation import (
 )
 from paceline.server.api.fields import Field, FieldTable, Group
 from paceline.server.api.kinds import Flag, ListOf, MapOf, Number, Shaped, Text, Whole
-from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, price_field, wish_fields
+from paceline.server.api.openai_fields import (
+    LARGEST,
+    MESSAGE_SCHEMA,
+    MESSAGES_MUST,
+    price_field,
+    urgency_fields,
+    wish_fields,
+)
 from paceline.server.api.openai_requests import (
     ModelFacts,
     ParsedBody,
@@ -49,12 +56,11 @@ def messages_table(limits: RequestLimits) -> FieldTable:
             Field(name="top_p", kind=Number(0, 1, above=True)),
             Field(name="top_k", kind=Whole(-1, LARGEST)),
             Field(name="stream", kind=Flag(), help="send the answer as it is made"),
-            Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
+            *urgency_fields(),
             price_field(),
             *extra_sampling_fields(limits, "temperature", "top_p", "top_k", "stop"),
             *wish_fields(),
             Field(name="metadata", kind=metadata, group=Group.WITHOUT_EFFECT),
-            Field(name="service_tier", kind=Text(0, limits.name_chars), group=Group.WITHOUT_EFFECT),
         ],
     )
 
@@ -98,6 +104,7 @@ def parse_messages(
         template=TemplateOptions(add_generation_prompt=not goes_on, continue_final_message=goes_on),
         streaming=Streaming(wanted=given.get("stream", False)),
         priority=given.get("priority", 0),
+        service_tier=given.get("service_tier"),
         max_price=read_price(given),
         ignored=read.ignored,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from paceline.core.classes import TIERS
 from paceline.core.sampling import MAX_WISH_MS, ON_INFEASIBLE, SEED_HIGH, SEED_LOW
 from paceline.server.api.fields import Field, FieldTable, Group
 from paceline.server.api.kinds import (
@@ -17,7 +18,7 @@ from paceline.server.api.kinds import (
     Text,
     Whole,
 )
-from paceline.server.limits import RequestLimits
+from paceline.server.limits import OWN_LIMITS, RequestLimits
 from paceline.server.tenant import LARGEST_PRICE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -185,7 +186,7 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             kind=MapOf(Flag(), 2, message="takes include_usage and continuous_usage_stats, true or false"),
             help="include_usage: a last chunk with usage; continuous_usage_stats: usage in every chunk",
         ),
-        Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="lower goes first"),
+        *urgency_fields(),
         price_field(),
         Field(
             name="cache_salt",
@@ -215,6 +216,18 @@ def wish_fields() -> list[Field]:
     ]
 
 
+def urgency_fields() -> list[Field]:
+    """What says how urgent a request is."""
+    return [
+        Field(name="priority", kind=Whole(-LARGEST, LARGEST), help="within its class, lower goes first"),
+        Field(
+            name="service_tier",
+            kind=Choice(TIERS),
+            help="class of service, no better than the key's; auto and default: the key's own",
+        ),
+    ]
+
+
 def price_field() -> Field:
     return Field(
         name="max_price",
@@ -227,7 +240,7 @@ def without_effect(limits: RequestLimits) -> list[Field]:
     """What clients send along and nothing depends on."""
     text = Text(0, limits.name_chars)
     names = (
-        *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"),
         *("request_id", "user"),
     )
     metadata = MapOf(Text(0, limits.metadata_chars), limits.metadata_entries)
@@ -243,6 +256,7 @@ def _not_serving() -> Iterable[Field]:
     return [
         Field(name="stream", group=Group.ONLY, only=(False,)),
         Field(name="stream_options", group=Group.WITHOUT_EFFECT),
+        Field(name="service_tier", kind=Text(0, OWN_LIMITS.name_chars), group=Group.WITHOUT_EFFECT),
         *_unsupported("priority", "cache_salt", "max_price", *WISHES),
     ]
 

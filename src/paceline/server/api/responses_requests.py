@@ -87,6 +87,7 @@ def parse_responses(
         messages=turns,
         streaming=Streaming(wanted=given.get("stream", False)),
         priority=given.get("priority", 0),
+        service_tier=given.get("service_tier"),
         max_price=read_price(given),
         cache_salt=checked_salt(given.get("cache_salt", "")),
         ignored=read.ignored,

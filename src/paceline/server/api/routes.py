@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes
 from paceline.server.api.anthropic_routes import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
+from paceline.server.api.change_routes import change_routes
 from paceline.server.api.estimate_routes import estimate_routes
 from paceline.server.api.explain_routes import explain_routes
 from paceline.server.api.missing_routes import missing_routes
@@ -34,5 +35,6 @@ def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Rou
         *(disabled_routes() if batches is None else batches),
         *estimate_routes(service),
         *usage_routes(service),
+        *change_routes(service),
         *missing_routes(),
     ]

@@ -1,0 +1,37 @@
+"""Classes of service: their names, from the most to the least urgent, and the level of priority each stands for.
+
+A request's number of priority counts from the level of its class, so that who asks for nothing is where it always was.
+Spot work gives way before all other, whatever the policy. Knows nothing of keys and prices.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import InvalidRequest
+
+INTERACTIVE, STANDARD, SPOT, BATCH = CLASSES = ("interactive", "standard", "spot", "batch")
+DEFAULT_CLASS = STANDARD
+LEVELS = {INTERACTIVE: -1, STANDARD: 0, SPOT: 1, BATCH: 2}
+OWN = (
+    "auto",
+    "default",
+    "scale",
+    "standard_only",
+)  # the class of the key; the last two are other servers' words
+# Words of other servers for classes that are here too.
+SYNONYMS = {"priority": INTERACTIVE, "flex": SPOT}
+TIERS = (*OWN[:2], *CLASSES, *OWN[2:], *SYNONYMS)
+
+
+def class_of(tier: str | None, own: str = DEFAULT_CLASS) -> str:
+    """The class a `service_tier` names; `own` where it leaves that open. Raises InvalidRequest."""
+    if tier is None or tier in OWN:
+        return own
+    found = SYNONYMS.get(tier, tier)
+    if found not in LEVELS:
+        raise InvalidRequest(f"service_tier must be one of {', '.join(TIERS)}", param="service_tier")
+    return found
+
+
+def is_better(one: str, other: str) -> bool:
+    """Whether a class is more urgent than another."""
+    return LEVELS[one] < LEVELS[other]

@@ -1,0 +1,45 @@
+"""How urgent a request is: the class it runs in, and the number of priority the engine goes by.
+
+A request may name a class that is no better than its key's, and a number within what the key allows. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.classes import LEVELS, class_of, is_better
+from paceline.server.call import Caller
+from paceline.server.failures import NotPermitted, PriorityNotPermitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Urgency:
+    """What the engine is told of a request's urgency."""
+
+    service_class: str
+    priority: int  # the level of the class, and the request's own number
+
+
+class ClassNotPermitted(NotPermitted):
+    """A class of service above the key's."""
+
+
+def urgency_of(caller: Caller, tier: str | None, priority: int) -> Urgency:
+    """The urgency of a request of this caller. Raises NotPermitted for what its key does not allow."""
+    chosen = class_of(tier, caller.service_class)
+    if is_better(chosen, caller.service_class) and not caller.is_admin:
+        message = (
+            f"this key has the class {caller.service_class} and may not ask for {chosen}; "
+            f"leave service_tier out or name a class that is no better"
+        )
+        raise ClassNotPermitted(message, param="service_tier")
+    check_number(caller, priority)
+    return Urgency(service_class=chosen, priority=LEVELS[chosen] + priority)
+
+
+def check_number(caller: Caller, priority: int) -> None:
+    """Raises PriorityNotPermitted for a number that the key does not allow."""
+    lowest = caller.lowest_priority_number
+    if lowest is not None and priority < lowest:
+        message = f"this key may ask for priority {lowest} and above, not for {priority}"
+        raise PriorityNotPermitted(message, param="priority")
