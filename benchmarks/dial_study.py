@@ -42,7 +42,7 @@ from paceline.workload import load_workload
 from paceline.workload.model import Workload
 
 WINDOW_S = 20
-FEWEST_GAPS = 20  # of a second that has a p99
+FEWEST_GAPS = 8  # of a second that has a p99
 SIM_WITHIN, SERVER_WITHIN = 0.15, 0.30
 ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
