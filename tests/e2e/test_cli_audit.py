@@ -63,7 +63,8 @@ def test_groups_are_compared(log: Path) -> None:
     assert {each["measure"] for each in found["comparisons"]} == {"delay_s", "preemptions"}
     assert {each["count"] for each in found["comparisons"]} == {NUM_REQUESTS}
     told = audit("bias", log).stdout.splitlines()
-    assert told[0] == f"{2 * NUM_REQUESTS} requests" and told[1].split()[:3] == ["by", "group", "of"]
+    assert told[0] == f"{2 * NUM_REQUESTS} requests that were admitted and have ended"
+    assert told[1].split()[:3] == ["by", "group", "of"] and "luck" in told[-1]
 
 
 def test_a_change_is_named(log: Path) -> None:

@@ -49,23 +49,25 @@ def test_the_story_of_a_request_that_has_ended(server: ClientServer, tmp_path: P
     done = explain(server, request_id, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    assert told[0].startswith("waited ") and "was admitted at step " in told[0]
-    assert told[-1].startswith("reached its length") and told[-1].endswith("after 5 tokens of output")
+    assert told[0].startswith("request ") and told[0].endswith(" of the engine:")
+    assert told[1].startswith("waited ") and "was admitted at step " in told[1]
+    assert told[-1].startswith("reached its length after 5 tokens of output")
     values = json.loads(explain(server, request_id, "--json", cache=tmp_path).stdout)
-    assert values["branches"][0]["sentences"] == told
+    assert values["branches"][0]["sentences"] == told[1:] and values["branches"][0]["state"] == "ended"
     assert values["branches"][0]["decisions"][0]["kind"] == "admit"
 
 
 def test_branches_are_told_apart(server: ClientServer, tmp_path: Path) -> None:
     done = explain(server, complete(server, n=2, temperature=1.0), cache=tmp_path)
-    assert [line[:9] for line in done.stdout.splitlines() if line.startswith("branch ")] == [
-        "branch 0 ",
-        "branch 1 ",
-    ]
+    headings = [line.partition(", ")[2] for line in done.stdout.splitlines() if line.startswith("request ")]
+    assert headings == ["branch 0:", "branch 1:"] and "shares the KV of" in done.stdout
 
 
 def test_another_key_hears_that_there_is_no_such_request(server: ClientServer, tmp_path: Path) -> None:
     request_id = complete(server)
     for key, asked in ((NARROW_KEY, request_id), (KEY, "cmpl-never")):
         done = explain(server, asked, cache=tmp_path, key=key)
-        assert done.returncode == 1 and "the server answered 404: this key has sent no request" in done.stderr
+        assert (
+            done.returncode == 1
+            and "the server answered 404: this key has sent no request of that id" in done.stderr
+        )

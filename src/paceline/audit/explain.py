@@ -1,7 +1,7 @@
 """What a run log knows about one request: how it came, and every decision about it.
 
-Reads the log once from the start, and gives up at the first broken line as every reader of a log does. The
-sentences are the story's business.
+Reads the log once from the start. At the first broken line it gives up as every reader of a log does, or ends the story
+there if the log was opened as one that may be cut off. The sentences are the story's business.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ class Explanation:
     request: Request  # as it was added; its tokens are zeros
     decisions: tuple[Decision, ...]
     is_whole: bool  # the log was closed: nothing can be missing at its end
+    damage: str = ""  # where a log that may be cut off is broken
 
     def sentences(self) -> list[str]:
         told = [self._arrival(), *story(self.decisions)]
-        if not self.is_whole:
+        if self.damage:
+            told.append(f"the log goes no further: {self.damage}")
+        elif not self.is_whole:
             told.append("the log was not closed: what came after its last step is not in it")
         return told
 
@@ -85,4 +88,5 @@ def explain_from_log(log: RunLog, request_id: int) -> Explanation:
     if found is None:
         known = f"its requests are {min(seen)} to {max(seen)}" if seen else "it holds no request at all"
         raise InputError(f"{log.path} knows no request {request_id}: {known}")
-    return Explanation(request=found, decisions=tuple(decisions), is_whole=log.end is not None)
+    damage = "" if log.damage is None else str(log.damage)
+    return Explanation(request=found, decisions=tuple(decisions), is_whole=log.end is not None, damage=damage)

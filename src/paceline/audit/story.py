@@ -30,6 +30,11 @@ _ENDS = {
     Rule.INTERNAL_ERROR: "failed inside the engine",
     Rule.ENGINE_FAILED: "failed with the engine",
 }
+_CUTS = {
+    Rule.BUDGET: "the step's tokens were used up",
+    Rule.SHARE: "it had the share of a step that one prompt gets while others wait",
+    Rule.BLOCKS: "no block was free",
+}
 _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
@@ -43,8 +48,10 @@ def story(decisions: Iterable[Decision]) -> list[str]:
     """Sentences about one request, in the order in which things happened."""
     told: list[str] = []
     past: list[Decision] = []
-    for _, same in groupby(decisions, key=lambda decision: (decision.kind, decision.reason)):
+    for _, same in groupby(decisions, key=_sentence_of):
         run = list(same)
+        if not past and _has_lost_its_beginning(run[0]):
+            told.append("how it began is no longer known; what is left:")
         told.append(_TELLERS[run[0].kind](run, past))
         past += run
     return told
@@ -69,15 +76,31 @@ def decision_values(decision: Decision) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in silent or value != silent[name]}
 
 
+def _sentence_of(decision: Decision) -> tuple[DecisionKind, Rule | None]:
+    """What is told in one sentence. The parts of a prompt are, whatever each of them was cut off by."""
+    return decision.kind, None if decision.kind is DecisionKind.CHUNK else decision.reason
+
+
+def _has_lost_its_beginning(first: Decision) -> bool:
+    """A request comes into the record by being admitted, deferred, refused or ended before it has put out anything."""
+    if first.kind is DecisionKind.FINISH:
+        return first.value > 0
+    return first.kind in (DecisionKind.CHUNK, DecisionKind.STALL, DecisionKind.PREEMPT, DecisionKind.RESUME)
+
+
 # -- sentences ---------------------------------------------------------------------------------------------
 
 
 def _admit(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     ahead = f", after {_named(decision.against)}" if decision.against != NOBODY else ""
+    # Who was never asked waited for those before it; who was asked and deferred has said so already.
+    was_asked = any(each.kind is DecisionKind.DEFER for each in past)
+    how = " in all" if was_asked else " for its turn" if ahead else ""
+    is_branch = any(each.kind is DecisionKind.FORK for each in past)  # what it found is its parent's
     return (
-        f"waited {_seconds(decision.seconds)} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
-        f"{_found(decision)}"
+        f"waited {_seconds(decision.seconds)}{how} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
+        f"{'' if is_branch else _found(decision)}"
     )
 
 
@@ -123,16 +146,17 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
 
 
 def _chunk(run: list[Decision], past: list[Decision]) -> str:
-    why = {
-        Rule.BUDGET: "the step's tokens were used up",
-        Rule.SHARE: "others were waiting, and one prompt takes no more of a step",
-        Rule.BLOCKS: "blocks were short",
-    }[run[0].reason]
-    steps = sorted({decision.step for decision in run})
+    ends = {
+        decision.step: decision.reason for decision in run
+    }  # of the parts of a step the last says why it ended
+    steps, reasons = list(ends), [reason for reason in _CUTS if reason in ends.values()]
     tokens = _count(sum(decision.value for decision in run), "token")
+    why = " or ".join(_CUTS[reason] for reason in reasons)
     if len(steps) == 1:
         return f"computed {tokens} of its prompt at step {steps[0]} and no more: {why}"
-    return f"computed {tokens} of its prompt in parts from step {steps[0]} to step {steps[-1]}: {why}"
+    return (
+        f"computed {tokens} of its prompt in parts from step {steps[0]} to step {steps[-1]}, each until {why}"
+    )
 
 
 def _stall(run: list[Decision], past: list[Decision]) -> str:
@@ -156,7 +180,7 @@ def _gave_way(decision: Decision) -> str:
     to = f" to {_named(decision.against)}" if decision.against != NOBODY else ""
     why = _CAUSES[cause]
     if cause == "blocks":
-        why = f"{_count(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} too few"
+        why = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"
     after = "copied to host memory" if kind == "swap" else "to be recomputed"
     return f"gave way at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after})"
 
@@ -165,7 +189,7 @@ def _finish(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     detail = f" ({decision.detail})" if decision.detail else ""
     after = _count(decision.value, "token")
-    return f"{_ENDS[decision.reason]}{detail} before step {decision.step}, after {after} of output"
+    return f"{_ENDS[decision.reason]}{detail} after {after} of output, before step {decision.step}"
 
 
 def _refuse(run: list[Decision], past: list[Decision]) -> str:

@@ -6,7 +6,7 @@ Owns flags, tables and exit codes; the chain is in `audit.trail_db`, the compari
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from paceline.config import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
+    from paceline.audit.bias import Comparison
     from paceline.audit.trail_db import Verdict
 
 HELP = "Look at the decision log that a server keeps with --decision-log."
+UNLIKELY = 0.01  # a chance below which a difference is put into words
 VERIFY_HELP = """
 Walk the chain of a decision log: every page of decisions holds the hash of the one before it, so that what was changed,
 taken out or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
@@ -113,18 +115,38 @@ def _bias(values: Mapping[str, Any]) -> None:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
         typer.echo(json.dumps(shown, indent=2))
         return
-    typer.echo(f"{len(requests):,} requests")
+    for line in _bias_lines(len(requests), found):
+        typer.echo(line)
+
+
+def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:
+    """The table, what its columns mean, and what it comes to in words."""
+    lines = [f"{num_requests:,} requests that were admitted and have ended"]
     if not found:
-        typer.echo("no two groups are large enough to be compared")
-        return
-    typer.echo(
-        f"{'by':<8}{'group':<24}{'of':<13}{'requests':>9}{'mean':>11}{'others':>11}{'higher':>8}{'chance':>10}"
-    )
+        return [*lines, "no two groups are large enough to be compared (8 requests each, at least)"]
+    head = f"{'by':<8}{'group':<24}{'of':<13}{'requests':>9}{'mean':>11}{'others':>11}{'higher':>8}{'chance':>10}"
+    lines.append(head)
     for each in found:
-        typer.echo(
+        lines.append(
             f"{each.by:<8}{each.group[:23]:<24}{each.measure:<13}{each.count:>9,}{each.mean:>11.4f}"
             f"{each.mean_others:>11.4f}{each.higher:>8.0%}{each.chance:>10.2g}"
         )
+    lines.append(
+        "higher: how often a request of the group has more of it than one of the others; 50% is no difference"
+    )
+    lines.append(
+        "chance: how often luck alone gives a difference like this, with all comparisons taken into account"
+    )
+    odd = [each for each in found if each.chance < UNLIKELY]
+    for each in odd:
+        more = "more" if each.higher > 0.5 else "less"
+        what = "waiting" if each.measure == "delay_s" else "giving way"
+        lines.append(f"{each.by} {each.group}: {more} {what} than the others, and luck does not explain it")
+    return (
+        lines
+        if odd
+        else [*lines, f"no difference that luck does not explain (a chance under {UNLIKELY:.0%})"]
+    )
 
 
 def _named(folder: str) -> str:

@@ -89,7 +89,7 @@ def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     values = Remote(options.url, None).explain(options.request)
     sentences: list[str] = []
     for branch in values["branches"]:
-        if len(values["branches"]) > 1:
-            sentences.append(f"branch {branch['index']} (request {branch['number']}):")
+        own = f", branch {branch['index']}" if len(values["branches"]) > 1 else ""
+        sentences.append(f"request {branch['number']} of the engine{own}:")
         sentences += branch["sentences"]
     return values, sentences

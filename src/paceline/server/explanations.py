@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.audit.story import story_values
+from paceline.core.events import DecisionKind
 from paceline.server.call import Caller
 from paceline.server.failures import UnknownRequestId
-from paceline.serving.client import EngineClient, EngineUnavailable, ExplainingClient
+from paceline.serving.client import EngineClient, EngineUnavailable, ExplainingClient, Told
 
 MOST_REQUESTS = 8192  # some 200 bytes each
+_WAITING = (None, DecisionKind.DEFER, DecisionKind.PREEMPT)  # what was decided last about who is not running
+_NOW = {"waiting": "is waiting for its turn now", "running": "is running now"}
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
@@ -40,14 +43,27 @@ class Explanations:
             own = own.removeprefix(prefix)
         tenant, numbers = self._known.get(own, ("", ()))
         if not numbers or tenant != caller.tenant:
-            raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
+            raise UnknownRequestId(
+                "this key has sent no request of that id that reached the engine, or it was too long ago"
+            )
         if not isinstance(self._client, ExplainingClient):
             raise EngineUnavailable("this engine does not explain its requests")
         branches = []
         for index, number in enumerate(numbers):
-            decisions = await self._client.explain(number)
-            if decisions:
-                branches.append({"index": index, "number": number, **story_values(decisions)})
+            told = await self._client.explain(number)
+            if told.decisions or told.is_live:
+                branches.append({"index": index, "number": number, **_branch(told)})
         if not branches:
             raise UnknownRequestId("nothing is known about this request any more")
         return {"id": own, "object": "request.explanation", "branches": branches}
+
+
+def _branch(told: Told) -> dict[str, Any]:
+    """What a branch does now, and how it came to that."""
+    values = story_values(told.decisions)
+    if not told.is_live:
+        return {"state": "ended", **values}
+    last = next((each.kind for each in reversed(told.decisions) if each.kind is not DecisionKind.FAIL), None)
+    state = "waiting" if last in _WAITING else "running"
+    values["sentences"].append(_NOW[state])
+    return {"state": state, **values}

@@ -16,13 +16,20 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.config_process import ProcessConfig
-from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
 from paceline.serving.channel import HEADER, Rejects
-from paceline.serving.client import Ending, EngineInfo, EngineState, EngineStats, EngineUnavailable, Prospect
+from paceline.serving.client import (
+    Ending,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    EngineUnavailable,
+    Prospect,
+    Told,
+)
 from paceline.serving.questions import MOST_QUESTIONS, PATIENCE_S, Questions, Sender
 from paceline.serving.refusals import error_of
 from paceline.serving.streams import Branch, Stream
@@ -96,7 +103,7 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
-    async def explain(self, number: int) -> list[Decision]:
+    async def explain(self, number: int) -> Told:
         """See `ExplainingClient`."""
         return await self._questions.ask(self._ready_sender(), number)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
@@ -154,12 +154,21 @@ class NumberedStream(Protocol):
     first: int
 
 
+class Told(NamedTuple):
+    """What an engine knows about a branch."""
+
+    decisions: list[
+        Decision
+    ]  # the newest, oldest first; none when nothing was decided yet, or is known any more
+    is_live: bool  # it has not ended
+
+
 @runtime_checkable
 class ExplainingClient(Protocol):
     """An engine that remembers why it did what it did."""
 
-    async def explain(self, number: int) -> list[Decision]:
-        """The newest decisions about a branch, oldest first; none when nothing is known any more.
+    async def explain(self, number: int) -> Told:
+        """What was decided about a branch.
 
         Raises EngineUnavailable when the engine does not answer, QueueFull when too many ask at once.
         """

@@ -148,9 +148,11 @@ class EngineService:
         elif isinstance(message, frames.FinishAt):
             self._engine.scheduler.finish_at(RequestId(message.branch), message.num_output)
         elif isinstance(message, frames.Explain):
-            known = self._engine.decisions_of(RequestId(message.branch))[-MOST_TOLD:]
+            branch = RequestId(message.branch)
+            known = self._engine.decisions_of(branch)[-MOST_TOLD:]
             told = [frames.ToldDecision.of(decision) for decision in known]
-            self._answers.append(frames.Explained(message.question, told))
+            is_live = branch in self._engine.scheduler.state.requests
+            self._answers.append(frames.Explained(message.question, told, is_live))
         elif isinstance(message, frames.Ping):
             self._next_report_s = 0.0
         elif isinstance(message, frames.Stop):

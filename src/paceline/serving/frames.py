@@ -233,6 +233,7 @@ class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
 
     question: int
     decisions: list[ToldDecision]
+    is_live: bool = False  # it has not ended
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

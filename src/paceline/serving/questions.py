@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from paceline.core.events import Decision
 from paceline.errors import QueueFull
 from paceline.serving import frames
-from paceline.serving.client import EngineUnavailable
+from paceline.serving.client import EngineUnavailable, Told
 
 MOST_QUESTIONS = 32  # under way at a time
 PATIENCE_S = 10.0
@@ -31,10 +30,10 @@ class Questions:
     """Those that wait for an answer."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[list[Decision]]] = {}
+        self._waiting: dict[int, asyncio.Future[Told]] = {}
         self._next = 1
 
-    async def ask(self, sender: Sender, number: int) -> list[Decision]:
+    async def ask(self, sender: Sender, number: int) -> Told:
         """What was decided about a branch. Raises QueueFull, or EngineUnavailable when no answer comes."""
         if len(self._waiting) >= MOST_QUESTIONS:
             raise QueueFull("too many requests are being explained at once; try again later")
@@ -52,7 +51,7 @@ class Questions:
         """An answer has come; one that nobody waits for any more is passed over."""
         waiting = self._waiting.get(told.question)
         if waiting is not None and not waiting.done():
-            waiting.set_result([decision.decision() for decision in told.decisions])
+            waiting.set_result(Told([decision.decision() for decision in told.decisions], told.is_live))
 
     def give_up(self, message: str) -> None:
         """No answer will come."""

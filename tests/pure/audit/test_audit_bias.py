@@ -53,12 +53,11 @@ def test_values_that_are_all_the_same_say_nothing() -> None:
 
 def test_a_key_that_waits_longer_is_found() -> None:
     found = compare(requests(1, slower=1.0), ["key", "class", "length"])
-    assert {(each.by, each.group, each.measure) for each in found if each.chance < 0.01} == {
-        ("key", "a", "delay_s"),
-        ("key", "b", "delay_s"),
-    }
-    slow = next(each for each in found if (each.group, each.measure) == ("b", "delay_s"))
-    assert slow.mean > slow.mean_others and slow.higher > 0.7 and slow.count == 100
+    # Of two groups one is compared with the other, and that is all there is to say.
+    assert [(each.by, each.group, each.measure) for each in found if each.chance < 0.01] == [
+        ("key", "a", "delay_s")
+    ]
+    assert found[0].mean < found[0].mean_others and found[0].higher < 0.3 and found[0].count == 100
 
 
 def test_where_there_is_no_difference_hardly_one_is_found() -> None:

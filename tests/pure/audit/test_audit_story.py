@@ -23,7 +23,7 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
     [
         (
             decided(DecisionKind.ADMIT, Rule.FITS, 0, 3, 1.2, 90, 50, 4, 2, 1.2),
-            "waited 1.2 s and was admitted at step 3, after request 2: 4 blocks needed, 50 free, "
+            "waited 1.2 s for its turn and was admitted at step 3, after request 2: 4 blocks needed, 50 free, "
             "90 tokens of the step left",
         ),
         (
@@ -53,7 +53,7 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
         ),
         (
             decided(DecisionKind.PREEMPT, Rule.BLOCKS_RECOMPUTE, 512, 812, 1.0, 9, 2, 3, 40),
-            "gave way at step 812 to request 40: 2 blocks free, 3 too few (512 tokens of KV to be recomputed)",
+            "gave way at step 812 to request 40: 2 blocks were free, 3 more needed (512 tokens of KV to be recomputed)",
         ),
         (
             decided(DecisionKind.PREEMPT, Rule.PAUSED_SWAP, 1, 812, 1.0),
@@ -65,7 +65,7 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
         ),
         (
             decided(DecisionKind.FINISH, Rule.ABORT, 4, 8, 1.0, detail="the client went"),
-            "was aborted (the client went) before step 8, after 4 tokens of output",
+            "was aborted (the client went) after 4 tokens of output, before step 8",
         ),
         (
             decided(DecisionKind.REFUSE, Rule.QUEUE_FULL, 99, 8),
@@ -82,16 +82,52 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
     ],
 )
 def test_a_decision_as_a_sentence(decision: Decision, sentence: str) -> None:
-    assert story([decision]) == [sentence]
+    told = story([decision])
+    assert told[-1] == sentence
+    begins = decision.kind in (DecisionKind.ADMIT, DecisionKind.DEFER, DecisionKind.REFUSE, DecisionKind.FORK)
+    assert len(told) == (1 if begins or decision.kind is DecisionKind.FAIL else 2)
+
+
+def test_a_story_that_has_lost_its_beginning_says_so() -> None:
+    gone = decided(DecisionKind.PREEMPT, Rule.PAUSED_RECOMPUTE, 1, 8, 1.0)
+    assert story([gone])[0] == "how it began is no longer known; what is left:"
+    never_ran = decided(DecisionKind.FINISH, Rule.ABORT, 0, 8, 1.0)
+    assert story([never_ran]) == ["was aborted after 0 tokens of output, before step 8"] and story([]) == []
+
+
+def test_parts_of_one_step_are_told_together() -> None:
+    held, rest = (decided(DecisionKind.CHUNK, rule, 8, 2) for rule in (Rule.SHARE, Rule.BUDGET))
+    begun = decided(DecisionKind.ADMIT, Rule.FITS, 0, 2, 1.0, 90, 50, 4)
+    [_, told] = story([begun, held, rest])
+    assert told == "computed 16 tokens of its prompt at step 2 and no more: the step's tokens were used up"
+    later = decided(DecisionKind.CHUNK, Rule.SHARE, 8, 3)
+    assert story([begun, held, rest, later])[1] == (
+        "computed 24 tokens of its prompt in parts from step 2 to step 3, each until the step's tokens were used up "
+        "or it had the share of a step that one prompt gets while others wait"
+    )
+
+
+def test_who_was_deferred_says_how_long_it_waited_in_all() -> None:
+    waits = decided(DecisionKind.DEFER, Rule.ROWS, 0, 7, 1.0, 90, -1, -1, 17)
+    begun = decided(DecisionKind.ADMIT, Rule.FITS, 0, 9, 2.0, 90, 50, 4, 17, 1.5)
+    assert story([waits, begun])[1].startswith(
+        "waited 1.5 s in all and was admitted at step 9, after request 17"
+    )
+
+
+def test_a_branch_found_its_beginning_in_its_parent_not_in_the_cache() -> None:
+    shares = decided(DecisionKind.FORK, Rule.SHARES, 12, 8, 1.0, 9, 2, 3, 40)
+    begun = decided(DecisionKind.ADMIT, Rule.FITS, 12, 8, 1.0, 9, 2, 3, 40, 0.5)
+    assert "cache" not in story([shares, begun])[1]
 
 
 def test_parts_of_a_prompt_are_one_sentence_and_a_return_says_what_it_cost() -> None:
     chunks = [decided(DecisionKind.CHUNK, Rule.BUDGET, 16, step) for step in (2, 3, 4)]
     gone = decided(DecisionKind.PREEMPT, Rule.BLOCKS_RECOMPUTE, 60, 9, 2.0, 9, 1, 1, 7)
     back = decided(DecisionKind.RESUME, Rule.RECOMPUTE, 16, 12, 3.5, 99, 10, 4, 8)
-    assert story([*chunks, gone, back]) == [
-        "computed 48 tokens of its prompt in parts from step 2 to step 4: the step's tokens were used up",
-        "gave way at step 9 to request 7: 1 block free, 1 too few (60 tokens of KV to be recomputed)",
+    assert story([*chunks, gone, back])[1:] == [
+        "computed 48 tokens of its prompt in parts from step 2 to step 4, each until the step's tokens were used up",
+        "gave way at step 9 to request 7: 1 block was free, 1 more needed (60 tokens of KV to be recomputed)",
         "came back at step 12 after 1.5 s: recomputed 44 tokens, 16 tokens were still in the cache "
         "(4 blocks needed, 10 free, 99 tokens of the step left)",
     ]
@@ -107,7 +143,8 @@ def test_every_rule_that_is_decided_has_a_sentence() -> None:
         assert "admitted" in " ".join(told) and "reached its length" in told[-1]
     endings = ("STOP", "LENGTH", "ABORT", "ERROR", "DEADLINE", "PRUNED", "NUMERICAL_ERROR")
     for name in (*endings, "INTERNAL_ERROR", "ENGINE_FAILED"):
-        assert story([decided(DecisionKind.FINISH, Rule[name], 2, 4)])[0].endswith("after 2 tokens of output")
+        last = story([decided(DecisionKind.FINISH, Rule[name], 2, 4)])[-1]
+        assert last.endswith("after 2 tokens of output, before step 4")
 
 
 def test_values_leave_out_what_does_not_bear_on_a_decision() -> None:

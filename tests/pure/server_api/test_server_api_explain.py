@@ -12,7 +12,7 @@ from paceline.core.request import RequestId
 from paceline.server.call import Caller
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
-from paceline.serving.client import EngineUnavailable
+from paceline.serving.client import EngineUnavailable, Told
 from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
 
 ROUTE = "/v1/requests/{id}/explain"
@@ -23,17 +23,18 @@ class RememberingClient(FakeClient):
     """Numbers its requests and knows how each began."""
 
     known = True
+    is_live = False
 
     def submit(self, *given: Any, **more: Any) -> FakeStream:
         stream = super().submit(*given, **more)
         stream.first = 10 * len(self.streams)  # type: ignore[attr-defined]
         return stream
 
-    async def explain(self, number: int) -> list[Decision]:
+    async def explain(self, number: int) -> Told:
         decided = Decision(
             DecisionKind.ADMIT, RequestId(number), Rule.FITS, 0, 3, 1.0, 9, 8, 2, RequestId(4), 0.5
         )
-        return [decided] if self.known else []
+        return Told([decided] if self.known else [], self.is_live)
 
 
 def api() -> Api:
@@ -58,8 +59,10 @@ def test_the_story_of_a_request() -> None:
     assert (found["id"], found["object"]) == ("id1", "request.explanation")
     [branch] = found["branches"]
     assert (branch["index"], branch["number"]) == (0, 10)
-    assert branch["sentences"][0].startswith("waited 500 ms and was admitted at step 3, after request 4")
-    assert branch["decisions"][0]["blocks_free"] == 8
+    assert branch["sentences"][0].startswith(
+        "waited 500 ms for its turn and was admitted at step 3, after request 4"
+    )
+    assert branch["decisions"][0]["blocks_free"] == 8 and branch["state"] == "ended"
     assert explain(made, "id1") == explain(made, "resp_id1") == found
 
 
@@ -85,6 +88,17 @@ def test_what_the_engine_has_forgotten_is_unknown_too() -> None:
     made.client.known = False  # type: ignore[attr-defined]
     with pytest.raises(UnknownRequestId, match="any more"):
         explain(made, request_id)
+
+
+def test_a_request_that_runs_and_one_that_nothing_was_decided_about_yet() -> None:
+    made = api()
+    request_id = chat(made)
+    made.client.is_live = True  # type: ignore[attr-defined]
+    [branch] = explain(made, request_id)["branches"]
+    assert (branch["state"], branch["sentences"][-1]) == ("running", "is running now")
+    made.client.known = False  # type: ignore[attr-defined]
+    [branch] = explain(made, request_id)["branches"]
+    assert (branch["state"], branch["sentences"]) == ("waiting", ["is waiting for its turn now"])
 
 
 def test_only_the_newest_requests_are_kept() -> None:

@@ -23,7 +23,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def answer(question: int, *decisions: Decision) -> frames.Explained:
-    told = frames.Explained(question, [frames.ToldDecision.of(decision) for decision in decisions])
+    told = frames.Explained(question, [frames.ToldDecision.of(decision) for decision in decisions], True)
     read = frames.decode_from_engine(frames.encode(told))
     assert isinstance(read, frames.Explained)
     return read
@@ -39,7 +39,7 @@ def test_an_answer_finds_its_question() -> None:
         client.explained(answer(1, DECISION))
         client.explained(answer(1, DECISION))  # told twice
         client.explained(answer(99, DECISION))  # nobody asked
-        assert await asked[0] == [DECISION] and await asked[1] == []
+        assert await asked[0] == ([DECISION], True) and await asked[1] == ([], True)
 
     run(test())
 
@@ -81,7 +81,7 @@ def test_only_so_many_ask_at_a_time() -> None:
         again = asyncio.ensure_future(client.explain(8))
         await asyncio.sleep(0)
         client.explained(answer(questions.MOST_QUESTIONS + 1, DECISION))
-        assert await again == [DECISION]
+        assert await again == ([DECISION], True)
         for one in asked[1:]:
             one.cancel()
 
