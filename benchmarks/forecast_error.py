@@ -44,9 +44,9 @@ BAR = 0.25
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 LOADS = (0.4, 1.6, 0.8, 2.4, 0.4)  # of the rate, in stretches of equal length
 MOST_OPEN = 64  # a load that cannot be borne must end some time
-WARMING = 24  # requests before anything is measured
+WARMING = 16  # requests before anything is measured
 START_S = 180.0
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)

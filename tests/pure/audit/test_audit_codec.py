@@ -22,8 +22,8 @@ from paceline.audit.codec import (
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
 
 KEYS = (bytes(range(4)), b"\xff\x00")
-ADD = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, KEYS, 0, 0, 9, 1)
-BRANCH = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2)
+ADD = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, KEYS, 0, 0, 9, 1, None)
+BRANCH = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, (9000, None, 50, "try"))
 
 
 def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
@@ -43,8 +43,16 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     assert (request.tenant, request.priority, request.deadline_s, request.arrival_s) == ("a", -1, 9.5, 0.5)
     assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
     assert together == 2 and not request.tokens.any()
+    wanted = request.sampling
+    assert (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible) == (
+        9000,
+        None,
+        50,
+        "try",
+    )
     request, together = decode_add(encode_input(ADD)[2])
     assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"] and together == 1
+    assert not request.sampling.has_wishes
 
 
 # -- packed columns and results ----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ Entries = list[tuple[object, ...]]
 
 
 def add(request: int) -> tuple[object, ...]:
-    return ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, (b"key",), 0, 0, 9, 1)
+    return ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, (b"key",), 0, 0, 9, 1, None)
 
 
 def record(request: int, *decisions: Decision, inputs: Entries | None = None) -> StepRecord:
