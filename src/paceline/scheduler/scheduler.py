@@ -205,8 +205,11 @@ class Scheduler:
         self._note("policy", name, tuple(sorted(options.items())))
         self.state.use_policy(config, policy)
 
-    def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
-        """Force a running request to give way. False when it does not run, is reserved, or has ended."""
+    def preempt(self, request_id: RequestId, *, swap: bool | None = False) -> bool:
+        """Force a running request to give way; with `swap` None what is cheaper becomes of its KV.
+
+        False when it does not run, is reserved, or has ended.
+        """
         request = self._live(request_id)
         if request.state is not RequestState.RUNNING or request.reserved or self._is_done(request):
             return False
