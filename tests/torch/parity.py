@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.open import open_checkpoint
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import StepEvents
 from paceline.core.request import RequestId, RequestState
@@ -48,7 +48,7 @@ STRAY = 1e9  # what lies in blocks nobody has written: large, and nothing when i
 
 Arrival = tuple[tuple[int, ...], "Reference | None"]
 CHUNKS = ("budget 1", "budget 7", "budget 64", "share 1")
-DISTURBANCES = ("none", "recompute", "swap", "aborts", "n=4", "fork")
+DISTURBANCES = ("none", "recompute", "swap", "auto", "pause", "aborts", "n=4", "fork")
 FACTORS: dict[str, Sequence[Any]] = {
     "architecture": NAMES,
     "batch": ("alone", "together"),
@@ -240,7 +240,9 @@ def engine_config(scenario: Scenario, windows: Sequence[int | None]) -> EngineCo
             mode=scenario.mode,
             batch_size=min(10, budget),  # a padded batch larger than a step gets nowhere
             max_preemptions=0,  # nobody is left alone
-            preemption="swap" if scenario.disturbance == "swap" else "recompute",
+            preemption=scenario.disturbance if scenario.disturbance in ("swap", "recompute") else "auto",
+            # What is short is computed again, what is long goes to the host.
+            preemption_costs=PreemptionCosts(token_s=0.0, product_s=1e-3, block_s=0.05),
         ),
         depth=scenario.depth,
         check_every=0,
@@ -366,7 +368,7 @@ class Play:
 
     def _disturb(self, events: StepEvents) -> None:
         match self.scenario.disturbance:
-            case "recompute" | "swap":
+            case "recompute" | "swap" | "auto" | "pause":
                 self._preempt(events)
             case "aborts":
                 self._abort()
@@ -375,16 +377,25 @@ class Play:
 
     def _preempt(self, events: StepEvents) -> None:
         """Whoever has just got a token gives way: each step undoes what it can and still gets on by a token."""
-        swap = self.scenario.disturbance == "swap"
+        swap = {"recompute": False, "swap": True}.get(self.scenario.disturbance)
         state = self.engine.scheduler.state
         for batch in events.tokens:
             for number in batch.requests.tolist():
                 request = state.requests.get(number)
                 if request is not None and (self._often or self._rng.random() < self._rate):
-                    self.counts["preempted"] += self.engine.scheduler.preempt(number, swap=swap)
+                    self.counts["preempted"] += self._give_way(number, swap)
         for request in list(state.prefilling.values()):  # and now and then one in the middle of its prompt
             if request.preemptions < 3 and self._rng.random() < (0.1 if self._often else 0.01):
-                self.counts["preempted early"] += self.engine.scheduler.preempt(request.id, swap=swap)
+                self.counts["preempted early"] += self._give_way(request.id, swap)
+
+    def _give_way(self, number: RequestId, swap: bool | None) -> bool:
+        """Preempted, or paused and let go on at once."""
+        scheduler = self.engine.scheduler
+        if self.scenario.disturbance != "pause":
+            return scheduler.preempt(number, swap=swap)
+        scheduler.pause(number)
+        scheduler.resume(number)
+        return True
 
     def _abort(self) -> None:
         live = [

@@ -23,7 +23,15 @@ from tests.torch.parity import (
 )
 from tests.torch.tiny_models import NAMES
 
-HAPPENS = {"recompute": "preempted", "swap": "preempted", "aborts": "aborted", "n=4": "n=4", "fork": "forked"}
+HAPPENS = {
+    "recompute": "preempted",
+    "swap": "preempted",
+    "auto": "preempted",
+    "pause": "preempted",
+    "aborts": "aborted",
+    "n=4": "n=4",
+    "fork": "forked",
+}
 
 
 @pytest.mark.parametrize("scenario", pairwise_scenarios(), ids=str)

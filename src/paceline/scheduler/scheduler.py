@@ -232,8 +232,11 @@ class Scheduler:
         if self.composer.pace is None:
             self.composer.pace = make_pace(self.state.config, dialled=True)
 
-    def preempt(self, request_id: RequestId, *, swap: bool = False) -> bool:
-        """Force a running request to give way. False when it does not run, is reserved, or has ended."""
+    def preempt(self, request_id: RequestId, *, swap: bool | None = False) -> bool:
+        """Force a running request to give way; with `swap` None what is cheaper becomes of its KV.
+
+        False when it does not run, is reserved, or has ended.
+        """
         request = self._live(request_id)
         if request.state is not RequestState.RUNNING or request.reserved or self._is_done(request):
             return False

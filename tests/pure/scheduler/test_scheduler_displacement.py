@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.config import PreemptionCosts
+from paceline.core.classes import LEVELS
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestState
 from paceline.scheduler.policy import fair
@@ -212,3 +213,20 @@ def test_first_come_first_served_takes_nothing_from_anybody() -> None:
     bench.add(prompt(2, 2), 1, priority=0)
     bench.run()
     assert not places_taken(bench)
+
+
+def test_batch_work_never_starves() -> None:
+    """Interactive work keeps coming, more than there is room for: batch work runs once its age makes up for that."""
+    ageing_s = 0.05
+    bench = by_class(max_num_seqs=1, ageing_s=ageing_s)
+    levels = LEVELS["batch"] - LEVELS["interactive"]
+    batch = bench.add(prompt(4, 1), 12, priority=LEVELS["batch"])
+    start = 2
+    while batch not in bench.finished:
+        if sum(request.priority < 0 for request in bench.state.requests.values()) < 3:
+            bench.add(prompt(4, start), 6, priority=LEVELS["interactive"])
+            start += 1
+        bench.step()
+        assert bench.clock.now() < 2 * levels * ageing_s, "the bound of its wait has passed"
+    assert start > 4, "nobody went before it"
+    bench.run()
