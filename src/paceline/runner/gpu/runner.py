@@ -235,8 +235,7 @@ class GPURunner:
         count = len(batch.decode) + len(batch.finishing)
         ring = self._ring[seq % len(self._ring)]
         if count:
-            for part in (0, 1):  # in one piece each: torch waits for a copy that is not
-                ring[part, :count].copy_(self._draw.drawn[part, :count], non_blocking=True)
+            ring.copy_(self._draw.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
         return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
