@@ -6,7 +6,7 @@ answers. The variants take turns, so that a machine that slows down slows all of
 and is what the others are divided by; "cpu" is the time of all threads of the process, the writers' among them,
 "engine" that of the thread that steps, "wall" has what other programs took as well.
 
-    python benchmarks/trail_cost.py [--rounds 7] [--model FOLDER|FILE] [--skip-churn] [--json FILE]
+    python -m benchmarks.trail_cost [--rounds 7] [--model FOLDER|FILE] [--requests 96] [--skip-churn] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from paceline.engine.engine import Engine
 from paceline.factory import build_engine, load_model
 
 ROWS, CHURN, CHURN_STEPS = 1024, 32, 700
-MODEL_REQUESTS, MODEL_ROWS = 96, 16
+MODEL_ROWS = 16
 Figures = dict[str, float]
 
 
@@ -113,14 +114,16 @@ def churn_work(options: dict[str, Any]) -> tuple[Engine, Callable[[], Figures]]:
 # -- a real model ------------------------------------------------------------------------------------------
 
 
-def model_work(model: str | None, options: dict[str, Any]) -> tuple[Engine, Callable[[], Figures]]:
+def model_work(
+    model: str | None, requests: int, options: dict[str, Any]
+) -> tuple[Engine, Callable[[], Figures]]:
     given = {"max_num_seqs": MODEL_ROWS, "max_model_len": 512, "num_blocks": 640, "check_every": 0, **options}
     engine = load_model(ModelConfig(model=model, device="cpu"), given).engine
     rng = np.random.default_rng(0)
 
     def work() -> Figures:
         clocks = Clocks()
-        for _ in range(MODEL_REQUESTS):
+        for _ in range(requests):
             prompt = rng.integers(100, 30_000, 16).astype(np.int32)
             engine.add(
                 prompt, SamplingParams(max_tokens=int(rng.integers(4, 17)), ignore_eos=True, temperature=0)
@@ -175,6 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", help="folder or file of a model; SmolLM2-135M-Instruct if none is named")
+    parser.add_argument("--requests", type=int, default=96, help="of the model, in each round")
     parser.add_argument("--skip-churn", action="store_true")
     parser.add_argument("--skip-model", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -185,7 +189,8 @@ def main() -> None:
         found["churn"] = measure(churn_work, arguments.rounds)
         show("churn", found["churn"])
     if not arguments.skip_model:
-        found["model"] = measure(lambda options: model_work(arguments.model, options), arguments.rounds)
+        make = partial(model_work, arguments.model, arguments.requests)
+        found["model"] = measure(make, arguments.rounds)
         show("model", found["model"])
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -246,6 +246,6 @@ def test_a_log_does_not_choose_what_is_imported(tmp_path: Path) -> None:
     engine.add([1, 2, 3], SamplingParams(max_tokens=3))
     run_until_idle(engine)
     log = read_run_log(tmp_path / "run.jsonl")
-    with pytest.raises(InputError, match="must be given it"):
+    with pytest.raises(InputError, match="must not choose what is imported"):
         replay(log)
     assert replay(log, policy=policy).is_equal
