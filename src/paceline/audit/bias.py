@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.audit.codec import decode_decision
 from paceline.core.events import Decision, DecisionKind
+from paceline.core.request import account_of
 from paceline.errors import InputError
 
 LEAST = 8  # requests in a group, and outside of it: fewer say nothing
@@ -50,7 +51,7 @@ def length_class(num_prompt: int) -> str:
 
 
 _GROUPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "key": lambda request: str(request["tenant"]).partition("\x1f")[0],
+    "key": lambda request: account_of(str(request["tenant"])),
     "class": lambda request: f"priority {request['priority']}",
     "length": lambda request: length_class(request["num_prompt"]),
 }

@@ -13,7 +13,7 @@ from paceline.audit.codec import decode_add, decode_decision
 from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog
 from paceline.audit.story import story, story_values
 from paceline.core.events import Decision
-from paceline.core.request import DEFAULT_TENANT, Request
+from paceline.core.request import DEFAULT_TENANT, Request, account_of
 from paceline.errors import InputError
 
 _BROKEN = (ValueError, KeyError, TypeError, IndexError)
@@ -52,7 +52,7 @@ class Explanation:
 
     def _arrival(self) -> str:
         request = self.request
-        tenant = request.tenant.partition("\x1f")[0]  # what follows keeps cached prefixes of a caller apart
+        tenant = account_of(request.tenant)
         who = "" if tenant == DEFAULT_TENANT else f" of {tenant}"
         priority = f", priority {request.priority}" if request.priority else ""
         branch = "" if request.parent is None else f", a branch of request {request.parent}"

@@ -36,6 +36,7 @@ def build_server(
     """A server that has not started, and its listeners."""
     app = Application(config, engine.client, keyring)
     app.dropped_lines = lambda: output.dropped
+    app.on_weights = engine.client.set_weights
     app.status.hindrance = lambda: billing.hindrance
     billing.report()
     uses_tls = config.ssl_certfile is not None

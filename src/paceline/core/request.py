@@ -21,6 +21,7 @@ from paceline.errors import InvalidRequest
 
 RequestId = NewType("RequestId", int)
 DEFAULT_TENANT = "default"
+SALT = "\x1f"  # between a tenant and what keeps some of its cached prefixes apart
 NO_ROW = -1
 
 
@@ -97,6 +98,11 @@ class Cost(NamedTuple):
 
 
 NO_COST = Cost()
+
+
+def account_of(tenant: str) -> str:
+    """Whose share a request counts against: what follows only keeps cached prefixes of one tenant apart."""
+    return tenant.partition(SALT)[0]
 
 
 def sooner(deadline_s: float | None, arrival_s: float, deadline_ms: int | None) -> float | None:

@@ -29,7 +29,14 @@ from paceline.core.events import (
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
-from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
+from paceline.core.request import (
+    NO_ROW,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestState,
+    account_of,
+)
 from paceline.kv.manager import KVManager
 from paceline.scheduler.cost import settle_cost
 from paceline.scheduler.dial.dial import Dial
@@ -177,10 +184,11 @@ class SchedulerState:
 
     def tenant_index(self, name: str) -> int:
         """A number for a tenant, the same as long as one of its requests lives."""
+        name = account_of(name)
         index = self._tenants.get(name)
         if index is None:
             if len(self._tenants) >= MAX_TENANTS:  # names may be made up by clients: they must not pile up
-                kept = {request.tenant for request in self.requests.values()}
+                kept = {account_of(request.tenant) for request in self.requests.values()}
                 self._tenants = {name: index for name, index in self._tenants.items() if name in kept}
             index = self._tenants[name] = self._next_tenant
             self._next_tenant += 1
@@ -188,7 +196,7 @@ class SchedulerState:
 
     def known_tenant(self, name: str) -> int:
         """The number of a tenant, or the one it would get."""
-        return self._tenants.get(name, self._next_tenant)
+        return self._tenants.get(account_of(name), self._next_tenant)
 
     def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
@@ -236,7 +244,7 @@ class SchedulerState:
             self.orders[request.id] = self._next_order
             self._next_order += 1
         tenant = self.tenant_index(request.tenant)
-        self.service.comes(tenant, request.tenant, back=request.state is RequestState.RUNNING)
+        self.service.comes(tenant, account_of(request.tenant), back=request.state is RequestState.RUNNING)
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], tenant)
 
@@ -247,7 +255,7 @@ class SchedulerState:
         self.policy = policy
         self.service = Service(policy, self.queue)
         if self.service.accounts is not None:
-            for name in dict.fromkeys(request.tenant for request in self.requests.values()):
+            for name in dict.fromkeys(account_of(request.tenant) for request in self.requests.values()):
                 self.service.accounts.began(self.tenant_index(name), name, ())
 
     def watch_deadline(self, request: Request) -> None:

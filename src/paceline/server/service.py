@@ -16,6 +16,7 @@ from typing import TypeVar
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
 from paceline.core.classes import SPOT
+from paceline.core.request import SALT
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.chat import ChatPrompts
 from paceline.llm.prompts import PreparedRequest, PromptReader
@@ -247,7 +248,7 @@ class Service:
 
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
-        return f"{tenant}\x1f{body.cache_salt}" if body.cache_salt else tenant
+        return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
 
     def _urgency(self, call: Call, body: ParsedBody) -> Urgency:
         """Raises what a key does not allow. A line of a batch is never more urgent than its class."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +58,7 @@ class AsyncEngine:
         self._questions = Questions()
         self._dial: DialSetting | None = None  # as it was set while serving
         self._policy: PolicyChange | None = None
+        self._weights = ""  # of tenants, as `--tenant-weights` would say them
         self._next_id = 1
         self._heard_s = time.monotonic()
         self._is_draining = False
@@ -213,6 +214,7 @@ class AsyncEngine:
         self._info = info
         self._state = EngineState.READY
         self.heard()
+        self._send_weights("")
         if self._sender is not None and (self._dial or self._policy):  # an engine in the place of another
             self._sender.send(frames.encode(_steer(0, self._dial, self._policy)))
 
@@ -250,6 +252,19 @@ class AsyncEngine:
         """Ask the engine for its gauges of this moment."""
         if self._sender is not None:
             self._sender.send(frames.encode(frames.Ping()))
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """The shares of tenants from now on, for this engine and for those that take its place."""
+        before, is_ready = self._weights, self._state is EngineState.READY
+        told = ",".join(f"{name}={weight:g}" for name, weight in sorted(weights.items()))
+        self._weights = told if any(weight != 1 for weight in weights.values()) else ""
+        if is_ready:
+            self._send_weights(before)
+
+    def _send_weights(self, before: str) -> None:
+        if self._sender is not None and self._weights != before:
+            change = PolicyChange(name="", options={"tenant_weights": self._weights})
+            self._sender.send(frames.encode(_steer(0, None, change)))
 
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""

@@ -181,7 +181,7 @@ class ExplainingClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChange:
-    """Another policy, with those of its options that are to change too."""
+    """Another policy, with those of its options that are to change too. Without a name, options of the present one."""
 
     name: str
     options: Mapping[str, float | str] = field(default_factory=dict)

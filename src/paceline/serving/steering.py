@@ -6,6 +6,8 @@ inputs for it and nothing of sockets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.core.dial import DialSetting
 from paceline.errors import PacelineError
 from paceline.scheduler.policy import POLICY_OPTIONS
@@ -24,10 +26,17 @@ def steer(scheduler: Scheduler, asked: frames.Steer) -> frames.Steered:
             scheduler.set_dial(DialSetting(kind=kind, value=value))
         if asked.policy is not None:
             name, options = asked.policy
-            scheduler.set_policy(name, **options)
+            _change_policy(scheduler, name, options)
     except PacelineError as error:
         refusal = refusal_of(0, error)
     return frames.Steered(asked.question, steering_of(scheduler), refusal)
+
+
+def _change_policy(scheduler: Scheduler, name: str, options: Mapping[str, float | str]) -> None:
+    """Without a name, other options of the policy there is. An operator's own is left alone: it has read its own."""
+    present = scheduler.state.config.scheduling_policy
+    if name or ":" not in present:
+        scheduler.set_policy(name or present, **options)
 
 
 def steering_of(scheduler: Scheduler) -> Steering:

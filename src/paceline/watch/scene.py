@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.request import RequestState
+from paceline.core.request import RequestState, account_of
 from paceline.core.values import value
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import SchedulerState
@@ -117,7 +117,7 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
             request.preemptions,
             request.priority,
             request.state is RequestState.SWAPPED,
-            request.tenant,
+            account_of(request.tenant),
         )
         for request in requests
     )
@@ -125,7 +125,7 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
 
 def _tenant(state: SchedulerState, row: int) -> str:
     request = state.rows.requests[row]
-    return "" if request is None else request.tenant
+    return "" if request is None else account_of(request.tenant)
 
 
 def _blocks(refs: NDArray[np.int32], cached: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -101,3 +101,32 @@ def test_an_answer_finds_its_question_and_a_new_engine_is_steered_alike() -> Non
 def test_an_engine_that_was_never_steered_is_told_nothing_at_its_start() -> None:
     _, sender = connected()
     assert sender.sent == []
+
+
+def test_weights_of_tenants_reach_the_policy_there_is_and_every_engine_after() -> None:
+    client, sender = connected()
+    sender.sent.clear()
+    client.set_weights({"a": 1.0, "b": 1.0})
+    assert not sender.sent  # all alike: nothing to say
+    client.set_weights({"b": 0.5, "a": 2.0})
+    weights = frames.Steer(0, None, ("", {"tenant_weights": "a=2,b=0.5"}))
+    assert sender.sent == [weights]
+    engine = scheduler(scheduling_policy="fair")
+    steer(engine, weights)
+    assert (engine.state.config.scheduling_policy, engine.state.config.tenant_weights) == (
+        "fair",
+        "a=2,b=0.5",
+    )
+    after = FakeSender()
+    client.detach("it is gone")
+    client.attach(after)
+    client.ready(INFO)
+    assert after.sent == [weights]
+    client.set_weights({"a": 1.0})
+    assert after.sent[1:] == [frames.Steer(0, None, ("", {"tenant_weights": ""}))]
+
+
+def test_an_operators_own_policy_keeps_its_weights() -> None:
+    engine = scheduler(scheduling_policy="paceline.scheduler.policy.fcfs:FirstComeFirstServed")
+    assert steer(engine, frames.Steer(0, None, ("", {"tenant_weights": "a=2"}))).refusal is None
+    assert engine.state.config.tenant_weights == ""
