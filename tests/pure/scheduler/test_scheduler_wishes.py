@@ -224,8 +224,8 @@ def test_who_is_late_without_a_deadline_is_still_served_in_bounded_time() -> Non
 def test_the_least_wish_between_tokens_bounds_a_step_and_prompts_go_on() -> None:
     steps = pace(10.0)
     free = steps.budget(0, 0, FRESH, 0.0)
-    assert steps.budget(0, 0, FRESH, 0.0, 0.005) < free
-    assert steps.budget(0, 0, FRESH, 0.0, 1.0) == free  # a wish never makes a step longer
+    assert steps.budget(0, 0, FRESH, 0.0, most_s=0.005) < free
+    assert steps.budget(0, 0, FRESH, 0.0, most_s=1.0) == free  # a wish never makes a step longer
     assert steps.budget(10, 0, FRESH, 0.0, 1e-6) >= 10 + 100
 
 
