@@ -226,7 +226,7 @@ def test_the_least_wish_between_tokens_bounds_a_step_and_prompts_go_on() -> None
     free = steps.budget(0, 0, FRESH, 0.0)
     assert steps.budget(0, 0, FRESH, 0.0, most_s=0.005) < free
     assert steps.budget(0, 0, FRESH, 0.0, most_s=1.0) == free  # a wish never makes a step longer
-    assert steps.budget(10, 0, FRESH, 0.0, 1e-6) >= 10 + 100
+    assert steps.budget(10, 0, FRESH, 0.0, most_s=1e-6) >= 10 + 100
 
 
 def test_rows_are_asked_what_they_want_as_long_as_they_run() -> None:
