@@ -20,6 +20,7 @@ from paceline.server.app import Api as MountedApi
 from paceline.server.app import Application
 from paceline.server.auth import Keyring
 from paceline.server.health import PUBLIC
+from paceline.server.page import PAGE
 from tests.e2e.catalogue.catalogue import canary, log_problems
 from tests.e2e.catalogue.connections import ask_all
 from tests.e2e.catalogue.entry import (
@@ -106,7 +107,7 @@ def test_30_every_route_but_probes_needs_a_key(server: TinyServer) -> None:
         body = b"{}" if method == "POST" else None
         for headers in ((), ("Authorization: Bearer nobody",), ("x-api-key: nobody",)):
             reply = server.raw(request_bytes(method, path, body, headers=headers))
-            if template in PUBLIC:
+            if template in PUBLIC | PAGE:
                 assert reply.status == 200, template
             else:
                 assert reply.status == 401 and (method == "HEAD" or is_401(reply)), (method, template)

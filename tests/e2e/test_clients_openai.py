@@ -305,6 +305,8 @@ def test_a_request_too_many_is_a_rate_limit_and_a_retry_gets_through(server: Cli
         def note(response: httpx2.Response) -> None:
             statuses.append(response.status_code)
             held.close()
+            # The forecast is of a request that goes on for long: it was just ended.
+            response.headers.update({"retry-after": "1", "retry-after-ms": "1000"})
 
         hooked = openai.DefaultHttpxClient(event_hooks={"response": [note]})
         with OpenAI(

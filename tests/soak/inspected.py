@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 FOLDER_VARIABLE = "PACELINE_SOAK_FOLDER"  # a file for each process is written here, named by its number
 ENGINE = "--engine"
+FEW = 64  # requests that can still be explained or changed
 
 
 MALLOC_FIELDS = (
@@ -51,8 +52,12 @@ def run(module: str, arguments: Sequence[str]) -> None:
 
         os._exit(engine_main.main())
     from paceline.cli.main import main
+    from paceline.server.explanations import Explanations
+    from paceline.server.live_requests import LiveRequests
     from paceline.serving import child
 
+    for memory in (Explanations, LiveRequests):  # bounded ones are full before anything is counted
+        memory.__init__.__defaults__ = (FEW,)
     with patch.object(child, "COMMAND", (sys.executable, "-m", module, ENGINE)):
         main()
 

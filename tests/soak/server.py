@@ -33,6 +33,7 @@ FLAGS = {
     "port": "0",
     "num-gpu-blocks-override": str(NUM_BLOCKS),
     "max-num-seqs": "48",
+    "decision-ring": "256",
     "max-num-batched-tokens": "256",
     "header-timeout": str(HEADER_TIMEOUT_S),
     "stalled-client-timeout": "2",

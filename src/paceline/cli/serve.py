@@ -153,7 +153,11 @@ def _serve(given: Mapping[str, Any]) -> None:
     process = ProcessConfig(**_of(ProcessConfig, values))
     engine = engine_options(values)
 
+    from paceline.audit.run_recorder import check_run_log
     from paceline.cli.serve_run import run_server
+
+    if values.get("run_log"):
+        check_run_log(values["run_log"])
 
     code = run_server(config, process, engine)
     sys.stdout.flush()

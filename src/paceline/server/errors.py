@@ -31,7 +31,7 @@ from paceline.serving.client import EngineUnavailable
 
 MAX_MESSAGE = 512
 MAX_PARAM = 128
-LONGEST_RETRY_S = 600
+LONGEST_RETRY_S = 60  # clients give up on more, and until then somebody may have left
 INTERNAL = "internal_error"
 BAD, AUTH, DENIED, MISSING = (
     "invalid_request_error",
