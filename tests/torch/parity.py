@@ -29,6 +29,7 @@ from paceline.core.events import StepEvents
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.errors import InvalidTransition
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
 from paceline.models.load import build_decoder
@@ -393,7 +394,10 @@ class Play:
         scheduler = self.engine.scheduler
         if self.scenario.disturbance != "pause":
             return scheduler.preempt(number, swap=swap)
-        scheduler.pause(number)
+        try:
+            scheduler.pause(number)
+        except InvalidTransition:  # it only waits for its batch to leave
+            return False
         scheduler.resume(number)
         return True
 
