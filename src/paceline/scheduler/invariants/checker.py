@@ -120,7 +120,8 @@ class InvariantChecker:
             self._note_copies(plan.swap_in)
         if planned is not None and self.overlapped:
             self._underway.append(planned)
-        self._seen_decisions = 0  # the engine takes them with the plan
+        # The engine takes them with a plan; without one they stay, and are looked at once all the same.
+        self._seen_decisions = 0 if plan is not None else len(decisions)
         self._progress(plan)
 
     def after_update(self, result: StepResult | None) -> None:
