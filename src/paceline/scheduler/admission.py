@@ -45,8 +45,9 @@ class Admission:
         self.against = state.last_in
 
     def rows_left(self) -> int:
+        """More may run than there should be by now: a dial or a lack of memory takes nobody's row away."""
         rows = self._state.rows
-        return min(self._state.most_rows - rows.num_live, rows.num_free)
+        return max(0, min(self._state.most_rows - rows.num_live, rows.num_free))
 
     def refusal(self, request: Request) -> Rule | None:
         """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
