@@ -78,15 +78,22 @@ class Composer:
         if self._left > 0 and state.prefilling:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
-        if len(self._held) and not (
-            self._decode_count or self._spans
-        ):  # whom they were held back for has failed
-            self._held = _NO_ROWS
-            mask = self._decode()
+        if len(self._held) and not (self._decode_count or self._spans):
+            mask = self._decode_held()
         self.tokens_left = self._left
         if not (self._decode_count or self._spans or self._pad_tokens or self.has_open_copies):
             return None
         return self._plan(mask)
+
+    def _decode_held(self) -> Mask:
+        """Whom rows were held back for has failed: they decode after all, and the step is theirs alone."""
+        self._held = _NO_ROWS
+        self.budget = self._left = self._state.config.max_num_batched_tokens
+        mask = self._decode()
+        if self._state.keeps_pace:
+            self.budget = step_budget(self._state, self.pace, mask, [])
+            self._left = self.budget - self._decode_count
+        return mask
 
     @property
     def has_open_copies(self) -> bool:
