@@ -124,7 +124,7 @@ def test_comments_and_other_entries_stay_as_they_are(keys: Keys) -> None:
     "arguments, code, part",
     [
         (("add", "a"), 78, "has a key a already"),
-        (("add", "b", "--weight", "0"), 78, "weight must be"),
+        (("add", "b", "--weight", "0"), 2, "--weight must be at least"),
         (("add", "b", "--class", "gold"), 2, "--class"),
         (("add", "b", "--requests-per-minute", "0"), 2, "--requests-per-minute"),
         (("add", "b", "--price-output", "-1"), 2, "--price-output"),

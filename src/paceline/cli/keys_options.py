@@ -13,6 +13,7 @@ from paceline.server.tenant import (
     DEFAULT_CLASS,
     LARGEST_PRICE,
     LARGEST_WEIGHT,
+    LEAST_WEIGHT,
     PRIORITY,
     REQUESTS,
     TOKENS,
@@ -60,7 +61,10 @@ class KeyOptions:
     admin: bool = option(False, "may use the admin routes: dial, policy, usage of all keys")
     service_class: str = option(DEFAULT_CLASS, "class of service", choices=CLASSES, flag="--class")
     weight: float = option(
-        1.0, "share beside other keys where they are shared between fairly", low=0.0, high=LARGEST_WEIGHT
+        1.0,
+        "share beside other keys where they are shared between fairly",
+        low=LEAST_WEIGHT,
+        high=LARGEST_WEIGHT,
     )
     requests_per_minute: int | None = option(
         None, "requests it may send in a minute", low=BOUNDS[REQUESTS][0], high=BOUNDS[REQUESTS][1], kind=int

@@ -21,6 +21,7 @@ from paceline.server.tenant import (
     FREE,
     LARGEST_PRICE,
     LARGEST_WEIGHT,
+    LEAST_WEIGHT,
     Prices,
 )
 
@@ -60,8 +61,8 @@ def read_entry(entry: Any, where: str) -> Key:
     if service_class not in CLASSES:
         raise BadKeysFile(f"{where}: class must be one of {', '.join(CLASSES)}")
     weight = _number(entry, "weight", 1.0, LARGEST_WEIGHT, where)
-    if weight == 0:
-        raise BadKeysFile(f"{where}: weight must be a number above 0")
+    if weight < LEAST_WEIGHT:
+        raise BadKeysFile(f"{where}: weight must be a number from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:,.0f}")
     return Key(
         name=name,
         sha256=bytes.fromhex(digest),
