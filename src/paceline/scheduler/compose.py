@@ -49,13 +49,10 @@ class Composer:
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
-        self._spans = {}
-        self.passed = set()
-        self.budget = state.config.max_num_batched_tokens
-        self._left = self.budget
+        self._spans, self.passed = {}, set()
+        self.budget = self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
-        self._at_length = False
-        self._held = _NO_ROWS
+        self._at_length, self._held = False, _NO_ROWS
         self.admission.remarks.clear()
         self._promote()
         if state.kv.windowed:
@@ -168,9 +165,8 @@ class Composer:
     def _prompt_room(self) -> int:
         """Tokens a step has for prompts if all rows decode."""
         mask = self._state.rows.decoding[: self._state.rows.high]
-        budget = self.budget
-        if self._state.keeps_pace:
-            budget = step_budget(self._state, self.pace, mask, self._prompts())
+        paced = self._state.keeps_pace
+        budget = step_budget(self._state, self.pace, mask, self._prompts()) if paced else self.budget
         return budget - int(np.count_nonzero(mask))
 
     def _prompt_need(self) -> int:

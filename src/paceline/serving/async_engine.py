@@ -18,7 +18,6 @@ import numpy as np
 from paceline.config_process import ProcessConfig
 from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.dial import DialSetting
-from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.serving import frames
@@ -122,7 +121,7 @@ class AsyncEngine:
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
         """See `SteeringClient`."""
         sender = self._ready_sender()
-        told = await self._questions.ask(sender, lambda question: _steer(question, dial, policy))
+        told = await self._questions.ask(sender, lambda question: frames.Steer.of(question, dial, policy))
         assert isinstance(told, frames.Steered)
         if told.refusal is not None:
             raise error_of(told.refusal)
@@ -216,7 +215,7 @@ class AsyncEngine:
         self.heard()
         self._send_weights("")
         if self._sender is not None and (self._dial or self._policy):  # an engine in the place of another
-            self._sender.send(frames.encode(_steer(0, self._dial, self._policy)))
+            self._sender.send(frames.encode(frames.Steer.of(0, self._dial, self._policy)))
 
     def heard(self) -> None:
         """A sign of life."""
@@ -264,7 +263,7 @@ class AsyncEngine:
     def _send_weights(self, before: str) -> None:
         if self._sender is not None and self._weights != before:
             change = PolicyChange(name="", options={"tenant_weights": self._weights})
-            self._sender.send(frames.encode(_steer(0, None, change)))
+            self._sender.send(frames.encode(frames.Steer.of(0, None, change)))
 
     def refuse_new(self) -> None:
         """From now on only what is under way goes on."""
@@ -358,16 +357,7 @@ class AsyncEngine:
         if branch is None:
             self.rejects.unknown_branch += 1
             return
-        found = RowLogprobs(
-            row=branch.index,
-            position=entry.position,
-            token=entry.token,
-            logprob=entry.logprob,
-            rank=entry.rank,
-            top_tokens=entry.top_tokens,
-            top_logprobs=entry.top_logprobs,
-        )
-        branch.logprobs.append(found)
+        branch.logprobs.append(entry.of_row(branch.index))
         if not branch.is_touched:
             self._touch(branch)
 
@@ -444,13 +434,6 @@ class AsyncEngine:
         self._streams.pop(stream.first, None)
         for branch in stream.branches:
             self._branches.pop(branch.id, None)
-
-
-def _steer(question: int, dial: DialSetting | None, policy: PolicyChange | None) -> frames.Steer:
-    """What is asked of an engine, or nothing but how it stands."""
-    setting = None if dial is None else (dial.kind, dial.value)
-    change = None if policy is None else (policy.name, dict(policy.options))
-    return frames.Steer(question, setting, change)
 
 
 def _column(tokens: Sequence[int]) -> bytes:

@@ -14,11 +14,12 @@ import numpy as np
 
 from paceline.config import ModelConfig
 from paceline.core.changes import ChangeOutcome
-from paceline.core.dial import DialKind
+from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.plan import RowLogprobs
 from paceline.core.request import NO_COST, Cost
 from paceline.core.sampling import SamplingParams
-from paceline.serving.client import EngineInfo, EngineStats, Steering
+from paceline.serving.client import EngineInfo, EngineStats, PolicyChange, Steering
 
 ID = np.dtype("<i8")
 TOKEN = np.dtype("<i4")
@@ -125,6 +126,13 @@ class Steer(msgspec.Struct, tag="steer", array_like=True, frozen=True):
     dial: tuple[DialKind, float] | None = None
     policy: tuple[str, dict[str, float | str]] | None = None
 
+    @classmethod
+    def of(cls, question: int, dial: DialSetting | None, policy: PolicyChange | None) -> Steer:
+        """What is asked of an engine, or nothing but how it stands."""
+        setting = None if dial is None else (dial.kind, dial.value)
+        change = None if policy is None else (policy.name, dict(policy.options))
+        return cls(question, setting, change)
+
 
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
     """Asks what happened since the last look. Who stops looking is forgotten after a few seconds."""
@@ -185,6 +193,17 @@ class BranchLogprobs(msgspec.Struct, array_like=True, frozen=True):
     rank: int
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+    def of_row(self, row: int) -> RowLogprobs:
+        return RowLogprobs(
+            row=row,
+            position=self.position,
+            token=self.token,
+            logprob=self.logprob,
+            rank=self.rank,
+            top_tokens=self.top_tokens,
+            top_logprobs=self.top_logprobs,
+        )
 
 
 class BranchEnding(msgspec.Struct, array_like=True, frozen=True):
