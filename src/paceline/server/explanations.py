@@ -22,6 +22,13 @@ _NOW = {"waiting": "is waiting for its turn now", "running": "is running now"}
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
+def own_id(request_id: str) -> str:
+    """The id of a request without what the API it came by puts before it."""
+    for prefix in _PREFIXES:
+        request_id = request_id.removeprefix(prefix)
+    return request_id
+
+
 class Explanations:
     """The requests that can still be explained."""
 
@@ -38,9 +45,7 @@ class Explanations:
 
     async def explain(self, request_id: str, caller: Caller) -> dict[str, Any]:
         """The story of each branch. Raises UnknownRequestId."""
-        own = request_id
-        for prefix in _PREFIXES:
-            own = own.removeprefix(prefix)
+        own = own_id(request_id)
         tenant, numbers = self._known.get(own, ("", ()))
         if not numbers or tenant != caller.tenant:
             raise UnknownRequestId(

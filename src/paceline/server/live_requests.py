@@ -17,12 +17,12 @@ from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.classes import LEVELS
 from paceline.errors import InvalidRequest
 from paceline.server.call import Caller
+from paceline.server.explanations import own_id
 from paceline.server.failures import RequestBusy, RequestEnded, UnknownRequestId
 from paceline.server.urgency import check_number
 from paceline.serving.client import ChangingClient, EngineClient, EngineUnavailable
 
 MOST_REQUESTS = 8192  # some 300 bytes each
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,7 @@ class LiveRequests:
         """Change a request of this caller. Raises UnknownRequestId, RequestEnded, RequestBusy, NotPermitted."""
         if wish == Wish():
             raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
-        own = request_id
-        for prefix in _PREFIXES:
-            own = own.removeprefix(prefix)
+        own = own_id(request_id)
         known = self._known.get(own)
         if known is None or not known.numbers or (known.tenant != caller.tenant and not caller.is_admin):
             raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
