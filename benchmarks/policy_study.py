@@ -43,7 +43,10 @@ PRIORITIES = ("interactive", "batch")  # tenants in the order of their priority
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+TABLE_HEAD = "| part | policy | what | asked | found | holds |\n|---|---|---|---|---|---|"
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One row of the table."""
 
@@ -53,6 +56,10 @@ class Line:
     asked: str
     found: str
     holds: bool | None  # None: nothing was asked
+
+    def cells(self) -> str:
+        holds = "" if self.holds is None else "yes" if self.holds else "NO"
+        return f"| {' | '.join((self.part, self.policy, self.what, self.asked, self.found, holds))} |"
 
 
 def run(workload: Workload, policy: str, options: dict[str, Any] | None = None, **sim: Any) -> RunRecord:
@@ -408,12 +415,10 @@ def main() -> None:
         "deadline": lambda: deadline_part(trace, arguments.minutes),
         "order": lambda: order_part(trace, arguments.minutes),
     }
-    print("| part | policy | what | asked | found | holds |\n|---|---|---|---|---|---|")
+    print(TABLE_HEAD)
     for name in arguments.only.split(","):
         for line in parts[name]():
-            holds = "" if line.holds is None else "yes" if line.holds else "NO"
-            cells = (line.part, line.policy, line.what, line.asked, line.found, holds)
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print(line.cells(), flush=True)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def test_a_target_out_of_reach_is_said_to_be_and_left_at_the_end() -> None:
     plant = Plant(config(), itl(2.0))
     plant.run(60.0, tokens_plant(2e-5))
     status = plant.dial.status()
-    assert status.word is DialWord.UNREACHABLE and status.position == 0.0 and status.max_rows == 8
+    assert status.word is DialWord.UNREACHABLE and status.position == 0.0 and status.max_rows == 4
     assert "raise the target" in status.reason and "cannot be held" in status_sentences(status)[0]
     plant.run(20.0, lambda dial: 0.0018)
     assert plant.dial.word is not DialWord.UNREACHABLE and not plant.dial.reason

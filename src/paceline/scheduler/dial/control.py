@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.core.dial import DialWord
-from paceline.scheduler.dial.limits import ROWS_PART, rounded
+from paceline.scheduler.dial.limits import ROWS_PART, ROWS_SLOPE, rounded
 
 TOO_LONG = 0.04  # logarithm of what was seen over the target, above which is corrected
 MISSED = 0.14  # the same (15 %), above which rows are taken away, and at the end of the dial a target counts as missed
@@ -28,7 +28,7 @@ class Law:
 
     target_s: float
     tightens: int  # -1: turning down shortens it (time between tokens); 1: turning up does (first tokens)
-    slope: float  # logarithm of the time for one turn of the dial
+    slope: float  # logarithm of the time for one turn of the dial, where steps become shorter
     low: float  # the ends of the dial that this target may use
     high: float
     too_short: float  # logarithm below which it may be relaxed
@@ -68,7 +68,8 @@ class Controller:
         if (self._rest and error > -FAR) or num_seen < law.fewest:
             self.word = DialWord.HOLDING
             return position
-        turn = min(RELAXING * -error / law.slope, law.largest_relaxing)
+        slope = ROWS_SLOPE if position < ROWS_PART else law.slope
+        turn = min(RELAXING * -error / slope, law.largest_relaxing)
         moved = rounded(position - law.tightens * turn, law.low, law.high)
         self.word = DialWord.CORRECTING if moved != position else DialWord.SLACK
         if moved != position:
@@ -94,6 +95,6 @@ class Controller:
             self.reversals += 1
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._last_relaxed, self._quiet = False, 0
-        turn = min(GAIN * error / law.slope, LARGEST_MOVE)
+        turn = min(GAIN * error / (ROWS_SLOPE if is_last_resort else law.slope), LARGEST_MOVE)
         lowest = ROWS_PART if law.low < ROWS_PART < position else law.low  # a stop on the way to fewer rows
         return rounded(position + law.tightens * turn, lowest, law.high)

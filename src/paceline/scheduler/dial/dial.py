@@ -61,6 +61,9 @@ class Dial:
         self.setting = OFF
         self.position = self._place_of_config()
         self.limits: Limits | None = None  # None: those of the config
+        self._most_rows = self._target_rows = (
+            config.max_num_seqs
+        )  # that may run, here and wherever steps are cut first
         self.moves = 0
         self.reason = ""
         self.fewest = config.fewest_step_tokens  # prompt tokens that every step so far was allowed
@@ -92,6 +95,7 @@ class Dial:
             self.position, self.limits = self._place_of_config(), None
             return
         position = self.position
+        self._most_rows = self._target_rows = self._range.rows
         if setting.kind is DialKind.POSITION:
             position = round(setting.value, 4)
         else:
@@ -99,6 +103,8 @@ class Dial:
             self._controller = Controller(law)
             if setting.kind is DialKind.ITL and self._range.by_time:
                 position = self._range.position_of(law.target_s * AHEAD)
+                if law.low < ROWS_PART:
+                    self._most_rows = self._target_rows = self._range.rows_within(law.target_s)
             position = min(max(position, law.low), law.high)
         self.fewest = min(self.fewest, self._range.fewest)
         self._stand(position)
@@ -141,7 +147,14 @@ class Dial:
             crowded = self.position < ROWS_PART and len(waits) > 0 and rows >= limits.rows
             binds = not of_gaps or crowded or window.marked_share >= BINDING
             settled = not of_gaps or rows <= limits.rows
-            self._stand(controller.judge(before, seen_s, window.total, binds=binds, settled=settled))
+            after = controller.judge(before, seen_s, window.total, binds=binds, settled=settled)
+            if after >= ROWS_PART:
+                self._most_rows = self._target_rows
+            elif (
+                before >= ROWS_PART
+            ):  # fewer than run now: to allow fewer than might run would change nothing
+                self._most_rows = min(max(rows, 1), self._target_rows)
+            self._stand(after)
             self.reason = self._reason(seen_s) if controller.word is DialWord.UNREACHABLE else ""
         if self.position != before:
             self.moves += 1
@@ -180,7 +193,7 @@ class Dial:
     # -- helpers -------------------------------------------------------------------------------------------
 
     def _stand(self, position: float) -> None:
-        self.position, self.limits = position, self._range.at(position)
+        self.position, self.limits = position, self._range.at(position, self._most_rows)
 
     def _place_of_config(self) -> float:
         config = self.config

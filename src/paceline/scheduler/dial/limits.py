@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from paceline.config import SchedulerConfig
 
 ROWS_PART = 0.25  # of the dial; above it all rows may run
-ROWS_SPAN = 8.0  # at 0 there is one row for so many
+ROWS_SPAN = 8.0  # at 0 there is one row for so many of those that may run at a quarter
 SMALLEST_SHARE = 0.25  # of a step's tokens for one prompt while others wait, at 0; all of them at 1
 TOKENS_SPAN = 16  # without step costs: the largest step has so many times the tokens of the smallest
 HEADROOM = 1.5  # the longest step: so much longer than the largest size of the table, for what its rows read
+ROWS_SLOPE = (
+    math.log(ROWS_SPAN) / ROWS_PART
+)  # how the logarithm of the rows grows with the position, in their part
 PLACES = 4  # decimals of a position: what is on record is all there is
 
 
@@ -41,7 +44,8 @@ class Range:
     def __init__(self, config: SchedulerConfig) -> None:
         costs, most = config.step_costs, config.max_num_batched_tokens
         self.by_time = costs is not None
-        self._most, self._rows = most, config.max_num_seqs
+        self._most, self.rows = most, config.max_num_seqs
+        self._row_s = 0.0 if costs is None else costs.row_s
         if costs is not None:
             last = max(bisect_right(costs.sizes, most) - 1, 0)
             low, high = max(costs.seconds[0], 1e-6), costs.seconds[last] * HEADROOM
@@ -57,11 +61,18 @@ class Range:
         """How the logarithm of a step's length grows with the position, above the rows' part."""
         return max(self._span / (1.0 - ROWS_PART), 0.1)
 
-    def at(self, position: float) -> Limits:
+    def rows_within(self, target_s: float) -> int:
+        """Rows that decode in this time beside the shortest piece of a prompt, as far as it is known what a row costs."""
+        if not self._row_s:
+            return self.rows
+        return min(max(int((target_s - self.low) / self._row_s), 1), self.rows)
+
+    def at(self, position: float, most_rows: int | None = None) -> Limits:
+        """What a place means where at most so many rows may run; None: as many as there are."""
         turned = max(0.0, position - ROWS_PART) / (1.0 - ROWS_PART)
         length = self.low * math.exp(turned * self._span)
         missing = max(0.0, ROWS_PART - position) / ROWS_PART
-        rows = max(1, round(self._rows * math.exp(-missing * math.log(ROWS_SPAN))))
+        rows = max(1, round((most_rows or self.rows) * math.exp(-missing * math.log(ROWS_SPAN))))
         return Limits(
             target_s=round(length, 7) if self.by_time else None,
             tokens=self._most if self.by_time else min(max(1, round(length)), self._most),

@@ -1,0 +1,270 @@
+"""What the policies give on a server that runs: shares of tenants, a tenant that floods, interactive beside batch work.
+
+Starts `paceline serve` with its default model on this machine, once for each policy, with a key for each tenant, and
+sends completions over loopback at times drawn beforehand, whether or not answers come. Every prompt is of random
+token ids, so that nothing is found in the prefix cache. Saturation is what the server finishes per second when
+everything is there from the start. Times are the client's.
+
+    python -m benchmarks.policy_live [--only fair,flood,priority] [--seconds 60] [--json FILE]
+                                     [--tenants vtc_arena_multiclient_trace.csv]
+
+Without a file the tenants come from the built-in generator, which is fitted to the same trace. Lengths are an eighth
+of the trace's, which is what a small model on a CPU answers in the time there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.live import Answer, at, environment, served, stream, write_keys
+from benchmarks.policy_study import TABLE_HEAD, Line, at_rate, largest_gap, served_per_s, with_tenant
+from paceline.report.record import RunRecord
+from paceline.workload import load_workload
+from paceline.workload.model import Workload
+
+ROWS, BLOCK, POOL_TOKENS = 32, 16, 1280
+SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))
+OPTIONS = ("--max-num-seqs", str(ROWS), "--max-waiting-requests", "8192", "--disable-log-requests")
+SHRINK = 8
+WITHIN_S = 600.0  # for an answer: the queue of a server beyond saturation is as long as the run
+NUM_IDS = 40_000  # token ids that prompts are drawn from
+FLOOD_LIMIT = 8  # answers under way at once, of every key in the part with limits
+
+
+def shrunk(workload: Workload) -> Workload:
+    return replace(
+        workload,
+        prompt_len=np.maximum(workload.prompt_len // SHRINK, 2).astype(np.int32),
+        output_len=np.maximum(workload.output_len // SHRINK, 2).astype(np.int32),
+    )
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+async def send_all(port: int, workload: Workload, seed: int) -> list[Answer | None]:
+    random = np.random.default_rng(seed)
+    origin_s = time.perf_counter() + 0.5
+    jobs = []
+    for index in range(len(workload)):
+        body = {
+            "model": "smollm2",
+            "prompt": random.integers(0, NUM_IDS, int(workload.prompt_len[index])).tolist(),
+            "max_tokens": int(workload.output_len[index]),
+            "ignore_eos": True,
+        }
+        sending = stream(port, "/v1/completions", body, workload.tenants[int(workload.tenant[index])])
+        jobs.append(at(origin_s, float(workload.arrival_s[index]), sending, WITHIN_S))
+    return await asyncio.gather(*jobs)
+
+
+def run(port: int, workload: Workload, label: str, seed: int = 1) -> RunRecord:
+    """Send the requests at their times. What the client cannot see, admission, is taken to be the first token."""
+    answers = asyncio.run(send_all(port, workload, seed))
+    done = np.array([answer is not None and bool(answer.piece_s) for answer in answers])
+    origin_s = min(answer.sent_s for answer in answers if answer is not None) - float(workload.arrival_s[0])
+
+    def column(name: str) -> NDArray[np.float64]:
+        return np.array(
+            [
+                {"sent": answer.sent_s, "first": answer.piece_s[0], "end": answer.piece_s[-1]}[name]
+                - origin_s
+                if answer is not None and answer.piece_s
+                else np.nan
+                for answer in answers
+            ]
+        )
+
+    first_s, zeros = column("first"), np.zeros(len(workload), np.int32)
+    return RunRecord(
+        label=label,
+        config={"refused": sum(answer is not None and answer.status == 429 for answer in answers)},
+        max_num_seqs=ROWS,
+        duration_s=float(np.nanmax(column("end"))),
+        arrival_s=np.where(done, np.nan_to_num(column("sent")), workload.arrival_s),
+        admitted_s=first_s,
+        first_token_s=first_s,
+        finished_s=column("end"),
+        prompt_len=workload.prompt_len,
+        output_len=np.where(done, workload.output_len, 0).astype(np.int32),
+        cached_tokens=zeros,
+        preemptions=zeros,
+        tenant=workload.tenant,
+        outcome=np.where(done, 0, 3).astype(np.uint8),
+    )
+
+
+class Server:
+    """Servers one after the other, each with the keys of the tenants of a load."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._folder, self._options = folder, options
+
+    def run(
+        self, load: Workload, policy: str, keys: Mapping[str, Mapping[str, Any]] | None = None, *options: str
+    ) -> RunRecord:
+        path = self._folder / "keys.jsonl"
+        write_keys(path, {name: (keys or {}).get(name, {}) for name in load.tenants})
+        flags = (
+            "--scheduling-policy",
+            policy,
+            "--api-keys-file",
+            str(path),
+            *OPTIONS,
+            *self._options,
+            *options,
+        )
+        with served(flags) as port:
+            warm = replace(load.head(min(8, len(load))), arrival_s=np.zeros(min(8, len(load))))
+            run(port, warm, "warm", seed=9)
+            return run(port, load, policy)
+
+    def saturation(self, load: Workload) -> float:
+        """Requests per second when nobody has to be waited for."""
+        record = self.run(replace(load, arrival_s=np.zeros(len(load))), "fcfs")
+        return len(load) / record.duration_s
+
+
+def p(record: RunRecord, share: float, of: NDArray[np.bool_]) -> float:
+    """Percentile of the time to the first token in milliseconds."""
+    return 1e3 * float(np.nanpercentile((record.first_token_s - record.arrival_s)[of], share))
+
+
+def times_line(part: str, policy: str, what: str, asked: float | None, before: float, after: float) -> Line:
+    return Line(
+        part=part,
+        policy=policy,
+        what=what,
+        asked=f"<= {asked:g} x" if asked else "",
+        found=f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)",
+        holds=after <= asked * before if asked else None,
+    )
+
+
+# -- the parts -----------------------------------------------------------------------------------------------
+
+
+def fair_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line]:
+    """Twice saturation; then the same with one tenant asking ten times as much."""
+    full = server.saturation(trace.head(80))
+    load = at_rate(trace.head(int(2 * full * seconds)), 2 * full)
+    counts = np.bincount(load.tenant, minlength=len(load.tenants))
+    loud = int(np.argsort(counts)[len(counts) // 2 + 3])  # neither the smallest nor the largest
+    random = np.random.default_rng(5)
+    mine = np.flatnonzero(load.tenant == loud)
+    more = random.choice(mine, 9 * len(mine))
+    arrival_s = np.concatenate([load.arrival_s, random.uniform(0.0, load.duration_s, len(more))])
+    by = np.argsort(arrival_s, kind="stable")
+    index = np.concatenate([np.arange(len(load)), more])[by]
+    flooded = replace(
+        load,
+        arrival_s=arrival_s[by],
+        prompt_len=load.prompt_len[index],
+        output_len=load.output_len[index],
+        tenant=load.tenant[index],
+    )
+    until_s = load.duration_s
+    alone = {policy: server.run(load, policy) for policy in ("fcfs", "fair")}
+    beside = {policy: server.run(flooded, policy) for policy in ("fcfs", "fair")}
+    gaps = {policy: largest_gap(record, until_s) for policy, record in alone.items()}
+    rates = {policy: served_per_s(record, until_s) for policy, record in alone.items()}
+    bound = 2 * max(float(load.prompt_len.max()), 2.0 * POOL_TOKENS)
+    share, loss = gaps["fair"] / gaps["fcfs"], 1.0 - rates["fair"] / rates["fcfs"]
+    what = f"service gap, {len(set(load.tenant.tolist()))} tenants, {2 * full:.1f}/s, {len(load)} requests"
+    yield Line(
+        "fair", "fair", what, f"<= {bound:,.0f} tokens (VTC)", f"{gaps['fair']:,.0f}", gaps["fair"] <= bound
+    )
+    yield Line(
+        "fair", "fair", "of fcfs's gap", "<= 0.25", f"{share:.2f} of {gaps['fcfs']:,.0f}", share <= 0.25
+    )
+    yield Line("fair", "fair", "loss of throughput", "<= 5 %", f"{100 * loss:.1f} %", loss <= 0.05)
+    for policy in ("fcfs", "fair"):
+        before, after = (p(record, 95, record.tenant != loud) for record in (alone[policy], beside[policy]))
+        asked = 2.0 if policy == "fair" else None
+        yield times_line(
+            "fair", policy, "others' p95 TTFT beside one with ten times its share", asked, before, after
+        )
+
+
+def flood_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line]:
+    """Six tenants alike at half of saturation; then one more with ten times their share, without and with limits."""
+    full = server.saturation(trace.head(80))
+    quiet = at_rate(trace.head(int(0.5 * full * seconds)), 0.5 * full)
+    dealt = np.random.default_rng(2).integers(0, 6, len(quiet)).astype(np.int32)
+    quiet = replace(quiet, tenant=dealt, tenants=tuple("abcdef"))
+    flooded = with_tenant(quiet, "flood", 10 * full / 7, seed=3)
+    limits = {name: {"max_concurrency": FLOOD_LIMIT} for name in flooded.tenants}
+    for policy, keys in (("fcfs", None), ("fair", None), ("fair", limits)):
+        alone, beside = server.run(quiet, policy, keys), server.run(flooded, policy, keys)
+        before, after = (p(record, 95, record.tenant < 6) for record in (alone, beside))
+        refused = f", {FLOOD_LIMIT} at once, {beside.config['refused']} refused" if keys else ""
+        asked = 2.0 if policy == "fair" else None
+        yield times_line("flood", policy, f"others' p95 TTFT beside a flood{refused}", asked, before, after)
+
+
+def priority_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line]:
+    """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it."""
+    full = server.saturation(trace.head(60))
+    count = int(0.3 * full * seconds)
+    quiet = at_rate(trace.head(count), 0.3 * full)
+    quiet = replace(quiet, tenant=np.zeros(count, np.int32), tenants=("interactive",))
+    both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
+    keys = {name: {"class": name} for name in both.tenants}
+    for policy in ("fcfs", "priority"):
+        alone = server.run(quiet, policy, keys)
+        beside = server.run(both, policy, keys)
+        before, after = (p(record, 99, record.tenant == 0) for record in (alone, beside))
+        what = f"interactive p99 TTFT beside batch, {count} and {len(both) - count} requests"
+        asked = 1.3 if policy == "priority" else None
+        yield times_line("priority", policy, what, asked, before, after)
+        late = (beside.first_token_s - beside.arrival_s)[beside.tenant == 1]
+        found = f"{np.nanmax(late):.1f} s; {np.count_nonzero(np.isnan(late))} never"
+        yield Line("priority", policy, "batch work: longest to its first token", "", found, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tenants", default="multi-tenant", help="trace of many clients, or a built-in's name"
+    )
+    parser.add_argument("--trace", default="azure-conv", help="trace of conversations, or a built-in's name")
+    parser.add_argument("--only", default="fair,flood,priority")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of requests, in each run")
+    parser.add_argument("--options", default="", help="more options of the server, as in a shell")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    tenants, trace = shrunk(load_workload(arguments.tenants)), shrunk(load_workload(arguments.trace))
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        folder, more = Path(name), shlex.split(arguments.options)
+        parts = {
+            "fair": lambda: fair_part(Server(folder, *SMALL_POOL, *more), tenants, arguments.seconds),
+            "flood": lambda: flood_part(Server(folder, *SMALL_POOL, *more), tenants, arguments.seconds),
+            "priority": lambda: priority_part(Server(folder, *more), trace, arguments.seconds),
+        }
+        print(TABLE_HEAD, flush=True)
+        for part in arguments.only.split(","):
+            for line in parts[part]():
+                print(line.cells(), flush=True)
+                lines.append(line)
+    if arguments.json:
+        found = {**environment(), "lines": [asdict(line) for line in lines]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
