@@ -62,7 +62,7 @@ class Range:
         return max(self._span / (1.0 - ROWS_PART), 0.1)
 
     def rows_within(self, target_s: float) -> int:
-        """Rows that decode in this time beside the shortest piece of a prompt, as far as it is known what a row costs."""
+        """Rows that decode in this time beside the shortest piece of a prompt, where it is known what a row costs."""
         if not self._row_s:
             return self.rows
         return min(max(int((target_s - self.low) / self._row_s), 1), self.rows)
