@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check sim soak options clean lint
+.PHONY: help serve chat test check sim soak options docs clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +38,13 @@ chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
-options: $(STAMP) ## Write docs/reference/options.md again
+options: $(STAMP) ## Write the generated pages of docs/reference again
 	@$(BIN)/python -m tools.option_pages
+	@$(BIN)/python -m tools.api_pages
+
+docs: $(STAMP) ## Build the documentation as a site into build/site
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.plots import plot_cdfs, plot_modes, plot_timeline
+from paceline.report import plot_style as style
+from paceline.report.plots import plot_timeline
 from paceline.report.record import FINISHED, RunRecord
 from paceline.report.summary import summarize
 from paceline.sim import Machine, SimConfig, engine_config, simulate
@@ -37,7 +37,7 @@ def run(workload: Workload, label: str, options: Mapping[str, Any]) -> RunRecord
 
 def paged_kv(folder: Path) -> list[str]:
     """The same requests and memory, with blocks and with one rectangle for each batch."""
-    workload = load_workload("azure-conv", num_requests=400, seed=SEED, rate=8.0, arrivals="poisson")
+    workload = load_workload("azure-conv", num_requests=400, seed=SEED, rate=16.0, arrivals="poisson")
     memory = {"num_blocks": 3_000, "block_size": 16}
     paged = run(workload, "blocks", memory)
     plot_timeline(paged, folder / "paged-kv.png", title="One pool of blocks, under chat traffic")
@@ -57,7 +57,7 @@ def preemption(folder: Path) -> list[str]:
     workload = load_workload("azure-conv", num_requests=400, seed=SEED, rate=14.0, arrivals="poisson")
     tight = {"num_blocks": 1_500, "block_size": 16, "num_host_blocks": 6_000, "enable_prefix_caching": False}
     records = [run(workload, kind, {**tight, "preemption": kind}) for kind in ("recompute", "swap", "auto")]
-    plot_cdfs(records, folder / "preemption.png", title="What becomes of the KV of those who give way")
+    plot_timeline(records[-1], folder / "preemption.png", title="A pool that is too small for what comes")
     found = []
     for record in records:
         took_s = (record.finished_s - record.arrival_s)[record.outcome == FINISHED]
@@ -70,17 +70,22 @@ def preemption(folder: Path) -> list[str]:
 
 def fairness(folder: Path) -> list[str]:
     """A tenant that floods, a tenant that asks now and then; in the order of arrival and by shares."""
-    workload = _flood()
-    found, summaries = [], []
-    for policy in ("fcfs", "fair"):
-        record = run(workload, policy, {"scheduling_policy": policy, "max_num_seqs": 32})
-        for tenant, name in enumerate(workload.tenants):
-            part = _of_tenant(record, tenant, f"{name}, {policy}")
-            ttft_s = part.first_token_s - part.arrival_s
-            low, high = np.percentile(ttft_s, (50, 99))
-            found.append(f"{part.label}: TTFT p50 {low:.2f} s, p99 {high:.2f} s")
-            summaries.append(summarize(part))
-    plot_modes(summaries, folder / "fairness.png", title="A tenant that floods, and one that does not")
+    workload, policies, found = _flood(), ("fcfs", "fair"), []
+    heading = "A dot for each request: how long it waited for its first token"
+    with style.figure_file(folder / "fairness.png", width=10.5, height=4.0, title=heading) as figure:
+        for panel, policy in zip(figure.subplots(1, 2, sharey=True), policies, strict=True):
+            record = run(workload, policy, {"scheduling_policy": policy, "max_num_seqs": 32})
+            ttft_s = record.first_token_s - record.arrival_s
+            panel.set_title(policy)
+            panel.set_xlabel("arrival (s)")
+            for tenant, name in enumerate(workload.tenants):
+                mine = record.tenant == tenant
+                colour = style.PALETTE[tenant]
+                panel.plot(record.arrival_s[mine], ttft_s[mine], ".", color=colour, label=name)
+                p50, p99 = np.percentile(ttft_s[mine], (50, 99))
+                found.append(f"{name}, {policy}: TTFT p50 {p50:.2f} s, p99 {p99:.2f} s")
+        style.seconds_axis(figure.axes[0], vertical=True, label="time to first token")
+        style.legend_below(figure, figure.axes[0], 2)
     return found
 
 
@@ -100,17 +105,6 @@ def _flood() -> Workload:
         tenants=names,
         prefix_ids=None,
         prefix_block=0,
-    )
-
-
-def _of_tenant(record: RunRecord, tenant: int, label: str) -> RunRecord:
-    """The requests of one tenant; what belongs to steps is everybody's and left out."""
-    mine = record.tenant == tenant
-    names = ("arrival_s", "admitted_s", "first_token_s", "finished_s", "prompt_len", "output_len")
-    more = ("cached_tokens", "preemptions", "tenant", "outcome", "recomputed_tokens", "kv_block_us")
-    columns = {name: getattr(record, name) for name in (*names, *more)}
-    return replace(
-        record, label=label, **{name: column[mine] for name, column in columns.items() if column.size}
     )
 
 
