@@ -14,6 +14,8 @@ STAMP := $(VENV)/.installed
 # One thread each: the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
+# Examples are read as they are: no types where a reader needs none.
+STYLED := $(CODE) examples
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat test check sim soak options docs clean lint
@@ -55,9 +57,9 @@ clean: ## Remove .venv, caches and build output
 	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 lint: $(STAMP)
-	@$(BIN)/python -m ruff format --check --quiet $(CODE) || \
-		{ echo "Not formatted; to fix: $(BIN)/ruff format $(CODE)" >&2; exit 1; }
-	@$(BIN)/python -m ruff check --quiet $(CODE)
+	@$(BIN)/python -m ruff format --check --quiet $(STYLED) || \
+		{ echo "Not formatted; to fix: $(BIN)/ruff format $(STYLED)" >&2; exit 1; }
+	@$(BIN)/python -m ruff check --quiet $(STYLED)
 	@$(BIN)/python -m mypy --no-error-summary $(CODE)
 	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report" >&2; exit 1; }
 	@$(BIN)/python tools/check_sizes.py

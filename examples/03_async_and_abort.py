@@ -28,8 +28,9 @@ async def left_early(llm: AsyncLLM) -> str:
 
 async def ended_by_name(llm: AsyncLLM) -> str:
     async for output in llm.generate("Another one:", LONG, request_id="mine"):
+        last = output
         await llm.abort("mine")
-    return f"ended by its name: finish_reason {output.outputs[0].finish_reason}"
+    return f"ended by its name: finish_reason {last.outputs[0].finish_reason}"
 
 
 async def main() -> None:

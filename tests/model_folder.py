@@ -1,7 +1,8 @@
 """A model folder small enough to load in a moment: a config and a tokenizer of single characters, no weights.
 
-Load it with `load_format="dummy"`, or give it random weights with `write_weights`. Every token of the text is one printable ASCII character, so that the length of a
-text is the number of its tokens and any part of an answer can serve as a stop string.
+Load it with `load_format="dummy"`, or give it random weights with `write_weights`. Every token of the text is one
+printable ASCII character, so that the length of a text is the number of its tokens and any part of an answer can serve
+as a stop string.
 """
 
 from __future__ import annotations

