@@ -6,7 +6,7 @@ shows: word for word in a `console` block, but for numbers in any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,27 +53,13 @@ QUESTIONS = (
 )
 
 
-def prepare_readme(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
+def furnish(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
+    """What a reader of any page has at hand before its first command."""
     (folder / "my-model").symlink_to(sandbox.model)
+    (folder / "decisions").symlink_to(server.folder / "decisions")
     (folder / "mytrace.csv").write_text(TRACE)
     (folder / "questions.jsonl").write_text(QUESTIONS)
     write_ledger(folder / "ledger.db")
-
-
-def prepare_billing(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
-    write_ledger(folder / "ledger.db")
-
-
-def prepare_explain(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
-    (folder / "decisions").symlink_to(server.folder / "decisions")
-
-
-# What a reader of the page has at hand before its first command.
-PREPARED: dict[str, Callable[[Path, Sandbox, OpenServer], None]] = {
-    "README.md": prepare_readme,
-    "billing.md": prepare_billing,
-    "explain.md": prepare_explain,
-}
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +89,7 @@ def test_the_commands_of_a_page_do_what_it_says(
     page: Path, sandbox: Sandbox, server: OpenServer, tmp_path: Path
 ) -> None:
     commands = [command for command in commands_of(page) if is_run(command)]
-    if page.name in PREPARED:
-        PREPARED[page.name](tmp_path, sandbox, server)
+    furnish(tmp_path, sandbox, server)
     outcomes, complaints = sandbox.run(commands, tmp_path, server.url)
     assert len(outcomes) == len(commands), complaints
     for command, outcome in zip(commands, outcomes, strict=True):
