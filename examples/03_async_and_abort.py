@@ -1,5 +1,4 @@
 """Three streams in one event loop: one is read to its end, one is left early, one is ended by its name.
-
 Leaving the iterator in any way ends the request and frees its memory at once.
 
     python examples/03_async_and_abort.py [MODEL]

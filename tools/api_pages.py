@@ -90,10 +90,10 @@ def python_page() -> str:
             parts.append(f"\n### {kind.__name__}.{name}\n\n```python\n{_signature(name, member)}\n```\n")
             if inspect.getdoc(member):
                 parts.append(f"{_paragraph(member)}\n")
-    for kind in VALUES:
-        parts.append(f"\n## {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n| field | type | default | |\n")
+    for value in VALUES:
+        parts.append(f"\n## {value.__name__}\n\n{inspect.getdoc(value)}\n\n| field | type | default | |\n")
         parts.append("|---|---|---|---|\n")
-        parts += [f"| {' | '.join(row)} |\n" for row in _fields(kind)]
+        parts += [f"| {' | '.join(row)} |\n" for row in _fields(value)]
     return "".join(parts)
 
 

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from tests.documented import ROOT, Command
-from tests.e2e.client_server import ClientServer
+from tests.e2e.client_server import PATIENCE_S, ClientServer
 from tests.e2e.model_cli import environment
 from tests.model_folder import write_model, write_weights
 
@@ -42,6 +43,12 @@ class OpenServer(ClientServer):
 
     def _model_flags(self) -> list[str]:
         return []
+
+    def reset(self) -> None:
+        """Undo what a page may have turned while the server runs."""
+        for path, body in {"dial": b'{"off": true}', "policy": b'{"policy": "fcfs"}'}.items():
+            address, headers = f"{self.url}/v1/admin/{path}", {"Content-Type": "application/json"}
+            urlopen(Request(address, data=body, headers=headers, method="PUT"), timeout=PATIENCE_S).close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,7 @@ class Sandbox:
             return f"python3 - <<'PROGRAM'\n{text}PROGRAM"
         text = re.sub(r"\bpaceline (dial|policy|top)\b", rf"paceline \1 --url {url}", text)
         if "--num-requests" not in text:
-            text = text.replace("paceline sim ", "paceline sim --num-requests 40 ")
+            text = text.replace("paceline sim ", "paceline sim --num-requests 12 ")
         return text.replace("sleep 1;", "sleep 0.1;")
 
     def _script(self, name: str, arguments: str) -> None:

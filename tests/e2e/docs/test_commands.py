@@ -90,6 +90,7 @@ def test_the_commands_of_a_page_do_what_it_says(
 ) -> None:
     commands = [command for command in commands_of(page) if is_run(command)]
     furnish(tmp_path, sandbox, server)
+    server.reset()
     outcomes, complaints = sandbox.run(commands, tmp_path, server.url)
     assert len(outcomes) == len(commands), complaints
     for command, outcome in zip(commands, outcomes, strict=True):

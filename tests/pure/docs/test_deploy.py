@@ -89,7 +89,12 @@ def container(name: str) -> dict[str, Any]:
 def check_serve(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> ServerConfig:
     """What `paceline serve` would start with; fails as the command does when an option does not exist."""
     seen: list[Any] = []
-    monkeypatch.setattr(serve_run, "run_server", lambda *configs: seen.extend(configs) or 0)
+
+    def note(*configs: Any) -> int:
+        seen.extend(configs)
+        return 0
+
+    monkeypatch.setattr(serve_run, "run_server", note)
     assert arguments[0] == "serve"
     assert run(arguments) == 0, arguments
     config: ServerConfig = seen[0]
