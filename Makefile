@@ -45,7 +45,7 @@ options: $(STAMP) ## Write the generated pages of docs/reference again
 	@$(BIN)/python -m tools.api_pages
 
 docs: $(STAMP) ## Build the documentation as a site into build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
