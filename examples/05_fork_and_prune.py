@@ -24,7 +24,7 @@ def steps(count: int) -> None:
 
 
 params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, logprobs=1, ignore_eos=True)
-live = engine.add(tokenizer.encode("The best way to learn a language is to speak it. " * 5), params)
+live = engine.add(tokenizer.encode("The best way to learn a language is to speak it. " * 3), params)
 steps(4)
 for round_number in range(3):
     for parent in live.copy():

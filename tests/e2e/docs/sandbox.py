@@ -19,7 +19,7 @@ from tests.e2e.client_server import PATIENCE_S, ClientServer
 from tests.e2e.model_cli import environment
 from tests.model_folder import write_model, write_weights
 
-CONTEXT = 512
+CONTEXT = 256
 TIMEOUT_S = 300
 DEFAULT_URL = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 _END = "\x1e"
