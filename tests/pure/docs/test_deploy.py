@@ -258,7 +258,7 @@ def test_the_linter_of_container_files_has_nothing_to_say(path: Path) -> None:
 
 def test_the_builder_gets_what_it_copies() -> None:
     allowed = {
-        line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
     }
     for path in CONTAINERS:
         copied = [rest.split()[:-1] for name, rest in instructions(path) if name == "COPY"]
