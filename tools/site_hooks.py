@@ -21,7 +21,9 @@ ROOT_PAGES = {
     "README.md": "index.md",
     **{name: name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")},
 }
-_LINK = re.compile(r"(?<!\!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)|(!\[[^\]]*\])\(([^()\s]+)\)")
+_TARGET = re.compile(r"\]\(([^()\s]+)\)")
+_PLAIN = "\0"  # the target of a link that becomes text
+_TO_TEXT = re.compile(rf"\[([^\[\]]*)\]\({_PLAIN}\)")
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -46,25 +48,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = ROOT / sources[site_path] if site_path in sources else DOCS / site_path
 
     def changed(found: re.Match[str]) -> str:
-        text, target, picture, picture_target = found.groups()
-        place = _place(source, target or picture_target)
+        place = _place(source, found.group(1))
         if place is None:
             return found.group(0)
         path, anchor = place
         to = _site_path(path)
         if to is None and not path.exists():
-            _log.warning("%s links to %s, which is not there", source.relative_to(ROOT), target)
+            _log.warning("%s links to %s, which is not there", source.relative_to(ROOT), found.group(1))
         if to is None:
-            return str(text)
-        relative = os.path.relpath(to, Path(site_path).parent or ".")
-        return f"{picture or f'[{text}]'}({relative}{anchor})"
+            return f"]({_PLAIN})"
+        return f"]({os.path.relpath(to, Path(site_path).parent)}{anchor})"
 
-    return _outside_code(_LINK, changed, markdown)
-
-
-def _outside_code(pattern: re.Pattern[str], changed: Any, markdown: str) -> str:
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else pattern.sub(changed, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else _TO_TEXT.sub(r"\1", _TARGET.sub(changed, part)) for part in parts
+    )
 
 
 def _place(source: Path, target: str) -> tuple[Path, str] | None:
