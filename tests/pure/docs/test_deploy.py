@@ -136,6 +136,7 @@ def test_the_flags_exist_and_the_times_add_up(name: str, monkeypatch: pytest.Mon
     config = check_serve(container(name)["args"], monkeypatch)
     grace_s = one(name, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert config.drain_delay_s > 0 and grace_s >= stopping_s(config) + 5
+    assert one(name, "Deployment")["spec"]["template"]["spec"]["enableServiceLinks"] is False, "PACELINE_PORT"
     readiness = container(name)["readinessProbe"]
     assert config.drain_delay_s >= readiness["periodSeconds"] * readiness["failureThreshold"]
 
@@ -257,9 +258,7 @@ def test_the_linter_of_container_files_has_nothing_to_say(path: Path) -> None:
 
 
 def test_the_builder_gets_what_it_copies() -> None:
-    allowed = {
-        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
-    }
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for path in CONTAINERS:
         copied = [rest.split()[:-1] for name, rest in instructions(path) if name == "COPY"]
         sources = {source for source in itertools.chain(*copied) if not source.startswith(("--", "/"))}
@@ -273,9 +272,7 @@ def unit_values(name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", UNIT.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_unit_starts_what_there_is_and_waits_for_the_drain(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_unit_starts_what_there_is_and_waits_for_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     command, *arguments = shlex.split(unit_values("ExecStart")[0])
     assert command.endswith("/bin/paceline")
     place = arguments.index("--config") + 1
