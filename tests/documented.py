@@ -16,7 +16,6 @@ COMMANDS, PROGRAMS = ("", "console"), ("python",)
 PROMPT = "$ "
 _FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _HERE = re.compile(r"<<'?(\w+)'?")
-# What a page may leave out of an output: dots stand for anything on the line, a line of dots for any lines.
 _NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
 
 
@@ -78,7 +77,7 @@ def _whole(command: str, lines: Iterator[str]) -> str:
 
 
 def resembles(command: Command, said: str) -> bool:
-    """Whether an output is what the page shows."""
+    """Whether an output is what the page shows: `...` is anything on a line, alone on its line any lines."""
     return re.fullmatch("".join(map(_pattern, _lines(command))), said) is not None
 
 
