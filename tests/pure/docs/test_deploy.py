@@ -19,6 +19,8 @@ import yaml
 from paceline.cli import serve_run
 from paceline.cli.main import run
 from paceline.config_serve import ServerConfig
+from paceline.server.app import Application
+from paceline.server.auth import Keyring
 from paceline.server.lifecycle import GRACE_S
 from tests.documented import ROOT
 from tools.api_pages import all_routes
@@ -181,15 +183,10 @@ def test_the_endpoint_picker_knows_gauges_that_exist() -> None:
 
 def metric_names() -> set[str]:
     """As a server that has loaded a model would print them."""
-    from paceline.server.metrics import HttpMetrics, RequestMetrics
-    from paceline.server.metrics_page import MetricsPage
     from tests.pure.server_api.api_helpers import Api
 
-    client = Api().client
-    page = MetricsPage(
-        client, RequestMetrics(), HttpMetrics(), prefix="paceline:", more_gauges=list, more_counters=list
-    )
-    return set(re.findall(r"^(paceline:\w+)", page.render().decode(), re.MULTILINE))
+    application = Application(ServerConfig(), Api().client, Keyring([]))
+    return set(re.findall(r"^(paceline:\w+)", application.metrics.render().decode(), re.MULTILINE))
 
 
 def test_the_list_of_manifests_is_whole() -> None:
