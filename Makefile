@@ -14,9 +14,11 @@ STAMP := $(VENV)/.installed
 # One thread each: the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 CODE := src tests tools $(wildcard benchmarks)
+# Examples are read as they are: no types where a reader needs none.
+STYLED := $(CODE) examples
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check sim soak options clean lint
+.PHONY: help serve chat test check sim soak options docs clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +40,13 @@ chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
-options: $(STAMP) ## Write docs/reference/options.md again
+options: $(STAMP) ## Write the generated pages of docs/reference again
 	@$(BIN)/python -m tools.option_pages
+	@$(BIN)/python -m tools.api_pages
+
+docs: $(STAMP) ## Build the documentation as a site into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html"
 
 soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
@@ -50,9 +57,9 @@ clean: ## Remove .venv, caches and build output
 	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 lint: $(STAMP)
-	@$(BIN)/python -m ruff format --check --quiet $(CODE) || \
-		{ echo "Not formatted; to fix: $(BIN)/ruff format $(CODE)" >&2; exit 1; }
-	@$(BIN)/python -m ruff check --quiet $(CODE)
+	@$(BIN)/python -m ruff format --check --quiet $(STYLED) || \
+		{ echo "Not formatted; to fix: $(BIN)/ruff format $(STYLED)" >&2; exit 1; }
+	@$(BIN)/python -m ruff check --quiet $(STYLED)
 	@$(BIN)/python -m mypy --no-error-summary $(CODE)
 	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report" >&2; exit 1; }
 	@$(BIN)/python tools/check_sizes.py

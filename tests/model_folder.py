@@ -1,7 +1,8 @@
 """A model folder small enough to load in a moment: a config and a tokenizer of single characters, no weights.
 
-Load it with `load_format="dummy"`. Every token of the text is one printable ASCII character, so that the length of a
-text is the number of its tokens and any part of an answer can serve as a stop string.
+Load it with `load_format="dummy"`, or give it random weights with `write_weights`. Every token of the text is one
+printable ASCII character, so that the length of a text is the number of its tokens and any part of an answer can serve
+as a stop string.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_weights(folder: Path) -> Path:
+    """Put random weights into a folder of `write_model`, so that it loads like any other."""
+    from tests.pure.checkpoint.made import arrays_for, packed, spec_of
+
+    spec = spec_of(json.loads((folder / "config.json").read_text()))
+    (folder / "model.safetensors").write_bytes(packed(arrays_for(spec)))
     return folder
 
 

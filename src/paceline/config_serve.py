@@ -104,6 +104,9 @@ class ServerConfig:
     metrics_port: int | None = option(
         None, "serve /metrics on a port of its own, and not on the main one", low=0, high=65535, kind=int
     )
+    metrics_without_key: bool = option(
+        False, "let whoever reaches the listener of /metrics read it without a key"
+    )
     metrics_prefix: str = option("paceline", "what names of metrics begin with; vllm suits its dashboards")
 
     max_connections: int = option(1024, "most open connections", low=1, high=1_000_000)

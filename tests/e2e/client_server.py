@@ -30,20 +30,24 @@ class ClientServer:
     """A running server process."""
 
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
-        model = write_model(folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
         self.folder = folder
         self.port = _free_port()
         self._errors = (folder / "stderr").open("wb")
         self.process = subprocess.Popen(
             [
-                *(*COMMAND, "serve", str(model), "--load-format", "dummy", "--served-model-name", MODEL),
-                *("--port", str(self.port), "--api-keys-file", str(_keys_file(folder / "keys"))),
+                *(*COMMAND, "serve", *self._model_flags(), "--port", str(self.port)),
                 *("--num-gpu-blocks-override", "16384", "--drain-timeout", "0.2", *flags),
             ],
             env=environment(folder, **variables),
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
         )
+
+    def _model_flags(self) -> list[str]:
+        model = write_model(self.folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
+        keys = _keys_file(self.folder / "keys")
+        named = ["--load-format", "dummy", "--served-model-name", MODEL]
+        return [str(model), *named, "--api-keys-file", str(keys)]
 
     @property
     def url(self) -> str:

@@ -198,6 +198,12 @@ def test_metrics_on_a_port_of_their_own() -> None:
         assert server.get("/health", port=server.side).status == 200
 
 
+def test_metrics_without_a_key_where_they_are_asked_for() -> None:
+    with fake_server(metrics_without_key=True, environment={"PACELINE_API_KEY": "k"}) as server:
+        assert server.get("/metrics").status == 200
+        assert server.get("/v1/seen").status == 401
+
+
 def test_metrics_do_not_grow_with_odd_requests() -> None:
     with fake_server(disable_log_requests=True) as server:
         for index in range(200):

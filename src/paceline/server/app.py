@@ -29,6 +29,8 @@ from paceline.server.status import ServerStatus
 from paceline.server.watch_routes import watch_routes
 from paceline.serving.client import EngineClient
 
+METRICS = frozenset(("/metrics",))
+
 
 class Background(Protocol):
     """Something that works beside the requests, as long as the server serves."""
@@ -88,7 +90,8 @@ class Application:
         if config.metrics_port is None:
             self._own.append(self.metrics.route())
         bound = "localhost" if config.uds is not None else config.host
-        self.main = Door(self._own, self._rules(bound, keyring, PUBLIC | PAGE), self.log)
+        public = PUBLIC | PAGE | (METRICS if config.metrics_without_key else frozenset())
+        self.main = Door(self._own, self._rules(bound, keyring, public), self.log)
         self.side = self._side_door(keyring) if config.metrics_port is not None else None
 
     @property
@@ -128,7 +131,8 @@ class Application:
         host = self._config.metrics_host
         routes = [self.metrics.route(), *health_routes(self.status)]
         # Whoever can reach a loopback port may read numbers; from elsewhere the key is needed as everywhere.
-        public = PUBLIC | {"/metrics"} if is_loopback(host) else PUBLIC
+        is_open = self._config.metrics_without_key or is_loopback(host)
+        public = PUBLIC | METRICS if is_open else PUBLIC
         return Door(routes, self._rules(host, keyring, public), self.log)
 
     def _rules(self, bound: str, keyring: Keyring, public: frozenset[str]) -> Rules:
@@ -171,7 +175,8 @@ def check_exposure(config: ServerConfig, keyring: Keyring) -> None:
     hint = "set --api-keys-file or PACELINE_API_KEY (see SECURITY.md), or listen on 127.0.0.1"
     if not config.is_loopback:
         raise ConfigError(f"--host {config.host} lets other machines in, which needs a key: {hint}")
-    if config.metrics_port is not None and not is_loopback(config.metrics_host):
+    is_exposed = config.metrics_port is not None and not is_loopback(config.metrics_host)
+    if is_exposed and not config.metrics_without_key:
         raise ConfigError(f"--metrics-host {config.metrics_host} lets other machines in: {hint}")
 
 

@@ -96,12 +96,12 @@ def docs_page(document: dict[str, Any]) -> str:
     ]
     for name, _, operation in operations:
         shown = f"<code>{html.escape(name)}</code>"
-        if _fields_of(operation):
+        if fields_of(operation):
             shown = f"<a href='#{_anchor(name)}'>{shown}</a>"
         parts.append(f"<tr><td>{shown}<td>{html.escape(operation.get('summary', ''))}</tr>")
     parts.append("</table>")
     for name, path, operation in operations:
-        if _fields_of(operation):
+        if fields_of(operation):
             parts += _section(name, path, operation)
     return "\n".join(parts)
 
@@ -116,7 +116,7 @@ def _section(name: str, path: str, operation: dict[str, Any]) -> list[str]:
     parts.append("<table><tr><th>Field<th>Type<th>Meaning</tr>")
     parts += [
         f"<tr><td><code>{html.escape(field)}</code><td>{html.escape(kind)}<td>{html.escape(text)}</tr>"
-        for field, kind, text in _fields_of(operation)
+        for field, kind, text in fields_of(operation)
     ]
     parts.append("</table>")
     return parts
@@ -126,7 +126,7 @@ def _anchor(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _fields_of(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
+def fields_of(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     return [

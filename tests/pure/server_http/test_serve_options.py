@@ -105,3 +105,12 @@ def test_other_machines_are_let_in_only_with_a_key() -> None:
     for config in (ServerConfig(), ServerConfig(host="::1"), ServerConfig(host="0.0.0.0", uds="/tmp/x")):
         check_exposure(config, Keyring([]))
         check_options(config)
+
+
+def test_metrics_may_be_opened_without_a_key_but_not_the_api() -> None:
+    check_exposure(
+        ServerConfig(metrics_host="10.0.0.1", metrics_port=1, metrics_without_key=True), Keyring([])
+    )
+    exposed = ServerConfig(host="0.0.0.0", metrics_without_key=True)
+    with pytest.raises(ConfigError, match="--api-keys-file"):
+        check_exposure(exposed, Keyring([]))

@@ -1,0 +1,29 @@
+"""Stream a chat from a server with OpenAI's own client, and read the receipt at its end.
+
+paceline serve                                      # in another terminal
+python examples/02_chat_stream.py [URL]
+"""
+
+import os
+import sys
+
+from openai import OpenAI
+
+url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("PACELINE_API_KEY", "none"))
+model = client.models.list().data[0].id
+
+stream = client.chat.completions.create(
+    model=model,
+    messages=[{"role": "user", "content": "Tell me about the sea in two sentences."}],
+    max_tokens=60,
+    stream=True,
+    stream_options={"include_usage": True},
+    extra_body={"ttft_slo_ms": 60_000},  # what OpenAI's API does not know goes here
+)
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)
+    if chunk.usage is not None:
+        used = chunk.usage.model_dump()["paceline"]
+        print(f"\n{chunk.usage.completion_tokens} tokens; waited {used['queue_ms']} ms")

@@ -1,0 +1,34 @@
+"""Simulate traffic at several rates on modelled hardware, find the knee, and draw it.
+
+    python examples/07_simulate_and_plot.py [TRACE] [FOLDER]
+
+TRACE is a file (Azure CSV, Mooncake JSONL, multi-tenant CSV) or the name of a generator.
+"""
+
+import sys
+from pathlib import Path
+
+from paceline.costs.presets import device_spec, model_shape
+from paceline.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
+from paceline.report.summary import summarize
+from paceline.sim import Machine, SimConfig, engine_config, simulate
+from paceline.workload import load_workload
+
+trace = sys.argv[1] if len(sys.argv) > 1 else "azure-conv"
+folder = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
+machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
+
+points = []
+for rate in (4.0, 12.0, 20.0, 28.0):
+    load = load_workload(trace, num_requests=120, seed=1, rate=rate, arrivals="poisson")
+    config = SimConfig(machine=machine, engine=engine_config(machine, load, {"max_num_seqs": 256}))
+    record = simulate(config, load, label=f"{rate:g}/s")
+    points.append(curve_point(rate, summarize(record)))
+    ttft = summarize(record).ttft_s
+    print(f"{rate:4g}/s: TTFT p50 {ttft.p50:.3f} s, p99 {ttft.p99:.3f} s")
+
+curve = Curve(label="continuous", points=points)
+print(f"knee: {curve.knee or 'not between these rates'}")
+plot_throughput_latency([curve], folder / "curve.png", title=f"{trace} on {machine.device.name}")
+plot_timeline(record, folder / "timeline.png")
+print(f"wrote {folder / 'curve.png'} and {folder / 'timeline.png'}")
