@@ -168,7 +168,9 @@ class _Events:
         self._piece = _data({**value, "choices": [choice], "usage": None})
 
     def begin(self) -> None:
-        self._writer.write(HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"") if self._settings.closes else HEAD)
+        self._writer.write(
+            HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"") if self._settings.closes else HEAD
+        )
 
     def event(self, value: Any) -> None:
         self._write(_data(value))

@@ -186,4 +186,3 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """`--rate inf` is how other tools say that all are sent at once."""
     rate = values.get("rate")
     return {**values, "rate": None if isinstance(rate, float) and math.isinf(rate) else rate}
-

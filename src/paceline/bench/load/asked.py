@@ -195,7 +195,9 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     for part in text.split(","):
         number = _float(part)
         if number is None or not 0 <= number <= 100:
-            raise InputError(f"--percentiles '{part}' is not a percentile; give numbers such as 50,90,99,99.9")
+            raise InputError(
+                f"--percentiles '{part}' is not a percentile; give numbers such as 50,90,99,99.9"
+            )
         found.append(number)
     return tuple(dict.fromkeys(found))
 
@@ -229,7 +231,7 @@ def _check_tenants(workload: Workload, keys: Mapping[str, str]) -> None:
     lacking = [tenant for tenant in workload.tenants if tenant not in keys] if keys else []
     if lacking and len(workload.tenants) > 1 and "" not in keys:
         raise InputError(
-            f"--tenant-keys names no key for {', '.join(lacking[:5])}; add one for each tenant, or \"\" for others"
+            f'--tenant-keys names no key for {", ".join(lacking[:5])}; add one for each tenant, or "" for others'
         )
 
 
@@ -238,4 +240,3 @@ def _float(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-

@@ -92,7 +92,9 @@ def figures(
         request_goodput=sum(is_good(seen, bounds) for seen in finished) / seconds if bounds else None,
         max_output_tokens_per_s=_best_second(finished, run.started_s),
         max_concurrent_requests=most_at_once(run.seen),
-        early_stops=sum(seen.wanted_tokens is not None and seen.num_output < seen.wanted_tokens for seen in finished),
+        early_stops=sum(
+            seen.wanted_tokens is not None and seen.num_output < seen.wanted_tokens for seen in finished
+        ),
         spreads={
             "ttft": spread([ttft_s(seen) for seen in finished]),
             "tpot": spread([value for seen in finished if (value := tpot_s(seen)) is not None]),

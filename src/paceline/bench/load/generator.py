@@ -110,7 +110,9 @@ class LoadGenerator:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         if self._failure is not None:
             raise self._failure
-        ended_s = max((seen.ended_s for seen in self._seen if seen.ended_s == seen.ended_s), default=started_s)
+        ended_s = max(
+            (seen.ended_s for seen in self._seen if seen.ended_s == seen.ended_s), default=started_s
+        )
         return LoadRun(
             seen=self._seen,
             started_s=started_s,

@@ -89,6 +89,8 @@ class Pace:
 def check_pattern(pattern: Arrivals, *, has_rate: bool) -> None:
     """Refuse what has no meaning together."""
     if isinstance(pattern, AllAtOnce) and has_rate:
-        raise InputError("--arrivals all-at-once leaves nothing for --rate or --ramp to set; drop one of them")
+        raise InputError(
+            "--arrivals all-at-once leaves nothing for --rate or --ramp to set; drop one of them"
+        )
     if not has_rate and not isinstance(pattern, AllAtOnce | Recorded):
         raise InputError("--arrivals needs --rate or --ramp: how many requests per second")

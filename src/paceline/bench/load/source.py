@@ -14,25 +14,26 @@ from typing import Any, Protocol
 
 from paceline.workload.model import WISHES, Workload
 
-WORDS = tuple(
-    (
-        "time year people way day man thing woman life child world school state family student group country problem "
-        "hand part place case week company system program question work number night point home water room mother area "
-        "money story fact month lot right study book eye job word business issue side kind head house service friend "
-        "father power hour game line end member law car city community name president team minute idea body "
-        "information back parent face others level office door health person art war history party result change "
-        "morning reason research girl guy moment air teacher force education foot boy age policy music market sense "
-        "nation plan college interest death experience effect use class control care field development role effort "
-        "rate heart drug show leader light voice wife police mind price report decision son view relationship town "
-        "road arm difference value building action season society tax director position player record paper space "
-        "ground form event official matter center couple site project star table need court oil situation cost "
-        "industry figure street image phone data picture practice piece land product doctor wall patient worker news "
-        "test movie north love support technology step baby computer type attention film tree source organization "
-        "hair look window culture chance brother energy period course summer plant opportunity term letter condition "
-        "choice rule daughter south husband floor campaign material population call economy hospital church risk fire "
-        "future bank help staff sound blue red green black white small large long short old new high low good great "
-    ).split()
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work number night point home water "
+    "room mother area money story fact month lot right study book eye job word business issue side kind "
+    "head house service friend father power hour game line end member law car city community name "
+    "president team minute idea body information back parent face others level office door health person "
+    "art war history party result change morning reason research girl guy moment air teacher force "
+    "education foot boy age policy music market sense nation plan college interest death experience "
+    "effect use class control care field development role effort rate heart drug show leader light voice "
+    "wife police mind price report decision son view relationship town road arm difference value building "
+    "action season society tax director position player record paper space ground form event official "
+    "matter center couple site project star table need court oil situation cost industry figure street "
+    "image phone data picture practice piece land product doctor wall patient worker news test movie "
+    "north love support technology step baby computer type attention film tree source organization hair "
+    "look window culture chance brother energy period course summer plant opportunity term letter "
+    "condition choice rule daughter south husband floor campaign material population call economy "
+    "hospital church risk fire future bank help staff sound blue red green black white small large long "
+    "short old new high low good great "
 )
+WORDS = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
