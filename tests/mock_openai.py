@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -34,7 +39,6 @@ class Settings:
     idle_closes_ms: float | None = None  # a connection that rests so long is closed
     refused_until: int = 0  # a request is refused until it has come so many times
     faults: dict[str, str] = field(default_factory=dict)
-    tenants: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -54,10 +58,9 @@ class Mock:
         self._settings = settings
         self.entries: list[Entry] = []
         self._times_seen: dict[int, int] = {}
-        self._num_connections = 0
+        self._connections: set[asyncio.StreamWriter] = set()  # those over which something was generated
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
         try:
             while await self._one(reader, writer):
                 pass
@@ -84,6 +87,7 @@ class Mock:
         key = headers.get("authorization", "").removeprefix("Bearer ")
         entry = Entry(index=index, received_s=received_s, key=key, body=json.loads(body))
         self.entries.append(entry)
+        self._connections.add(writer)
         try:
             return await self._answer(entry, path, writer)
         except ConnectionError:
@@ -97,7 +101,7 @@ class Mock:
             return 200, {"version": "0.0-mock"}
         if path == "/record":
             entries = [asdict(entry) for entry in self.entries]
-            return 200, {"connections": self._num_connections, "entries": entries}
+            return 200, {"connections": len(self._connections), "entries": entries}
         return 404, {"error": {"message": f"there is no {path} here"}}
 
     async def _answer(self, entry: Entry, path: str, writer: asyncio.StreamWriter) -> bool:
@@ -213,6 +217,39 @@ class _Events:
 
 def _data(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+class RunningMock:
+    """A mock in a process of its own."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+
+    def record(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/record", timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Of the requests that count, in the order of their numbers."""
+        counted = [entry for entry in self.record()["entries"] if entry["index"] >= 0]
+        return sorted(counted, key=lambda entry: int(entry["index"]))
+
+
+@contextmanager
+def running_mock(**settings: Any) -> Iterator[RunningMock]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.mock_openai", json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    try:
+        assert process.stdout is not None
+        yield RunningMock(json.loads(process.stdout.readline())["port"])
+    finally:
+        process.kill()
+        process.communicate()
 
 
 async def main() -> None:

@@ -47,12 +47,8 @@ class Samples:
         of = _statistic(statistic)
         if of is None or metric not in ("ttft", "e2el", "tpot", "itl"):
             return None
-        if metric == "itl":
-            return _redraw_gaps(self.itls, of)
-        values = getattr(self, metric)
-        if values.size < FEWEST:
-            return None
-        return Redraw(cost=values.size, draw=lambda random: of(random.choice(values, values.size)))
+        groups = self.itls if metric == "itl" else [np.array([value]) for value in getattr(self, metric)]
+        return _redraw_groups([group for group in groups if group.size], of)
 
 
 def read_samples(result: Mapping[str, Any]) -> Samples | None:
@@ -150,20 +146,35 @@ def _filled(tpot: Floats, several: NDArray[np.bool_]) -> Floats:
     return found
 
 
-def _statistic(name: str) -> Callable[[Floats], float] | None:
+Weighted = Callable[[Floats, NDArray[np.int64]], float]  # of ascending values, each there so many times
+
+
+def _statistic(name: str) -> Weighted | None:
     if name == "mean":
-        return lambda values: float(values.mean())
+        return lambda values, times: float(values @ times / times.sum())
     share = 50.0 if name == "median" else float(name[1:]) if name.startswith("p") else None
-    return None if share is None else lambda values: float(np.percentile(values, share))
+    return None if share is None else lambda values, times: _percentile(values, times, share)
 
 
-def _redraw_gaps(itls: Sequence[Floats], of: Callable[[Floats], float]) -> Redraw | None:
-    there = [each for each in itls if each.size]
-    if len(there) < FEWEST:
+def _percentile(values: Floats, times: NDArray[np.int64], percent: float) -> float:
+    """As of the values written out, each as many times as it is there."""
+    until = np.cumsum(times)
+    place = percent / 100.0 * (until[-1] - 1)
+    low, high = values[np.searchsorted(until, [np.floor(place), np.ceil(place)], side="right")]
+    return float(low + (high - low) * (place - np.floor(place)))
+
+
+def _redraw_groups(groups: Sequence[Floats], of: Weighted) -> Redraw | None:
+    """Groups are drawn whole. Values are sorted once; a draw only says how often each is there."""
+    if len(groups) < FEWEST:
         return None
+    flat = np.concatenate(groups)
+    order = np.argsort(flat)
+    values = flat[order]
+    group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])[order]
 
     def draw(random: np.random.Generator) -> float:
-        chosen = random.integers(0, len(there), len(there))
-        return of(np.concatenate([there[index] for index in chosen.tolist()]))
+        chosen = random.integers(0, len(groups), len(groups))
+        return of(values, np.bincount(chosen, minlength=len(groups))[group_of])
 
-    return Redraw(cost=sum(each.size for each in there), draw=draw)
+    return Redraw(cost=flat.size, draw=draw)

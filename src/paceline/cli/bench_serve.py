@@ -64,10 +64,10 @@ def serve(values: Mapping[str, Any]) -> None:
 
 def open_load(options: LoadOptions) -> tuple[BenchServer, AskedLoad]:
     """The server and what is asked of it; the workload is read first, since that fails faster."""
-    ask_load(options)
+    asked = ask_load(options)
+    asked.form("")
     server = BenchServer(options.url, options.model, options.api)
-    asked = ask_load(options, max_model_len=server.max_model_len)
-    asked.form(server.model)
+    asked = asked.fitted(server.max_model_len)
     if asked.touched:
         note(f"{asked.touched:,} requests are longer than the model takes; they are shortened or left out")
     return server, asked

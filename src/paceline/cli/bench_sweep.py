@@ -249,5 +249,5 @@ def page_facts(plain: Mapping[str, Any], asked: AskedLoad, bounds: Mapping[str, 
         "Commit": plain["commit"] or "unknown",
         "Workload": f"{first['workload']}, seed {plain['seed']}, arrivals {first['arrivals']}",
         "Bounds": ", ".join(f"{name}:{bound:g}" for name, bound in bounds.items()) or "none",
-        "Latencies": f"from when a request was due; {warm_up} requests before the first load were not counted",
+        "Latencies": f"from when a request was due; warm-up requests, not counted: {warm_up}",
     }

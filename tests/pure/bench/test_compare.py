@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.bench.compare import compare, differing, worse_than
+from paceline.bench.samples import _percentile
 
 
 def result(*, ttft_s: float = 0.2, gap_s: float = 0.02, count: int = 200, seed: int = 0) -> dict[str, Any]:
@@ -126,3 +127,11 @@ def test_a_handful_of_requests_gives_no_interval(count: int) -> None:
     before = result(seed=1)
     after = {**before, "ttfts": before["ttfts"][:count], "itls": before["itls"][:count]}
     assert all(each.low is None for each in compare(before, after))
+
+
+@pytest.mark.parametrize("percent", [0.0, 37.0, 50.0, 99.0, 100.0])
+def test_percentiles_of_repeated_values_are_those_of_the_list(percent: float) -> None:
+    values, times = np.array([1.0, 2.0, 5.0, 9.0]), np.array([3, 0, 2, 4])
+    assert _percentile(values, times, percent) == pytest.approx(
+        np.percentile(np.repeat(values, times), percent)
+    )

@@ -76,7 +76,7 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
 def test_a_trace_is_cut_to_the_model(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE.replace(",20,4", ",20000,4"))
-    asked = ask_load(LoadOptions(workload=str(path)), max_model_len=4096)
+    asked = ask_load(LoadOptions(workload=str(path))).fitted(4096)
     assert (asked.num_requests, asked.touched) == (3, 1)
 
 

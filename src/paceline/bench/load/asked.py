@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,19 @@ class AskedLoad:
     touched: int = 0  # requests of a trace that were cut or left out to fit the model
     keys: Mapping[str, str] = field(default_factory=dict)
 
+    def fitted(self, max_model_len: int | None) -> AskedLoad:
+        """With the requests of a trace cut to what a model takes."""
+        if max_model_len is None or not isinstance(self.source, TraceSource):
+            return self
+        workload, touched = self.source.workload.clipped(max(2, max_model_len - TEMPLATE_ROOM))
+        return replace(
+            self,
+            source=TraceSource(workload, seed=self.options.seed),
+            num_requests=None if self.num_requests is None else len(workload),
+            recorded_s=workload.arrival_s,
+            touched=touched,
+        )
+
     def form(self, model: str) -> BodyForm:
         options = self.options
         return BodyForm(
@@ -107,7 +120,7 @@ class AskedLoad:
         return pace.due_s(num_requests=number, duration_s=options.duration, seed=seed)
 
 
-def ask_load(options: LoadOptions, *, max_model_len: int | None = None) -> AskedLoad:
+def ask_load(options: LoadOptions) -> AskedLoad:
     """Read what the options name."""
     keys = _tenant_keys(options.tenant_keys)
     name = options.workload
@@ -131,7 +144,7 @@ def ask_load(options: LoadOptions, *, max_model_len: int | None = None) -> Asked
     is_file = find_generator(name) is None and os.path.exists(name)
     if is_file and not is_trace(Path(name)):
         return _text_load(options, keys)
-    return _trace_load(options, keys, is_file=is_file, max_model_len=max_model_len)
+    return _trace_load(options, keys, is_file=is_file)
 
 
 def _text_load(options: LoadOptions, keys: Mapping[str, str]) -> AskedLoad:
@@ -147,16 +160,11 @@ def _text_load(options: LoadOptions, keys: Mapping[str, str]) -> AskedLoad:
     )
 
 
-def _trace_load(
-    options: LoadOptions, keys: Mapping[str, str], *, is_file: bool, max_model_len: int | None
-) -> AskedLoad:
+def _trace_load(options: LoadOptions, keys: Mapping[str, str], *, is_file: bool) -> AskedLoad:
     asked = options.num_prompts
     if asked is None and not is_file:
         asked = DEFAULT_REQUESTS if options.duration is None else DRAWN_AHEAD
     workload: Workload = load_workload(options.workload, num_requests=asked, seed=options.seed)
-    touched = 0
-    if max_model_len is not None:
-        workload, touched = workload.clipped(max(2, max_model_len - TEMPLATE_ROOM))
     _check_tenants(workload, keys)
     return AskedLoad(
         options=options,
@@ -164,7 +172,6 @@ def _trace_load(
         num_requests=_number(options, len(workload)),
         recorded_s=workload.arrival_s,
         ignore_eos=options.ignore_eos is not False,
-        touched=touched,
         keys=keys,
     )
 

@@ -86,11 +86,11 @@ class TraceSource:
 
     def __init__(self, workload: Workload, *, seed: int) -> None:
         self.name = workload.name
-        self._workload = workload
+        self.workload = workload
         self._seed = seed
 
     def make(self, index: int) -> LoadRequest:
-        work = self._workload
+        work = self.workload
         row = index % len(work)
         num_input = int(work.prompt_len[row])
         own = f"{self._seed} {index}"
@@ -110,7 +110,7 @@ class TraceSource:
         """Blocks with the same id have the same words, whichever request they are in."""
         found: list[str] = []
         for block in ids:
-            found += words(f"{self._seed} block {block}", self._workload.prefix_block)
+            found += words(f"{self._seed} block {block}", self.workload.prefix_block)
         return found[:num_input]
 
 
