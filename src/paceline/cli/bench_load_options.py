@@ -119,7 +119,7 @@ _MEASURES = (
     Panel(
         title="Results",
         config=MoreBounds,
-        flags=(Flag(name="more_bounds", is_argument=True, metavar="[NAME:MS]..."),),
+        flags=(Flag(name="more_bounds", is_argument=True, metavar="NAME:MS"),),
     ),
 )
 
