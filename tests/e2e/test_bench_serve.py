@@ -280,9 +280,9 @@ def test_a_worse_server_fails_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
             measure(mock, tmp_path / f"{name}.json", *flags)
     before, after = str(tmp_path / "before.json"), str(tmp_path / "after.json")
     capsys.readouterr()
-    flags = ("--fail-if-worse", "10%", "--measures", "median_ttft_ms,p99_ttft_ms")
+    strict = ("--fail-if-worse", "10%", "--measures", "median_ttft_ms,p99_ttft_ms")
     target = tmp_path / "difference.json"
-    assert run_command(["bench", "compare", before, after, *flags, "--json", str(target)]) == 1
+    assert run_command(["bench", "compare", before, after, *strict, "--json", str(target)]) == 1
     printed = capsys.readouterr()
     assert "worse by more than 10 %: median_ttft_ms +" in printed.err
     assert "may mean nothing" not in printed.err
@@ -292,7 +292,7 @@ def test_a_worse_server_fails_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
     ]
     (result,) = json.loads(target.read_text())["results"]
     assert result["differences"][0]["verdict"] == "worse" and result["differences"][0]["low"] > 0.5
-    assert run_command(["bench", "compare", after, before, *flags]) == 0
+    assert run_command(["bench", "compare", after, before, *strict]) == 0
     assert run_command(["bench", "compare", before, after]) == 0  # nobody asked for a failure
 
 

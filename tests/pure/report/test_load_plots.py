@@ -20,6 +20,7 @@ def record(count: int, *, num_failed: int = 0) -> RunRecord:
     outcome = np.zeros(count, dtype=np.uint8)
     outcome[:num_failed] = OUTCOMES.index("failed")
     answered = outcome == 0
+    whole = np.zeros(count, dtype=np.int32)
     return RunRecord(
         label="made up",
         config={},
@@ -29,11 +30,11 @@ def record(count: int, *, num_failed: int = 0) -> RunRecord:
         admitted_s=np.full(count, np.nan),
         first_token_s=np.where(answered, arrival_s + 0.1, np.nan),
         finished_s=np.where(answered, arrival_s + 0.4, np.nan),
-        prompt_len=np.ones(count),
-        output_len=np.ones(count),
-        cached_tokens=np.zeros(count),
-        preemptions=np.zeros(count),
-        tenant=np.zeros(count),
+        prompt_len=whole,
+        output_len=whole,
+        cached_tokens=whole,
+        preemptions=whole,
+        tenant=whole,
         outcome=outcome,
     )
 

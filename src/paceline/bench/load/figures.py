@@ -170,10 +170,10 @@ def run_record(run: LoadRun, *, label: str) -> RunRecord:
         prompt_len=np.array([each.prompt_tokens or 0 for each in seen]),
         output_len=np.array([each.num_output for each in seen]),
         cached_tokens=np.array([each.cached_tokens or 0 for each in seen]),
-        preemptions=np.zeros(len(seen)),
+        preemptions=np.zeros(len(seen), dtype=np.int32),
         tenant=np.array([tenants[each.tenant] for each in seen]),
         outcome=np.array(outcomes),
-        itl_s=np.concatenate(gaps) if gaps else np.empty(0),
+        itl_s=np.concatenate([np.empty(0), *gaps]).astype(np.float32),
     )
 
 

@@ -68,7 +68,7 @@ def _error(kind: str, message: str) -> str:
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
-    return np.diff(times).tolist()
+    return [float(gap) for gap in np.diff(times)]
 
 
 def rounded_times(value: Mapping[str, Any]) -> dict[str, Any]:

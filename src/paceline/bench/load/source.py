@@ -1,8 +1,8 @@
 """The requests of a run, made one at a time by their number.
 
-Owns how lengths become prompts. A prompt is made of common short words, each of which is one token in nearly every
-vocabulary, so that no tokenizer is needed and no two requests share more than they should; what the server counted is
-what the results say. Request n is the same whenever it is made: numbers below zero are for warming up.
+Owns how lengths become prompts. A prompt is made of common short words, each of which is one token in the vocabularies
+of today's models, so that no tokenizer is needed and no two requests share more than they should; what the server
+counted is what the results say. Request n is the same whenever it is made: numbers below zero are for warming up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class LoadRequest:
 class Source(Protocol):
     """Where requests come from."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def make(self, index: int) -> LoadRequest: ...
 

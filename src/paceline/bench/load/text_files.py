@@ -67,7 +67,7 @@ def _entry(path: Path, line: int, content: str) -> LoadRequest:
         raise InputError(f"{path}:{line}: is not a JSON object: {shown(entry)}")
     if "conversations" in entry:
         return _conversation(f"{path}:{line}", entry)
-    prompt = entry.get("prompt", entry.get("messages"))
+    prompt: Any = entry.get("prompt", entry.get("messages"))
     is_text = isinstance(prompt, str) and prompt
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt)
     if not (is_text or is_chat):
@@ -103,7 +103,7 @@ def _share_gpt(path: Path, text: str) -> Iterator[LoadRequest]:
 def _conversation(place: str, entry: Mapping[str, Any]) -> LoadRequest:
     """The first turn is asked; the answer is at most about as long as the recorded one."""
     turns = entry["conversations"]
-    values = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
+    values: list[Any] = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
         raise InputError(f"{place}: needs two turns with a value each")
     return LoadRequest(prompt=values[0], num_output=max(1, len(values[1]) // CHARACTERS_PER_TOKEN))
