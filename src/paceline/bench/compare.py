@@ -8,7 +8,7 @@ files and prints nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,10 @@ from paceline.bench.samples import Samples, read_samples
 REDRAWS, MOST_WORK = 1000, 40_000_000
 NO_CHANGE = 0.001  # a difference below a thousandth is none, where nothing tells how sure it is
 LATENCY_NAME = re.compile(r"(mean|median|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms")
-RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
+RATES = (
+    *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
+    *("requests_per_s", "output_tokens_per_s", "total_tokens_per_s"),
+)
 # What must be the same for a comparison to mean something, and what one usually compares.
 SAME = (
     *(
@@ -38,7 +41,6 @@ SAME = (
 )
 
 Result = Mapping[str, Any]
-Pair = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,8 @@ def compare(before: Result, after: Result, *, confidence: float = 95.0, seed: in
     """Every measure that both results have."""
     one, two = read_samples(before), read_samples(after)
     found = []
-    for name, is_more_better, of in _measures(before):
-        first, second = of(before), of(after)
+    for name, is_more_better in _measures(before):
+        first, second = _number(before, name), _number(after, name)
         if first is None or second is None or first <= 0:
             continue
         low, high = _interval(name, (one, two), confidence, seed)
@@ -104,17 +106,15 @@ def differing(before: Result, after: Result) -> list[str]:
     return found
 
 
-def _measures(result: Result) -> Iterator[tuple[str, bool, Callable[[Result], float | None]]]:
-    """Name, whether more is better, and how to find it; in the order of the file."""
+def _measures(result: Result) -> Iterator[tuple[str, bool]]:
+    """Names, and whether more is better; in the order of the file."""
     for name, value in result.items():
-        if name in RATES or name in ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s"):
-            yield name, True, lambda result, name=name: _number(result.get(name))  # type: ignore[misc]
+        if name in RATES:
+            yield name, True
         elif LATENCY_NAME.fullmatch(name) or name == "ms_per_step":
-            yield name, False, lambda result, name=name: _number(result.get(name))  # type: ignore[misc]
+            yield name, False
         elif name in ("ttft_s", "itl_s", "e2e_s") and isinstance(value, dict):
-            for part in ("mean", "p50", "p90", "p99"):
-                path = f"{name}.{part}"
-                yield path, False, lambda result, path=path: _number(_at(result, path))  # type: ignore[misc]
+            yield from ((f"{name}.{part}", False) for part in ("mean", "p50", "p90", "p99"))
 
 
 def _interval(
@@ -137,7 +137,8 @@ def _interval(
     return float(low), float(high)
 
 
-def _number(value: Any) -> float | None:
+def _number(result: Result, name: str) -> float | None:
+    value = result[name] if name in result else _at(result, name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

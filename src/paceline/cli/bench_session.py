@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -23,7 +24,7 @@ from paceline.bench.load.seen import Kind, Seen
 from paceline.cli.bench_server import BenchServer
 from paceline.errors import PacelineError
 
-REFRESH_S = 0.2
+REFRESH_S = 0.5  # drawing takes a millisecond in which no bytes are taken in
 
 
 class LoadFailed(PacelineError):
@@ -38,12 +39,13 @@ class Session:
     server: BenchServer
     asked: AskedLoad
     next_index: int = 0
-    is_warm: bool = field(default=False)
+    is_warm: bool = False
 
     def run(self, point: LoadPoint) -> LoadRun:
         plan = self.asked.plan(point, first_index=self.next_index)
         if self.server.key and "" not in plan.keys:
             plan = replace(plan, keys={"": self.server.key, **plan.keys})
+        _allow_sockets()
         gc.collect()
         gc.freeze()  # a collection among many requests would be time that no server took
         try:
@@ -76,6 +78,13 @@ class Session:
     def _interrupt(loop: asyncio.AbstractEventLoop, generator: LoadGenerator) -> None:
         loop.remove_signal_handler(signal.SIGINT)
         generator.stop()
+
+
+def _allow_sockets() -> None:
+    """Every request under way has a socket; the usual limit of 1,024 is only a default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _check(warmed: list[Seen]) -> None:

@@ -84,6 +84,7 @@ class LoadGenerator:
         self._ahead_bytes = 0
         self._seen: list[Seen] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_idle = asyncio.Event()
         self._is_stopped = False
         self._failure: BaseException | None = None
         self._places = (
@@ -106,8 +107,7 @@ class LoadGenerator:
         started_s = time.perf_counter()
         sending = self._send_when_due if self._plan.due_s is not None else self._send_in_turn
         self._start(sending(started_s))
-        while self._tasks:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        await self._is_idle.wait()
         if self._failure is not None:
             raise self._failure
         ended_s = max(
@@ -201,9 +201,12 @@ class LoadGenerator:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
+        self._is_idle.clear()
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not self._tasks:
+            self._is_idle.set()
         if not task.cancelled() and task.exception() is not None and not self._is_stopped:
             self.stop()  # a mistake of ours must not look like a slow server
             self._failure = task.exception()
