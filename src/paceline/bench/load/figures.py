@@ -1,8 +1,8 @@
 """The measures of a run of requests against a server, each defined once.
 
 Latencies run from the time a request was due, so that a client or a server that falls behind cannot hide it; those from
-the time it was sent are kept beside them. Text that arrives in one piece is one delivery. Only requests that finished
-count, except where it says so. Names are those of vLLM's result files where there is one.
+the time it was sent are kept beside them. An event with text is one piece, however many tokens it holds. Only requests
+that finished count, except where it says so. Names are those of vLLM's result files where there is one.
 """
 
 from __future__ import annotations

@@ -61,10 +61,12 @@ class AnswerReader:
         self._is_stream = False
         self._is_done = False
         self.has_begun = False  # any byte of an answer
+        self.headers: Mapping[bytes, bytes] = {}  # names in small letters
 
     def take_head(self, status: int, headers: Mapping[bytes, bytes], now_s: float) -> None:
         seen = self._seen
         seen.status, seen.ended_s, self.has_begun = status, now_s, True
+        self.headers = headers
         self._is_stream = status == 200 and b"event-stream" in headers.get(b"content-type", b"")
         seen.retry_after_s = _seconds(headers.get(b"retry-after"))
 
