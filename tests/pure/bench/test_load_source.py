@@ -97,6 +97,8 @@ FILES = {
     "plain.txt": "first\n\n second \n",
     "lines.jsonl": '{"prompt": "first", "max_tokens": 3, "tenant": "a"}\n'
     '{"messages": [{"role": "user", "content": "second"}]}\n',
+    "questions.jsonl": '{"question": "first", "answer": "x"}\n{"turns": ["second", "third"]}\n'
+    '{"turns": [{"content": "fourth"}]}\n',
     "batch.jsonl": '{"custom_id": "1", "body": {"prompt": "first"}}\n{"body": {"prompt": "second"}}\n',
     "share.json": json.dumps(
         [
@@ -113,7 +115,7 @@ def test_prompts_are_read_from_any_form(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(FILES[name])
     assert not is_trace(path)
-    first, second = read_prompts(path)
+    first, second, *_ = read_prompts(path)
     assert first.prompt == "first"
     assert second.prompt in ("second", [{"role": "user", "content": "second"}])
     assert first.num_output == {"lines.jsonl": 3, "share.json": 10}.get(name)

@@ -18,8 +18,8 @@ from paceline.workload.traces import CSV_FORMATS, read_text
 
 CHARACTERS_PER_TOKEN = 4  # for the length of a recorded answer, where no tokenizer says better
 FORMS = (
-    'plain text (a prompt a line), JSON lines with "prompt" or "messages" (optionally "max_tokens", "tenant"), '
-    "ShareGPT JSON"
+    'plain text (a prompt a line), JSON lines with "prompt", "messages", "question" or "turns" (optionally '
+    '"max_tokens", "tenant"), ShareGPT JSON'
 )
 
 
@@ -67,16 +67,26 @@ def _entry(path: Path, line: int, content: str) -> LoadRequest:
         raise InputError(f"{path}:{line}: is not a JSON object: {shown(entry)}")
     if "conversations" in entry:
         return _conversation(f"{path}:{line}", entry)
-    prompt: Any = entry.get("prompt", entry.get("messages"))
+    prompt = _prompt(entry)
     is_text = isinstance(prompt, str) and prompt
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt)
     if not (is_text or is_chat):
-        raise InputError(f'{path}:{line}: needs "prompt" (text) or "messages" (a list); it may hold {FORMS}')
+        raise InputError(
+            f'{path}:{line}: needs "prompt" (text) or "messages" (a list); a file may hold {FORMS}'
+        )
     return LoadRequest(
         prompt=prompt,
         num_output=_tokens(f"{path}:{line}", entry),
         tenant=str(entry.get("tenant") or ""),
     )
+
+
+def _prompt(entry: Mapping[str, Any]) -> Any:
+    """Where files of prompts keep them; of several turns the first is asked."""
+    turns = entry.get("turns")
+    if isinstance(turns, list) and turns:
+        return turns[0].get("content") if isinstance(turns[0], dict) else turns[0]
+    return next((entry[name] for name in ("prompt", "messages", "question") if name in entry), None)
 
 
 def _tokens(place: str, entry: Mapping[str, Any]) -> int | None:
