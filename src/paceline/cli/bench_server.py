@@ -18,8 +18,9 @@ class BenchServer:
     """A server, with the model that is measured."""
 
     def __init__(self, url: str, model: str | None, api: str) -> None:
-        self._remote = Remote(url, model)
-        self.url = url
+        self._remote = remote = Remote(url, model)
+        # As results may show it: without a password that somebody wrote into it.
+        self.url = f"http{'s' if remote.is_https else ''}://{remote.address}{remote.base_path}"
         self.model = self._remote.model
         self.key = self._remote.key
         known = self._remote.max_model_len

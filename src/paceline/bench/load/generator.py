@@ -8,6 +8,7 @@ tasks, timeouts and the end of a run; knows neither measures nor files.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -110,9 +111,8 @@ class LoadGenerator:
         await self._is_idle.wait()
         if self._failure is not None:
             raise self._failure
-        ended_s = max(
-            (seen.ended_s for seen in self._seen if seen.ended_s == seen.ended_s), default=started_s
-        )
+        ends_s = (seen.ended_s for seen in self._seen if not math.isnan(seen.ended_s))
+        ended_s = max(ends_s, default=started_s)
         return LoadRun(
             seen=self._seen,
             started_s=started_s,
