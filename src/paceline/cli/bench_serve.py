@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,8 +41,7 @@ def serve(values: Mapping[str, Any]) -> None:
         ramp=None if options.ramp is None else parse_ramp(options.ramp),
         max_concurrency=options.max_concurrency,
     )
-    server, asked = open_load(options)
-    asked.plan(point)  # mistakes are told before anything is sent
+    server, asked = open_load(options, [point])
     facts = server.facts()
     note(f"{server.model} at {server.url}: {asked.source.name}, {_sentence(asked, point)}")
     run = Session(server=server, asked=asked).run(point)
@@ -62,10 +61,12 @@ def serve(values: Mapping[str, Any]) -> None:
     end(run, found)
 
 
-def open_load(options: LoadOptions) -> tuple[BenchServer, AskedLoad]:
-    """The server and what is asked of it; the workload is read first, since that fails faster."""
+def open_load(options: LoadOptions, points: Sequence[LoadPoint]) -> tuple[BenchServer, AskedLoad]:
+    """The server and what is asked of it. Mistakes that need no server are told before one is asked."""
     asked = ask_load(options)
     asked.form("")
+    for point in points:
+        asked.plan(point)
     server = BenchServer(options.url, options.model, options.api)
     asked = asked.fitted(server.max_model_len)
     if asked.touched:

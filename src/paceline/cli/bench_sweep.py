@@ -55,9 +55,7 @@ def sweep(values: Mapping[str, Any]) -> None:
     bounds, percentiles = parse_bounds(options.goodput), parse_percentiles(options.percentiles)
     need_matplotlib()
     folder = _folder(options.output)
-    server, asked = open_load(options)
-    for point in points:
-        asked.plan(point)
+    server, asked = open_load(options, points)
     plain: dict[str, Any] = {**environment("sweep", options, server.facts()), "results": []}
     session = Session(server=server, asked=asked)
     measured: list[Measured] = []
