@@ -30,6 +30,7 @@ from paceline.cli.doctor_facts import machine_facts
 from paceline.errors import InputError
 
 LATE_MS = 5.0
+CACHED_SHARE = 0.5  # of all prompt tokens; the beginning that a chat template gives every prompt is less
 
 
 def serve(values: Mapping[str, Any]) -> None:
@@ -148,11 +149,11 @@ def remarks(found: ServeFigures, run: LoadRun, asked: AskedLoad, point: LoadPoin
         lines.append(
             f"{found.early_stops:,} answers are shorter than asked for: the server does not know ignore_eos."
         )
-    shared = isinstance(asked.source, RandomSource) and asked.source.prefix_share == 0
-    if shared and found.cached_input_tokens and found.cached_input_tokens > 0.2 * found.total_input_tokens:
+    is_own = isinstance(asked.source, RandomSource) and asked.source.prefix_share == 0
+    if is_own and (found.cached_input_tokens or 0) > CACHED_SHARE * found.total_input_tokens:
         lines.append(
-            "Many prompts were found in the server's prefix cache, where an earlier run with this seed has left them; "
-            "another --seed gives others."
+            "Most tokens of the prompts were found in the server's prefix cache, where an earlier run with this seed "
+            "may have left them; another --seed gives others."
         )
     return lines
 
