@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.cli import (
     audit,
+    bench_load_options,
     bench_options,
     chat,
     explain,
@@ -38,6 +39,9 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "replay": replay.PANELS,
     "audit verify": audit.VERIFY_PANELS,
     "audit bias": audit.BIAS_PANELS,
+    "bench serve": bench_load_options.SERVE_PANELS,
+    "bench sweep": bench_load_options.SWEEP_PANELS,
+    "bench compare": bench_load_options.COMPARE_PANELS,
     "bench throughput": bench_options.THROUGHPUT_PANELS,
     "bench latency": bench_options.LATENCY_PANELS,
     "dial": steer.DIAL_PANELS,

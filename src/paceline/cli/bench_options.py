@@ -13,7 +13,7 @@ from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, POLICY, depth_panel
 from paceline.config import SchedulerConfig
 
-HELP = "Measure the engine on workloads that are the same on every machine."
+HELP = "Measure a server under load, or the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
 Run workloads offline, all requests at once, and print what they took.
 

@@ -156,7 +156,7 @@ def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
 
     def save() -> None:
         if target is not None:
-            _write(report.plain(), target)
+            write_json(report.plain(), target)
 
     try:
         yield save
@@ -169,7 +169,7 @@ def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
             print(f"Wrote {target}")
 
 
-def _write(value: Mapping[str, Any], target: Path) -> None:
+def write_json(value: Mapping[str, Any], target: Path) -> None:
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     try:
         target.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paceline.bench.options import BenchOptions, LatencyOptions, ThroughputOptions
 from paceline.cli.lists import split_list
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.bench.workloads import BenchWorkload
 
 Options = TypeVar("Options", bound=BenchOptions)
+AnyOptions = TypeVar("AnyOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Asked:
 
 
 def throughput(values: Mapping[str, Any]) -> None:
-    options = _own(ThroughputOptions, values)
+    options = own_options(ThroughputOptions, values)
     modes = _modes(options)
     with _asked(options, values, _offline) as asked:
         from paceline.cli.bench_throughput import run_throughput
@@ -45,7 +46,7 @@ def throughput(values: Mapping[str, Any]) -> None:
 
 
 def latency(values: Mapping[str, Any]) -> None:
-    options = _own(LatencyOptions, values)
+    options = own_options(LatencyOptions, values)
     with _asked(options, values, _online) as asked:
         from paceline.cli.bench_latency import run_latency
 
@@ -73,8 +74,9 @@ def _modes(options: ThroughputOptions) -> list[str]:
     return modes
 
 
-def _own(config: type[Options], values: Mapping[str, Any]) -> Options:
-    names = {spec.name for spec in fields(config)}
+def own_options(config: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
+    """The declared options of `config` among all values of a command line."""
+    names = {spec.name for spec in fields(cast(Any, config))}
     return config(**{name: value for name, value in values.items() if name in names})
 
 

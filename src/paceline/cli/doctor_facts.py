@@ -35,20 +35,32 @@ SECRET = ("HF_TOKEN",)
 Facts = dict[str, Any]
 
 
-def gather() -> Facts:
+def machine_facts() -> Facts:
+    """What can be told without loading anything."""
     machine = platform.machine()
-    torch, torch_error = _torch()
     return {
-        "versions": {"paceline": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"paceline": __version__, "python": platform.python_version()},
         "system": f"{platform.system()} {platform.release()} {machine}",
         "cpu": {
             "name": _cpu_name() or machine,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": None if torch is None else torch.get_num_threads(),
-            "instructions": _instructions(machine),
-            "fast_4bit_product": None if torch is None else _fast_product(),
         },
         "memory": {"total_bytes": _memory("MemTotal"), "available_bytes": _memory("MemAvailable")},
+    }
+
+
+def gather() -> Facts:
+    torch, torch_error = _torch()
+    base = machine_facts()
+    return {
+        **base,
+        "versions": {**base["versions"], **_versions()},
+        "cpu": {
+            **base["cpu"],
+            "threads": None if torch is None else torch.get_num_threads(),
+            "instructions": _instructions(platform.machine()),
+            "fast_4bit_product": None if torch is None else _fast_product(),
+        },
         "cache": _cache(),
         "default_model": _default_model(),
         "gpus": [] if torch is None else _gpus(torch),

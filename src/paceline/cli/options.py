@@ -130,7 +130,7 @@ def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
 
 def _names(spec: Field[Any], flag: Flag, kind: object) -> tuple[str, ...]:
     own = flag_of(spec)
-    if kind is bool and spec.default is not False:
+    if bool in (kind, *get_args(kind)) and spec.default is not False:
         own = f"{own}/--no-{own.removeprefix('--')}"
     return (*flag.also, own)
 

@@ -37,10 +37,10 @@ class Connection:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"--url {url} is not an address; use one like http://localhost:8000")
-        self._is_https = parts.scheme == "https"
-        self._address = parts.netloc.rpartition("@")[2]
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._key = key
+        self.is_https = parts.scheme == "https"
+        self.address = parts.netloc.rpartition("@")[2]
+        self.base_path = parts.path.rstrip("/").removesuffix("/v1")
+        self.key = key
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A request and its whole answer; raises `ServerRefused` with what the server says."""
@@ -52,27 +52,27 @@ class Connection:
         finally:
             connection.close()
         if not isinstance(found, dict):
-            raise ServerRefused(f"what answers at {self._address} is no server of the OpenAI API")
+            raise ServerRefused(f"what answers at {self.address} is no server of the OpenAI API")
         return found
 
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        make = HTTPSConnection if self._is_https else HTTPConnection
-        connection = make(self._address, timeout=CONNECT_TIMEOUT_S)
+        make = HTTPSConnection if self.is_https else HTTPConnection
+        connection = make(self.address, timeout=CONNECT_TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         try:
             connection.connect()
             connection.sock.settimeout(READ_TIMEOUT_S)
-            connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
+            connection.request(method, self.base_path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
             connection.close()
             reason = getattr(error, "strerror", None) or type(error).__name__
             raise ServerRefused(
-                f"the server at {self._address} cannot be reached ({reason}); start one with paceline serve"
+                f"the server at {self.address} cannot be reached ({reason}); start one with paceline serve"
             ) from error
         if response.status != 200:
             message = _error_text(response)

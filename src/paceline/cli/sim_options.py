@@ -49,7 +49,7 @@ class SimOptions:
     )
     speed: float = option(1.0, "divide the recorded times; 2 is twice as fast", low=1e-6, high=1e6)
     arrivals: str = option(
-        "recorded", "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
+        "recorded", "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
     )
     priorities: str = option(
         "none",

@@ -60,12 +60,11 @@ _STYLE: Any = {  # matplotlib types the keys as literals that differ between its
 @contextmanager
 def figure_file(path: str | Path, *, width: float, height: float, title: str | None) -> Iterator["Figure"]:
     """A figure of that many inches, written to `path` as PNG when the block ends well."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as problem:
-        raise InputError("plots need matplotlib: pip install 'paceline[plot]'") from problem
+    need_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
@@ -76,6 +75,14 @@ def figure_file(path: str | Path, *, width: float, height: float, title: str | N
             figure.savefig(path, format="png", facecolor="white")
         except OSError as problem:
             raise InputError(f"cannot write plot {path}: {problem.strerror or problem}") from problem
+
+
+def need_matplotlib() -> None:
+    """For whoever measures for minutes and draws then."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as problem:
+        raise InputError("plots need matplotlib: pip install 'paceline[plot]'") from problem
 
 
 def colour(index: int) -> str:

@@ -69,16 +69,20 @@ def curve_point(rate: float, summary: Summary) -> CurvePoint:
 
 
 def plot_throughput_latency(
-    curves: Sequence[Curve], path: str | Path, *, title: str | None = "Throughput and latency"
+    curves: Sequence[Curve],
+    path: str | Path,
+    *,
+    title: str | None = "Throughput and latency",
+    load: str = "offered requests/s",
 ) -> None:
-    """Throughput, TTFT and E2E over the offered rate, and TTFT over throughput; knees ringed."""
+    """Throughput, TTFT and E2E over the load, and TTFT over throughput; knees ringed."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         raise InputError("there are no points to plot; measure at least one rate")
     with style.figure_file(path, width=10.5, height=7.6, title=title) as figure:
         panels = figure.subplots(2, 2)
         for index, curve in enumerate(curves):
-            _draw_curve(panels, index, curve)
+            _draw_curve(panels, index, curve, unit="/s" if load.endswith("/s") else "")
         if any(curve.knee is not None for curve in curves):
             panels[0, 0].plot([], [], **_RING, color=style.GREY, label="knee: beyond it p99 TTFT has doubled")
         (throughput, frontier), (ttft, e2e) = panels
@@ -94,7 +98,7 @@ def plot_throughput_latency(
         e2e.set_title("End to end")
         style.seconds_axis(e2e, vertical=True, label="E2E (solid p99, dashed p50)")
         for panel in (throughput, ttft, e2e):
-            panel.set_xlabel("offered requests/s")
+            panel.set_xlabel(load)
             panel.set_xlim(left=0)
         style.legend_below(figure, throughput, 4)
 
@@ -176,7 +180,7 @@ _RING: Any = {
 
 
 def _draw_curve(
-    panels: "np.ndarray[tuple[int, int], np.dtype[np.object_]]", index: int, curve: Curve
+    panels: "np.ndarray[tuple[int, int], np.dtype[np.object_]]", index: int, curve: Curve, unit: str
 ) -> None:
     (throughput, frontier), (ttft, e2e) = panels
     points = sorted(curve.points, key=lambda point: point.rate)
@@ -197,7 +201,7 @@ def _draw_curve(
         at = next(i for i, point in enumerate(points) if point.rate == knee)
         _ring(throughput, rates[at], served[at], index, None)
         _ring(frontier, served[at], ttft_p99[at], index, None)
-        _ring(ttft, rates[at], ttft_p99[at], index, f"knee {knee:.3g}/s")
+        _ring(ttft, rates[at], ttft_p99[at], index, f"knee {knee:.3g}{unit}")
 
 
 def _ring(axes: "Axes", x: float, y: float, index: int, text: str | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.errors import InputError
 from paceline.workload.distributions import Floats, QuantileTable, Stream, stream
 
-ARRIVAL_FORMS = "recorded, poisson, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR], all-at-once"
+ARRIVAL_FORMS = "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR], all-at-once"
 _PHASE_BOUNDS_S = (1e-3, 1e6)
 _STRATUM_DRAWS = 64  # gamma draws behind each stratum; enough to place it, few enough to be free
 
@@ -122,6 +122,7 @@ def parse_arrivals(text: str) -> Arrivals:
     simple: dict[str, Arrivals] = {
         "recorded": Recorded(),
         "poisson": GammaGaps(variation=1.0),
+        "constant": GammaGaps(variation=0.0),
         "all-at-once": AllAtOnce(),
     }
     if text in simple:

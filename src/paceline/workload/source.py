@@ -40,7 +40,7 @@ def load_workload(
     seed: decides everything that is drawn. A file read with its recorded arrivals draws nothing.
     rate: redraw the arrivals at so many requests per second, lengths and order kept.
     speed: divide the recorded times (2 is twice as fast). Not together with rate.
-    arrivals: `recorded`, `poisson`, `gamma:CV` (gaps of that coefficient of variation),
+    arrivals: `recorded`, `poisson`, `constant`, `gamma:CV` (gaps of that coefficient of variation),
         `onoff:ON_S,OFF_S[,BURST_FACTOR]` (mean rate over a whole cycle; BURST_FACTOR times the mean while
         on, by default so much that nothing arrives while off), `all-at-once`. With a rate, `recorded` means
         `poisson`; without one, a redraw keeps the mean rate of the source.

@@ -89,7 +89,7 @@ def read_trace(path: Path) -> Workload:
 
     An output length of 0 becomes 1; everything else that is wrong is an InputError that names the place.
     """
-    text = _read_text(path)
+    text = read_text(path)
     start = text.lstrip()[:1]
     if not start:
         raise InputError(f"{path}: the file is empty; supported are {SUPPORTED}")
@@ -297,9 +297,9 @@ def _load_object(place: _Place, content: str) -> dict[str, object]:
 # ---------------------------------------------------------------- the file itself
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     if path.is_dir():
-        raise InputError(f"{path}: is a directory; name one trace file in it")
+        raise InputError(f"{path}: is a directory; name one file in it")
     try:
         content = path.read_bytes()
     except FileNotFoundError:

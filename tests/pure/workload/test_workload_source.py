@@ -127,7 +127,10 @@ def test_rate_keeps_prefix_ids() -> None:
         ({"rate": 5.0, "speed": 2.0}, "rate and speed exclude each other"),
         ({"rate": 5.0, "arrivals": "all-at-once"}, "leave nothing for rate or speed to set"),
         ({"speed": 2.0, "arrivals": "all-at-once"}, "leave nothing for rate or speed to set"),
-        ({"arrivals": "bursty"}, "unknown arrivals 'bursty'; the forms are recorded, poisson, gamma:CV"),
+        (
+            {"arrivals": "bursty"},
+            "unknown arrivals 'bursty'; the forms are recorded, poisson, constant, gamma:CV",
+        ),
         ({"arrivals": "poisson:3"}, "unknown arrivals 'poisson:3'"),
         ({"arrivals": "gamma"}, "cannot read arrivals 'gamma'"),
         ({"arrivals": "gamma:x"}, "cannot read arrivals 'gamma:x'"),

@@ -1,0 +1,5 @@
+"""Load on a server over HTTP, and what its clients see: the part of `paceline bench serve` that sends and times.
+
+`generator` sends requests of a `source` when they are due, over connections of a `pool`; `seen` is what came of each.
+Nothing here prints, and nothing here knows which server answers.
+"""

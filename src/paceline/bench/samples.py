@@ -1,0 +1,180 @@
+"""The samples in a result file, and drawing them again.
+
+A latency is drawn again by requests, because the gaps inside one request belong together. A rate is drawn again by
+slices of the run's time. What a file does not hold cannot be drawn: then there is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SLICES = 20
+FEWEST = 10  # requests; fewer say nothing about chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redraw:
+    """One measure that can be computed of samples drawn again."""
+
+    cost: int  # values behind one draw
+    draw: Callable[[np.random.Generator], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Of the requests that finished: seconds."""
+
+    ttft: Floats
+    e2el: Floats
+    tpot: Floats  # of those with two tokens or more
+    itls: Sequence[Floats]
+    slices: Mapping[str, Floats]  # by the name of a rate: its value in each slice of time
+
+    def redraw(self, name: str) -> Redraw | None:
+        if name in self.slices:
+            values = self.slices[name]
+            return Redraw(
+                cost=values.size, draw=lambda random: float(random.choice(values, values.size).mean())
+            )
+        statistic, _, rest = name.partition("_")
+        metric = rest.removesuffix("_ms")
+        of = _statistic(statistic)
+        if of is None or metric not in ("ttft", "e2el", "tpot", "itl"):
+            return None
+        groups = self.itls if metric == "itl" else [np.array([value]) for value in getattr(self, metric)]
+        return _redraw_groups([group for group in groups if group.size], of)
+
+
+def read_samples(result: Mapping[str, Any]) -> Samples | None:
+    """None where a file holds none."""
+    ttfts, itls = result.get("ttfts"), result.get("itls")
+    if not isinstance(ttfts, list) or not isinstance(itls, list) or len(ttfts) != len(itls):
+        return None
+    errors = result.get("errors") or [""] * len(ttfts)
+    finished = [
+        index for index, (ttft, error) in enumerate(zip(ttfts, errors, strict=False)) if ttft and not error
+    ]
+    if len(finished) < FEWEST:
+        return None
+    gaps = [np.array(itls[index], dtype=np.float64) for index in finished]
+    ttft = np.array([ttfts[index] for index in finished], dtype=np.float64)
+    given = result.get("e2els")
+    e2el = np.array([given[index] for index in finished]) if given else ttft + [each.sum() for each in gaps]
+    lengths = _column(result, "output_lens", finished)
+    lengths = lengths if lengths.size else np.zeros(len(finished))
+    several = lengths > 1
+    tpot = (e2el - ttft)[several] / (lengths[several] - 1)
+    requests = _Requests(
+        due=_column(result, "due_times", finished),
+        ttft=ttft,
+        e2el=e2el,
+        tpot=_filled(tpot, several),
+        gaps=gaps,
+        num_input=_column(result, "input_lens", finished),
+        num_output=lengths,
+    )
+    slices = _slices(result, requests)
+    return Samples(ttft=ttft, e2el=e2el, tpot=tpot, itls=gaps, slices=slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Requests:
+    """Columns of the requests that finished; empty where a file lacks one."""
+
+    due: Floats
+    ttft: Floats
+    e2el: Floats
+    tpot: Floats
+    gaps: Sequence[Floats]
+    num_input: Floats
+    num_output: Floats
+
+
+def _slices(result: Mapping[str, Any], requests: _Requests) -> dict[str, Floats]:
+    """Rates in equal slices of the time of a run."""
+    if not requests.due.size or not result.get("duration"):
+        return {}
+    edges = np.linspace(0.0, float(result["duration"]) * (1 + 1e-9), SLICES + 1)
+
+    def rate(moments: Floats, weights: Floats | None = None) -> Floats:
+        counted: Floats = np.histogram(moments, bins=edges, weights=weights)[0] / (edges[1] - edges[0])
+        return counted
+
+    first, ends = requests.due + requests.ttft, requests.due + requests.e2el
+    pieces = [each.size + 1 for each in requests.gaps]
+    times = np.concatenate(
+        [start + np.append(0.0, np.cumsum(each)) for start, each in zip(first, requests.gaps, strict=True)]
+    )
+    found = {
+        "request_throughput": rate(ends),
+        "output_throughput": rate(times, np.repeat(requests.num_output / pieces, pieces)),
+    }
+    if requests.num_input.size:
+        found["total_token_throughput"] = found["output_throughput"] + rate(first, requests.num_input)
+    bounds = result.get("goodput")
+    if isinstance(bounds, Mapping):
+        found["request_goodput"] = rate(ends[_are_good(requests, bounds)])
+    return found
+
+
+def _are_good(requests: _Requests, bounds: Mapping[str, float]) -> NDArray[np.bool_]:
+    mean_gap = np.array([each.mean() if each.size else 0.0 for each in requests.gaps])
+    values = {"ttft": requests.ttft, "e2el": requests.e2el, "tpot": requests.tpot, "itl": mean_gap}
+    good = np.ones(requests.due.size, dtype=bool)
+    for name, bound in bounds.items():
+        good &= values[name] * 1e3 <= bound
+    return good
+
+
+def _column(result: Mapping[str, Any], name: str, chosen: Sequence[int]) -> Floats:
+    values = result.get(name)
+    if not isinstance(values, list):
+        return np.empty(0)
+    return np.array([values[index] or 0.0 for index in chosen], dtype=np.float64)
+
+
+def _filled(tpot: Floats, several: NDArray[np.bool_]) -> Floats:
+    """For every request; one of a single token keeps any bound."""
+    found = np.zeros(several.size)
+    found[several] = tpot
+    return found
+
+
+Weighted = Callable[[Floats, NDArray[np.int64]], float]  # of ascending values, each there so many times
+
+
+def _statistic(name: str) -> Weighted | None:
+    if name == "mean":
+        return lambda values, times: float(values @ times / times.sum())
+    share = 50.0 if name == "median" else float(name[1:]) if name.startswith("p") else None
+    return None if share is None else lambda values, times: _percentile(values, times, share)
+
+
+def _percentile(values: Floats, times: NDArray[np.int64], percent: float) -> float:
+    """As of the values written out, each as many times as it is there."""
+    until = np.cumsum(times)
+    place = percent / 100.0 * (until[-1] - 1)
+    low, high = values[np.searchsorted(until, [np.floor(place), np.ceil(place)], side="right")]
+    return float(low + (high - low) * (place - np.floor(place)))
+
+
+def _redraw_groups(groups: Sequence[Floats], of: Weighted) -> Redraw | None:
+    """Groups are drawn whole. Values are sorted once; a draw only says how often each is there."""
+    if len(groups) < FEWEST:
+        return None
+    flat = np.concatenate(groups)
+    order = np.argsort(flat)
+    values = flat[order]
+    group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])[order]
+
+    def draw(random: np.random.Generator) -> float:
+        chosen = random.integers(0, len(groups), len(groups))
+        return of(values, np.bincount(chosen, minlength=len(groups))[group_of])
+
+    return Redraw(cost=flat.size, draw=draw)

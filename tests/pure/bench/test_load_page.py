@@ -1,0 +1,25 @@
+"""The page of a sweep holds everything it shows, and shows text as text."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from paceline.bench.load.page import Picture, make_page
+from paceline.bench.tables import Grid
+
+
+def test_pictures_are_inside_and_words_are_escaped(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"not really a picture")
+    page = make_page(
+        title="<model> & co",
+        lead=["a < b"],
+        grid=Grid(headings=("load", "<x>"), rows=[("1/s", "2 & 3")]),
+        pictures=[Picture(path=picture, heading='the "curve"', caption="<i>")],
+        facts={"Command": "paceline bench sweep --title '<script>'"},
+    )
+    assert base64.b64encode(picture.read_bytes()).decode() in page
+    assert "<script" not in page and "<model>" not in page and "<i>" not in page
+    assert "<h1>&lt;model&gt; &amp; co</h1>" in page and "<td>2 &amp; 3</td>" in page
+    assert page.startswith("<!doctype html>") and "http" not in page
