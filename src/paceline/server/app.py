@@ -14,15 +14,17 @@ from paceline.config_serve import LOOPBACK, ServerConfig, split_list
 from paceline.errors import ConfigError
 from paceline.server.api.route import Route
 from paceline.server.auth import Keyring
+from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import Caller
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
+from paceline.server.goodput import Times
 from paceline.server.health import PUBLIC, health_routes
 from paceline.server.http.door import Door, Rules
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage
+from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage, name_prefix
 from paceline.server.page import PAGE, page_routes
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
@@ -60,7 +62,7 @@ class Application:
 
     def __init__(self, config: ServerConfig, client: EngineClient, keyring: Keyring) -> None:
         self.status = ServerStatus(client)
-        self.requests = RequestMetrics()
+        self.requests = RequestMetrics(Times.of(config.observe))
         self.http = HttpMetrics()
         self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
@@ -70,11 +72,13 @@ class Application:
         # Told the tenants' shares when the API is there and whenever keys are read again: for a fair scheduler.
         self.on_weights: Callable[[Mapping[str, float]], None] = lambda weights: None
         self._api_gauges: Facts = list
+        self.batching = BatchingMetrics(client, self.requests, cost_per_hour=config.observe.cost_per_hour)
         self.metrics = MetricsPage(
             client,
             self.requests,
             self.http,
-            prefix=config.metrics_prefix.removesuffix(":") + ":",
+            self.batching,
+            prefix=name_prefix(config.metrics_prefix),
             more_gauges=self._gauges,
             more_counters=self._counters,
         )

@@ -102,6 +102,7 @@ class RequestRecord:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    longest_output: int = 0  # tokens of the longest branch that has ended
     num_branches: int = 1
     max_tokens: int = 0
     first_token_s: float | None = None  # monotonic

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.core.dial import DialStatus, DialWord
 from paceline.server.call import Caller, RequestRecord
+from paceline.server.goodput import NONE, Times
 from paceline.server.histogram import E2E_BUCKETS, Histogram
 from paceline.server.promise_metrics import PromiseMetrics
 from paceline.server.tenant import CLASSES, LIMITS
@@ -31,9 +32,9 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 class RequestMetrics:
-    """Counters and histograms of generations; an observer of them."""
+    """Counters and histograms of generations; an observer of them. `times` are those the operator wants kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: Times = NONE) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -43,7 +44,7 @@ class RequestMetrics:
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
         }
-        self.promises = PromiseMetrics()
+        self.promises = PromiseMetrics(times)
         self._ttft = self.histograms["time_to_first_token_seconds"][1]
         self._itl = self.histograms["inter_token_latency_seconds"][1]
 
@@ -94,6 +95,7 @@ def _values_of(record: RequestRecord) -> Iterator[tuple[str, float | None]]:
         yield "request_time_per_output_token_seconds", decode_s / (per_branch - 1)
     yield "request_prompt_tokens", float(record.num_prompt)
     yield "request_generation_tokens", float(record.num_output)
+    yield "request_max_num_generation_tokens", float(record.longest_output)
     yield "request_params_n", float(record.num_branches)
     yield "request_params_max_tokens", float(record.max_tokens)
     yield "request_prefill_kv_computed_tokens", float(max(0, record.num_prompt - record.num_cached))
@@ -110,6 +112,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_decode_time_seconds", "From the first token to the end.", E2E_BUCKETS),
     ("request_prompt_tokens", "Tokens of prompts.", TOKEN_BUCKETS),
     ("request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
+    ("request_max_num_generation_tokens", "Tokens of the longest answer of a request.", TOKEN_BUCKETS),
     ("request_params_n", "Answers asked for.", N_BUCKETS),
     ("request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKEN_BUCKETS),
