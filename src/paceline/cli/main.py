@@ -28,6 +28,7 @@ from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
 from paceline.cli.sim import add_sim
 from paceline.cli.steer import add_steering
+from paceline.cli.trace import add_trace
 from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
 
@@ -72,6 +73,7 @@ add_usage(app)
 add_sim(app)
 add_explain(app)
 add_replay(app)
+add_trace(app)
 add_audit(app)
 add_bench(app)
 add_doctor(app)
