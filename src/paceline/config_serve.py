@@ -107,6 +107,12 @@ class ObserveConfig:
         kind=float,
     )
 
+    otlp_endpoint: str | None = option(
+        None,
+        "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]",
+        kind=str,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
 

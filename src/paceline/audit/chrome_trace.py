@@ -29,8 +29,9 @@ def write_trace(log: RunLog, path: str) -> int:
     file, count = LineFile(path), 1
     try:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n' + _encoded(first))
-        for count, event in enumerate(events, 2):
+        for event in events:
             file.write("," + _encoded(event))
+            count += 1
         file.write("]}")
     finally:
         file.close()

@@ -67,6 +67,7 @@ class Application:
         self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
         self.dropped_lines: Callable[[], int] = lambda: 0
+        self.more_counters: Facts = list
         self.listeners: list[Listener] = []
         self.loop_lag_s = 0.0  # kept by the lifecycle
         # Told the tenants' shares when the API is there and whenever keys are read again: for a fair scheduler.
@@ -161,6 +162,7 @@ class Application:
             ("connections_stalled", "Cut because nothing was read.", sum(c.stalled for c in counts)),
             ("connections_timed_out", "Requests that came too slowly.", sum(c.timed_out for c in counts)),
             ("log_lines_dropped", "Lines the log's output did not take.", self.dropped_lines()),
+            *self.more_counters(),
         ]
 
 

@@ -68,7 +68,7 @@ class Recent:
         then = self._notes[0]
         if now.time_s - then.time_s < LEAST_S:
             return None
-        return Totals(*(new - old for new, old in zip(now, then, strict=True)))
+        return Totals._make(new - old for new, old in zip(now, then, strict=True))
 
 
 def recent_figures(change: Totals | None, limits: Limits) -> Iterator[tuple[str, str, float]]:
