@@ -38,8 +38,10 @@ chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
-options: $(STAMP) ## Write docs/reference/options.md again
+options: $(STAMP) ## Write again what is made from the code: references of options and metrics, dashboards
 	@$(BIN)/python -m tools.option_pages
+	@$(BIN)/python -m tools.metric_pages
+	@$(BIN)/python -m tools.dashboards
 
 soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)

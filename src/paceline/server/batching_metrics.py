@@ -76,14 +76,16 @@ class BatchingMetrics:
 
     def _gauges(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Figure]:
         rows = 0 if info is None else info.max_num_seqs
-        yield Figure("engine_max_rows", "Rows there are.", rows)
-        text = "Share of rows in use, 0 to 1."
+        yield Figure("engine_max_rows", "Requests that can be in the batch at once.", rows)
+        text = "Share of rows in use now, 0 to 1."
         yield Figure("slot_occupancy", text, stats.running / rows if rows else 0.0)
         if stats.fairness_gap is not None:
             text = "Most that waiting tenants are apart in what they were served for their weight, in tokens."
             yield Figure("fairness_gap_tokens", text, stats.fairness_gap)
         if stats.next_place_s is not None:
-            yield Figure("next_place_seconds", "Until a request is thought to end.", stats.next_place_s)
+            yield Figure(
+                "next_place_seconds", "Time until a running request is thought to end.", stats.next_place_s
+            )
         peak = _peak(info)
         if peak is not None:
             yield Figure("device_peak_flops", "FLOP/s the device's data sheet names, dense bf16.", peak.flops)
@@ -97,8 +99,12 @@ class BatchingMetrics:
     def _counters(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Figure]:
         text = "Tokens computed in steps, padding included."
         yield Figure("engine_computed_tokens", text, stats.computed_tokens)
-        yield Figure("engine_padding_tokens", "Those that were only padding.", stats.padding_tokens)
-        text = "Rows in use, summed over steps."
+        yield Figure(
+            "engine_padding_tokens", "Tokens computed in steps that were only padding.", stats.padding_tokens
+        )
+        text = (
+            "Rows in use, summed over steps: with engine_steps and engine_max_rows, the mean slot occupancy."
+        )
         yield Figure("engine_occupied_rows", text, stats.occupied_rows)
         done = _work(info, stats)
         if done is None:

@@ -110,11 +110,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_inference_time_seconds", "From the first step to the end.", E2E_BUCKETS),
     ("request_prefill_time_seconds", "From the first step to the first token.", E2E_BUCKETS),
     ("request_decode_time_seconds", "From the first token to the end.", E2E_BUCKETS),
-    ("request_prompt_tokens", "Tokens of prompts.", TOKEN_BUCKETS),
-    ("request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
+    ("request_prompt_tokens", "Tokens of a request's prompts.", TOKEN_BUCKETS),
+    ("request_generation_tokens", "Tokens generated for a request.", TOKEN_BUCKETS),
     ("request_max_num_generation_tokens", "Tokens of the longest answer of a request.", TOKEN_BUCKETS),
-    ("request_params_n", "Answers asked for.", N_BUCKETS),
-    ("request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
+    ("request_params_n", "Answers that requests ask for.", N_BUCKETS),
+    ("request_params_max_tokens", "Most tokens that requests ask for.", TOKEN_BUCKETS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKEN_BUCKETS),
 )
 
@@ -149,7 +149,7 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     """Name, meaning and value of what the engine says of itself right now."""
     stats = client.stats
     yield "num_requests_running", "Requests in the batch.", stats.running
-    yield "num_requests_waiting", "Requests that wait.", stats.waiting
+    yield "num_requests_waiting", "Requests that wait for a row.", stats.waiting
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
@@ -161,15 +161,23 @@ def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
     """Where the dial stands; a target or a p99 that there is not is 0."""
     target_s = dial.setting.target_s or 0.0
     yield "dial_on", "1 when the dial is set.", float(dial.word is not DialWord.OFF)
-    yield "dial_position", "From 0, least latency, to 1, most throughput.", dial.position
-    yield "dial_target_seconds", "The p99 it holds, of tokens or of first tokens.", target_s
-    yield "dial_itl_p99_seconds", "Seen lately by the dial.", (dial.itl_p99_ms or 0.0) / 1e3
-    yield "dial_ttft_p99_seconds", "Seen lately by the dial.", (dial.ttft_p99_ms or 0.0) / 1e3
-    yield "dial_unreachable", "1 while its target cannot be held.", float(dial.word is DialWord.UNREACHABLE)
-    yield "dial_step_target_seconds", "Length of a step with prompts.", (dial.step_target_ms or 0.0) / 1e3
-    yield "dial_max_step_tokens", "Most tokens of a step.", dial.max_step_tokens
-    yield "dial_max_rows", "Most rows at a time.", dial.max_rows
-    yield "dial_moves", "Moves since it was set.", dial.moves
+    yield "dial_position", "Place of the dial: 0 is least latency, 1 most throughput.", dial.position
+    yield "dial_target_seconds", "The p99 the dial holds, of tokens or of first tokens.", target_s
+    yield "dial_itl_p99_seconds", "The p99 between tokens that the dial sees.", (dial.itl_p99_ms or 0.0) / 1e3
+    yield "dial_ttft_p99_seconds", "The p99 of first tokens that it sees.", (dial.ttft_p99_ms or 0.0) / 1e3
+    yield (
+        "dial_unreachable",
+        "1 while the dial's target cannot be held.",
+        float(dial.word is DialWord.UNREACHABLE),
+    )
+    yield (
+        "dial_step_target_seconds",
+        "Length the dial gives steps with prompts.",
+        (dial.step_target_ms or 0.0) / 1e3,
+    )
+    yield "dial_max_step_tokens", "Most tokens of a step under the dial.", dial.max_step_tokens
+    yield "dial_max_rows", "Most rows at a time under the dial.", dial.max_rows
+    yield "dial_moves", "Moves of the dial since it was set.", dial.moves
 
 
 def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:

@@ -98,19 +98,23 @@ class MetricsPage(Collector):
             yield gauge
         for name, text, value in (*engine_counters(self._client), *more_counters()):
             yield self._counter(name, text, value)
-        build = InfoMetricFamily(self._prefix + "build", "What runs.", labels=())
+        build = InfoMetricFamily(self._prefix + "build", "The version that runs.", labels=())
         build.add_metric((), {"version": __version__})
         yield build
         labels = cache_labels(self._client)
         if labels is not None:
-            info = InfoMetricFamily(self._prefix + "cache_config", "The KV cache.", labels=LABELS)
+            info = InfoMetricFamily(
+                self._prefix + "cache_config", "Sizes and types of the KV cache.", labels=LABELS
+            )
             info.add_metric(self._labels, labels)
             yield info
 
     def _generations(self) -> Iterable[Metric]:
         requests = self._requests
         yield self._counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Those found in the cache.", requests.cached_tokens)
+        yield self._counter(
+            "prompt_tokens_cached", "Tokens of prompts found in the cache.", requests.cached_tokens
+        )
         yield self._counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
         name = self._prefix + "request_success"
         ended = CounterMetricFamily(
@@ -119,7 +123,7 @@ class MetricsPage(Collector):
         for reason, count in requests.finished_by_reason.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
-        name, text = self._prefix + "billed_units", "What requests were charged."
+        name, text = self._prefix + "billed_units", "What requests were charged, in the unit of the prices."
         billed = CounterMetricFamily(name, text, labels=(*LABELS, "class"))
         for service_class, nano in requests.billed_nano.items():
             billed.add_metric((*self._labels, service_class), nano / 1e9)

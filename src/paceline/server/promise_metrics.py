@@ -52,7 +52,7 @@ def promise_families(metrics: PromiseMetrics, prefix: str, labels: tuple[str, st
     yield error
     for name, text, value in (
         ("predicted_ttft_seconds", "Sum of predicted times to first tokens that came.", metrics.predicted_s),
-        ("real_ttft_seconds", "Sum of the real ones of the same.", metrics.real_s),
+        ("real_ttft_seconds", "Sum of the real times of the same first tokens.", metrics.real_s),
     ):
         counter = CounterMetricFamily(prefix + name, text, labels=LABELS)
         counter.add_metric(labels, value)

@@ -46,12 +46,12 @@ class Recent:
     """Keeps a minute of totals."""
 
     def __init__(self, totals: Callable[[], Totals]) -> None:
-        self._totals = totals
+        self.totals = totals
         self._notes: deque[Totals] = deque()
 
-    def note(self) -> None:
-        """To be called about once a second."""
-        now = self._totals()
+    def note(self, seen: Totals | None = None) -> None:
+        """To be called about once a second; `seen` are totals of a moment before now."""
+        now = self.totals() if seen is None else seen
         if self._notes and now.steps < self._notes[-1].steps:
             self._notes.clear()  # another engine, which counts from nothing
         if self._notes and now.time_s - self._notes[-1].time_s < LEAST_S:
@@ -62,7 +62,7 @@ class Recent:
 
     def change(self) -> Totals | None:
         """What the last minute added; its `time_s` is how long it was. None before there is a second of it."""
-        now = self._totals()
+        now = self.totals()
         if not self._notes or now.steps < self._notes[-1].steps:
             return None
         then = self._notes[0]
