@@ -96,7 +96,7 @@ def full_application(prefix: str = "paceline") -> Application:
     config = ServerConfig(
         metrics_prefix=prefix, observe=ObserveConfig(slo_ttft_ms=100.0, slo_e2e_ms=1000.0, cost_per_hour=2.0)
     )
-    app = Application(config, cast(Any, engine), Keyring({}))
+    app = Application(config, cast(Any, engine), Keyring(()))
     ledger = SimpleNamespace(problem="", num_entries=0, num_writes=0)
     billing = cast(Billing, SimpleNamespace(ledger=ledger))
     lines = SimpleNamespace(batches={"completed": 0}, lines={"pending": 0, "in_progress": 0})

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from paceline.audit.codec import decode_time
 from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import LoggedStep, RunLog
 from paceline.audit.trace_fold import Asked, Held, Span, TraceFold
@@ -59,7 +60,7 @@ def trace_events(log: RunLog) -> Iterator[Event]:
 
 
 def _first_time(step: LoggedStep) -> float:
-    arrivals = [entry[2]["arrival_s"] for entry in step.inputs if entry[0] == "add"]
+    arrivals = [decode_time(entry[2]["arrival_s"]) for entry in step.inputs if entry[0] == "add"]
     return min([step.t_plan, *arrivals])
 
 

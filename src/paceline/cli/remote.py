@@ -62,15 +62,19 @@ class Connection:
     def follow(self, path: str, *, silence_s: float) -> Iterator[dict[str, Any]]:
         """The events of a stream that has no end of its own; raises `ServerRefused` when it breaks off, or when
         nothing comes for so many seconds."""
-        connection, response = self._open("GET", path)
+        connection, response = self._open("GET", path, timeout_s=silence_s)
         try:
-            connection.sock.settimeout(silence_s)
             yield from _events(response)
         finally:
             connection.close()
 
     def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = READ_TIMEOUT_S,
     ) -> tuple[HTTPConnection, HTTPResponse]:
         make = HTTPSConnection if self._is_https else HTTPConnection
         connection = make(self._address, timeout=CONNECT_TIMEOUT_S)
@@ -79,7 +83,7 @@ class Connection:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
             connection.connect()
-            connection.sock.settimeout(READ_TIMEOUT_S)
+            connection.sock.settimeout(timeout_s)
             connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
         except (OSError, HTTPException) as error:

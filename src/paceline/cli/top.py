@@ -22,7 +22,7 @@ import typer
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.steer import LOCAL
 from paceline.config import option
-from paceline.errors import InputError, PacelineError
+from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.cli.remote import Connection
@@ -97,9 +97,14 @@ class Watcher:
 
         self.picture: Picture = Picture()
         self.state = "connecting"
-        self.refusal: PacelineError | None = None  # there is no use in trying again
+        self.refusal: Exception | None = None  # there is no use in trying again
         self.lock = threading.Lock()
         self._connection = connection
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Follow no further; what is being waited for ends by itself."""
+        self._stopped.set()
 
     def start(self) -> None:
         threading.Thread(target=self._follow, name="paceline-top", daemon=True).start()
@@ -119,10 +124,12 @@ class Watcher:
         from paceline.cli.remote import ServerRefused
 
         pause_s = FIRST_PAUSE_S
-        while True:
+        while not self._stopped.is_set():
             try:
                 for _ in self.messages():
                     pause_s = FIRST_PAUSE_S
+                    if self._stopped.is_set():
+                        return
             except ServerRefused as error:
                 if error.status in REFUSED:
                     self.refusal = error
@@ -130,10 +137,10 @@ class Watcher:
                 self.state = (
                     "no answer; trying again" if error.status == 0 else f"{error.status}; trying again"
                 )
-            except PacelineError as error:
+            except Exception as error:  # of ours: whoever draws raises it
                 self.refusal = error
                 return
-            time.sleep(pause_s)
+            self._stopped.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

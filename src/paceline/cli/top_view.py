@@ -43,7 +43,10 @@ def frame(picture: Picture, state: str, address: str, width: int, height: int) -
     waiting = _waiting_line(picture, figures, width)
     room = height - len(lines) - len(waiting) - 1
     lines += _lane_lines(picture, width, max(3, room))
-    return Group(*lines, *waiting)
+    lines += waiting
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(*lines)
 
 
 def _title(picture: Picture, state: str, address: str, width: int) -> Text:
@@ -58,7 +61,7 @@ def _title(picture: Picture, state: str, address: str, width: int) -> Text:
 
 
 def _load_lines(figures: Figures, width: int) -> list[Text]:
-    bar_width = max(8, width - 62)
+    bar_width = _bar_width(width)
     rows, blocks = figures.rows or max(1, figures.running), figures.blocks
     total = max(1, sum(blocks.values()))
     held = blocks["held"] + blocks["shared"]
@@ -76,13 +79,13 @@ def _load_lines(figures: Figures, width: int) -> list[Text]:
 
 def _latency_lines(figures: Figures) -> list[Text]:
     names = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
-    line = _line("ms", "", 0)
+    line = _line("latency", "", 0)
     for name, label in names.items():
         found = figures.latencies_ms[name]
         line.append(f"{label} ", style=DIM)
-        line.append(" / ".join(_milliseconds(found[share]) for share in ("p50", "p90", "p99")))
+        line.append("/".join(_milliseconds(found[share]) for share in ("p50", "p90", "p99")))
         line.append("   ")
-    line.append("p50/90/99", style=DIM)
+    line.append("ms, p50/90/99", style=DIM)
     return [line]
 
 
@@ -95,9 +98,9 @@ def _step_lines(figures: Figures, width: int) -> list[Text]:
     decode, prefill = figures.decode_tokens, figures.prefill_tokens
     padding = figures.padding or 0.0
     parts = [(decode / budget, "█", "green"), (prefill / budget, "▒", "yellow")]
-    line.append_text(_bar(parts, max(8, width - 62)))
+    line.append_text(_bar(parts, _bar_width(width)))
     took = "" if figures.step_ms is None else f"{figures.step_ms:,.1f} ms: "
-    wasted = f" ({padding:,.0f} pad)" if padding else ""
+    wasted = f" ({padding:,.0f} pad)" if padding >= 0.5 else ""
     line.append(f"  {took}{decode:,.0f} decode + {prefill:,.0f} prefill{wasted} of {budget:,.0f}")
     return [line, _ends(figures)]
 
@@ -168,10 +171,15 @@ def _waiting_line(picture: Picture, figures: Figures, width: int) -> list[Text]:
 
 
 def _line(label: str, value: str, width: int) -> Text:
-    text = Text(f"{label:<{LABEL}}", style="")
+    text = Text(f"{label:<{LABEL}}")
     text.stylize(DIM)
     text.append(f"{value:<{width}}" if width else value, style=BOLD)
     return text
+
+
+def _bar_width(width: int) -> int:
+    """What the figures beside a bar leave of a line."""
+    return max(6, min(40, width - 68))
 
 
 def _bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:

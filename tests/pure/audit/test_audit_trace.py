@@ -118,10 +118,10 @@ def well_formed(events: list[Event]) -> None:
                 "slices of a track overlap without one holding the other"
             )
             stack.append(end)
-    for request, found in pairs.items():
-        begun = Counter(event["name"] for event in found if event["ph"] == "b")
-        assert begun == Counter(event["name"] for event in found if event["ph"] == "e")
-        assert found[0]["name"] == f"request {request}"
+    for request, parts in pairs.items():
+        begun = Counter(event["name"] for event in parts if event["ph"] == "b")
+        assert begun == Counter(event["name"] for event in parts if event["ph"] == "e")
+        assert parts[0]["name"] == f"request {request}"
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
