@@ -192,6 +192,8 @@ class Picture:
         bounds = self.about.get("latency_bounds", {}).get(name, ())
         first, last = self._kept[0]["server"][name], self._kept[-1]["server"][name]
         counts = [new - old for new, old in zip(last, first, strict=True)]
+        if not any(counts):
+            counts = last  # nothing lately: what is known since the server started
         found = {}
         for share in SHARES:
             value = percentile(bounds, counts, share)

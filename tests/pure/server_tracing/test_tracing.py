@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.server import tracing as module
 from paceline.server.call import RequestRecord
 from paceline.server.tracing import Tracing, attributes, open_tracing
+from tests.pure.server_tracing.collector import Collector
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
 
@@ -44,44 +44,6 @@ def record(**fields: Any) -> RequestRecord:
     for name, value in fields.items():
         setattr(made, name, value)
     return made
-
-
-class Collector:
-    """Takes spans in the format of OTLP over HTTP."""
-
-    def __init__(self, status: int = 200) -> None:
-        self.spans: list[Any] = []
-        self.paths: list[str] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                import gzip
-
-                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                found = ExportTraceServiceRequest.FromString(body)
-                collector.paths.append(self.path)
-                for resource in found.resource_spans:
-                    for scope in resource.scope_spans:
-                        collector.spans += scope.spans
-                self.send_response(status)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
