@@ -97,16 +97,16 @@ class _Events:
     def prefilled(self, held: Held, tokens: int, span: Span, *, again: bool) -> None:
         args = {"tokens": tokens, "step": span.seq, "request": held.request}
         name = "compute again" if again else "prefill"
-        self._slice(name, span.start_s, span.end_s, held.row, args)
+        self._slice(name, span.start_s, span.end_s, self._thread(held.row), args)
 
     def decoded(self, held: Held, end_s: float, steps: int) -> None:
         assert held.decode_from_s is not None
         args = {"steps": steps, "request": held.request}
-        self._slice("decode", held.decode_from_s, end_s, held.row, args)
+        self._slice("decode", held.decode_from_s, end_s, self._thread(held.row), args)
 
     def left(self, held: Held, end_s: float) -> None:
         name = f"request {held.request}"
-        self._slice(name, held.from_s, end_s, held.row, {"request": held.request})
+        self._slice(name, held.from_s, end_s, self._thread(held.row), {"request": held.request})
         self._async("b", held.request, f"on row {held.row}", held.from_s)
         self._async("e", held.request, f"on row {held.row}", end_s)
 
@@ -118,7 +118,7 @@ class _Events:
         tokens = {"decode": work.get("decode_rows", 0), "prefill": work.get("prefill_tokens", 0)}
         name = f"step {span.seq}{' failed' if span.failed else ''}"
         facts = {**work, **({"padding": span.padding} if span.padding else {})}
-        self._add("X", name, span.start_s, tid=STEPS, dur=_us(span.end_s - span.start_s), args=facts)
+        self._slice(name, span.start_s, span.end_s, STEPS, facts)
         for counter, values in (
             ("rows in use", {"rows": running}),
             ("waiting", {"requests": waiting}),
@@ -136,9 +136,10 @@ class _Events:
             self._name(ENGINE, "thread_sort_index", {"sort_index": row}, row + 1)
         return row + 1
 
-    def _slice(self, name: str, from_s: float, to_s: float, row: int, args: Event) -> None:
+    def _slice(self, name: str, from_s: float, to_s: float, tid: int, args: Event) -> None:
+        # Of rounded times, so that what ends when another begins does not overlap it.
         length_us = _us(to_s - self._zero_s) - _us(from_s - self._zero_s)
-        self._add("X", name, from_s, tid=self._thread(row), dur=round(max(0.0, length_us), 3), args=args)
+        self._add("X", name, from_s, tid=tid, dur=round(max(0.0, length_us), 3), args=args)
 
     def _async(self, phase: str, request: int, name: str, time_s: float, args: Event | None = None) -> None:
         more: Event = {"id": request, "cat": "request", "pid": REQUESTS}

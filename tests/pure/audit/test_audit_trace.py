@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,14 @@ def well_formed(events: list[Event]) -> None:
             )
             stack.append(end)
     for request, parts in pairs.items():
-        begun = Counter(event["name"] for event in parts if event["ph"] == "b")
-        assert begun == Counter(event["name"] for event in parts if event["ph"] == "e")
         assert parts[0]["name"] == f"request {request}"
+        begun: list[str] = []
+        for event in sorted(parts, key=lambda each: each["ts"]):  # in the order of the file at the same time
+            if event["ph"] == "b":
+                begun.append(event["name"])
+            else:
+                assert begun.pop() == event["name"], "what began last ends first"
+        assert begun == []
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
