@@ -140,9 +140,12 @@ class TraceFold:
         if end is not None:
             self._inputs(end.inputs)
             self._decisions(end.decisions)
+        waiting = [asked for asked in self._asked.values() if asked.request not in self._row_of]
         for row in list(self._rows):
             self._leave(row, self._done_s)
-        for asked in list(self._asked.values()):
+        for asked in waiting:
+            self._to.waited(asked, self._done_s)
+        for asked in self._asked.values():
             self._to.ended(asked, "the log ends", max(self._done_s, asked.waits_from_s))
 
     # -- what came before the plan -------------------------------------------------------------------------
