@@ -61,6 +61,7 @@ class Tracing:
         self.counts = SpanCounts()
         self.model_name: Callable[[], str] = lambda: ""
         self._send = send
+        self._is_taken = True
         self._queue: queue.Queue[_Ended | None] = queue.Queue(MOST_QUEUED)
         self._collected = _Collected()
         # The environment may name the service, its sampler and its attributes, as OpenTelemetry has it.
@@ -111,13 +112,22 @@ class Tracing:
                 self._make(each)
             spans = self._collected.taken()
             made = len(spans)
-            if spans and self._send(spans):
+            if spans and self._sent(spans):
                 self.counts.exported += made
                 made = 0
         except Exception:
             _logger.exception("spans could not be made")
             made = max(made, len(ended))
         self.counts.dropped += made
+
+    def _sent(self, spans: Sequence[ReadableSpan]) -> bool:
+        """Whether a collector took them; a change of that is told once."""
+        is_taken = self._send(spans)
+        if is_taken != self._is_taken:
+            self._is_taken = is_taken
+            what = "takes spans again" if is_taken else "takes no spans; they are dropped until it does"
+            _logger.warning("the collector of --otlp-endpoint %s", what)
+        return is_taken
 
     def _make(self, ended: _Ended) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -184,6 +194,10 @@ def open_tracing(endpoint: str | None) -> Tracing | None:
         raise ConfigError(
             "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'paceline[otel]'"
         ) from None
+    # Its own complaints, one for each attempt, would come between the lines of the log.
+    theirs = logging.getLogger("opentelemetry")
+    theirs.addHandler(logging.NullHandler())
+    theirs.propagate = False
     path = "" if parts.path not in ("", "/") else TRACES_PATH
     exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + path)
     return Tracing(lambda spans: exporter.export(spans) is SpanExportResult.SUCCESS)

@@ -114,7 +114,9 @@ def test_no_text_and_no_tenant_is_in_a_span() -> None:
     assert not any("alice" in str(value) for value in attributes(record(), "m").values())
 
 
-def test_spans_nobody_takes_are_counted_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_nobody_takes_are_counted_and_never_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "MOST_QUEUED", 8)
     entered, go_on = threading.Event(), threading.Event()
 
@@ -123,6 +125,7 @@ def test_spans_nobody_takes_are_counted_and_never_waited_for(monkeypatch: pytest
         assert go_on.wait(BOUND_S)
         return False
 
+    caplog.set_level("WARNING", logger="paceline.server")
     tracing = Tracing(stuck)
     tracing.finished(record())
     assert entered.wait(BOUND_S)
@@ -136,6 +139,7 @@ def test_spans_nobody_takes_are_counted_and_never_waited_for(monkeypatch: pytest
         "otlp_spans_exported": 0,
         "otlp_spans_dropped": 21,
     }
+    assert caplog.text.count("takes no spans") == 1
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x/", "http://"])
