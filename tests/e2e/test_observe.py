@@ -125,7 +125,7 @@ def test_requests_become_spans_of_their_clients_trace(
 def top(folder: Path, server: ClientServer, *flags: str, key: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, "top", "--url", server.url, "--once", *flags],
-        env=environment(folder, PACELINE_ADMIN_KEY=key),
+        env=environment(folder, PACELINE_ADMIN_KEY=key, COLUMNS="80"),
         capture_output=True,
         text=True,
         timeout=120,

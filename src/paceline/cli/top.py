@@ -33,6 +33,7 @@ DRAW_S = 0.25
 SILENCE_S = 15.0  # after which a server is taken for gone
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 ONCE_S = 1.0  # of traffic that one frame looks at
+MOST_LINES = 100  # of that frame
 PATIENCE_S = 30.0  # for that frame
 REFUSED = (401, 403, 404)  # a server that will not say otherwise the next time
 HELP = """
@@ -157,9 +158,7 @@ def _show_once(watcher: Watcher, options: TopOptions) -> None:
         typer.echo(json.dumps(_values(watcher)))
         return
     console = Console()
-    width = console.width if console.is_terminal else max(80, console.width)
-    console = Console(width=width)
-    console.print(frame(watcher.picture, watcher.state, options.url, width, height=100))
+    console.print(frame(watcher.picture, watcher.state, options.url, console.width, height=MOST_LINES))
 
 
 def _print_json(watcher: Watcher) -> None:
