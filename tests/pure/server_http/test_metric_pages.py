@@ -25,6 +25,8 @@ from tools import dashboards, metric_pages
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
 COLON = "metric names should not contain ':'"
+# A histogram by its family, and what the guide says is not there.
+NOT_SAMPLES = {"iteration_tokens_total", "lora_requests_info"}
 # A name of vLLM's that dashboards ask for, although a histogram should not be called a total.
 VLLM_LINT = 'iteration_tokens_total non-counter metrics should not have "_total" suffix'
 
@@ -55,6 +57,16 @@ def names_on(text: str) -> set[str]:
 
 def test_the_reference_is_what_the_server_says() -> None:
     assert metric_pages.PAGE.read_text(encoding="utf-8") == metric_pages.page(), "run make options"
+
+
+def test_the_guide_names_metrics_that_there_are() -> None:
+    guide = (ROOT / "docs" / "guides" / "metrics.md").read_text(encoding="utf-8")
+    known = {name.removeprefix("paceline:") for name in names_on(page())} | NOT_SAMPLES
+    ends = (
+        r"_total|_share|_mean|_per_[a-z]+(?:_[a-z]+)?|_info|_perc|_running|_waiting|_rows|_flops|_occupancy"
+    )
+    named = set(re.findall(rf"`(?:paceline:)?([a-z0-9_]+(?:{ends}))`", guide))
+    assert len(named) > 20 and named <= known, named - known
 
 
 def test_promtool_takes_the_page(promtool: str) -> None:
