@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -24,16 +23,8 @@ from paceline.server.recent import Limits, Recent, Totals, recent_costs, recent_
 from paceline.serving.client import EngineClient, EngineInfo, EngineStats, EngineUnavailable
 
 LABELS = ("model_name", "engine")
+Fact = tuple[str, str, float]  # name, meaning, value
 PREEMPTIONS = tuple(rule.value for rule in Rule if ":" in rule.value)  # reason:kind
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number with its name and meaning."""
-
-    name: str
-    text: str
-    value: float
 
 
 class BatchingMetrics:
@@ -49,13 +40,13 @@ class BatchingMetrics:
 
     def families(self, prefix: str, labels: tuple[str, str]) -> Iterator[Metric]:
         info, stats = self._info, self._client.stats
-        for figure in self._gauges(info, stats):
-            gauge = GaugeMetricFamily(prefix + figure.name, figure.text, labels=LABELS)
-            gauge.add_metric(labels, figure.value)
+        for name, text, value in self._gauges(info, stats):
+            gauge = GaugeMetricFamily(prefix + name, text, labels=LABELS)
+            gauge.add_metric(labels, value)
             yield gauge
-        for figure in self._counters(info, stats):
-            counter = CounterMetricFamily(prefix + figure.name, figure.text, labels=LABELS)
-            counter.add_metric(labels, figure.value)
+        for name, text, value in self._counters(info, stats):
+            counter = CounterMetricFamily(prefix + name, text, labels=LABELS)
+            counter.add_metric(labels, value)
             yield counter
         yield _preemptions(stats, prefix)
         yield _step_tokens(stats, prefix, labels)
@@ -74,47 +65,44 @@ class BatchingMetrics:
         except EngineUnavailable:
             return None
 
-    def _gauges(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Figure]:
+    def _gauges(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Fact]:
         rows = 0 if info is None else info.max_num_seqs
-        yield Figure("engine_max_rows", "Requests that can be in the batch at once.", rows)
+        yield "engine_max_rows", "Requests that can be in the batch at once.", rows
         text = "Share of rows in use now, 0 to 1."
-        yield Figure("slot_occupancy", text, stats.running / rows if rows else 0.0)
+        yield "slot_occupancy", text, stats.running / rows if rows else 0.0
         if stats.fairness_gap is not None:
             text = "Most that waiting tenants are apart in what they were served for their weight, in tokens."
-            yield Figure("fairness_gap_tokens", text, stats.fairness_gap)
+            yield "fairness_gap_tokens", text, stats.fairness_gap
         if stats.next_place_s is not None:
-            yield Figure(
-                "next_place_seconds", "Time until a running request is thought to end.", stats.next_place_s
-            )
+            text = "Time until a running request is thought to end."
+            yield "next_place_seconds", text, stats.next_place_s
         peak = _peak(info)
         if peak is not None:
-            yield Figure("device_peak_flops", "FLOP/s the device's data sheet names, dense bf16.", peak.flops)
+            yield "device_peak_flops", "FLOP/s the device's data sheet names, dense bf16.", peak.flops
             text = "Memory bandwidth the device's data sheet names."
-            yield Figure("device_peak_bytes_per_second", text, peak.bandwidth)
+            yield "device_peak_bytes_per_second", text, peak.bandwidth
         if self._cost_per_hour is not None:
-            yield Figure("cost_per_hour", "What an hour of this server costs.", self._cost_per_hour)
-        for name, text, value in recent_figures(self.recent.change(), self._limits(info)):
-            yield Figure(name, text, value)
+            yield "cost_per_hour", "What an hour of this server costs.", self._cost_per_hour
+        yield from recent_figures(self.recent.change(), self._limits(info))
 
-    def _counters(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Figure]:
+    def _counters(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Fact]:
         text = "Tokens computed in steps, padding included."
-        yield Figure("engine_computed_tokens", text, stats.computed_tokens)
-        yield Figure(
-            "engine_padding_tokens", "Tokens computed in steps that were only padding.", stats.padding_tokens
-        )
+        yield "engine_computed_tokens", text, stats.computed_tokens
+        text = "Tokens computed in steps that were only padding."
+        yield "engine_padding_tokens", text, stats.padding_tokens
         text = (
             "Rows in use, summed over steps: with engine_steps and engine_max_rows, the mean slot occupancy."
         )
-        yield Figure("engine_occupied_rows", text, stats.occupied_rows)
+        yield "engine_occupied_rows", text, stats.occupied_rows
         done = _work(info, stats)
         if done is None:
             return
-        yield Figure("estimated_flops_per_gpu", "Arithmetic of all steps, estimated.", done.flops)
+        yield "estimated_flops_per_gpu", "Arithmetic of all steps, estimated.", done.flops
         if done.read_bytes is not None:
             text = "Memory read by all steps, estimated."
-            yield Figure("estimated_read_bytes_per_gpu", text, done.read_bytes)
+            yield "estimated_read_bytes_per_gpu", text, done.read_bytes
         text = "Keys and values written by all steps, estimated."
-        yield Figure("estimated_write_bytes_per_gpu", text, done.written_bytes)
+        yield "estimated_write_bytes_per_gpu", text, done.written_bytes
 
     def _limits(self, info: EngineInfo | None) -> Limits:
         peak = _peak(info)
