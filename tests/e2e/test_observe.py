@@ -91,6 +91,7 @@ def test_work_follows_from_the_models_shape(server: ClientServer) -> None:
 
 
 def test_the_last_minute_is_told(server: ClientServer) -> None:
+    server.wait_until(lambda: "slot_occupancy_mean" in server._get("/metrics")[1])
     assert 0 < server.metric("slot_occupancy_mean") <= 1
     assert 0 < server.metric("busy_share") <= 1.5
     assert server.metric("goodput_share") == 1

@@ -106,6 +106,7 @@ class Application:
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
+        self.batching.recent.note()  # what comes from now on is new
         self.main.replace_routes([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
