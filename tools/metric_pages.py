@@ -102,6 +102,8 @@ def full_application(prefix: str = "paceline") -> Application:
     lines = SimpleNamespace(batches={"completed": 0}, lines={"pending": 0, "in_progress": 0})
     batches = cast(Batches, SimpleNamespace(runner=SimpleNamespace(figures=lines, num_lines_under_way=0)))
     admission = Admission(Capacity(places=1, queued_tokens=1), lambda: None)
+    recent = app.batching.recent
+    recent.note(recent.totals()._replace(time_s=time.monotonic() - 30.0))
     app.become_ready(
         Api(
             routes=[],
@@ -112,14 +114,13 @@ def full_application(prefix: str = "paceline") -> Application:
     )
     app.more_counters = lambda: Tracing.figures(cast(Tracing, SimpleNamespace(counts=SpanCounts())))
     app.http.count("/v1/completions", "POST", 200)
-    _note_a_minute(app, engine)
+    _work_a_little(app, engine)
     return app
 
 
-def _note_a_minute(app: Application, engine: DescribedEngine) -> None:
-    """What is said of the last minute needs one."""
-    recent, now_s = app.batching.recent, time.monotonic()
-    recent.note(recent.totals()._replace(time_s=now_s - 30.0))
+def _work_a_little(app: Application, engine: DescribedEngine) -> None:
+    """Some work and a request, for figures that need them."""
+    now_s = time.monotonic()
     engine.run()
     record = RequestRecord(id="1", route="/v1/completions", tenant="t", received_s=now_s - 1.0)
     record.num_prompt, record.num_output, record.finish_reason = 5, 5, "stop"
