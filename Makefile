@@ -40,9 +40,11 @@ chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
-options: $(STAMP) ## Write the generated pages of docs/reference again
+options: $(STAMP) ## Write again what is made from the code: pages of docs/reference, dashboards
 	@$(BIN)/python -m tools.option_pages
 	@$(BIN)/python -m tools.api_pages
+	@$(BIN)/python -m tools.metric_pages
+	@$(BIN)/python -m tools.dashboards
 
 docs: $(STAMP) ## Build the documentation as a site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -23,6 +23,8 @@ from paceline.cli import (
     serve,
     sim_options,
     steer,
+    top,
+    trace,
     usage,
 )
 from paceline.cli.options import Flag, Panel
@@ -37,6 +39,7 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "sim": sim_options.PANELS,
     "explain": explain.PANELS,
     "replay": replay.PANELS,
+    "trace": trace.PANELS,
     "audit verify": audit.VERIFY_PANELS,
     "audit bias": audit.BIAS_PANELS,
     "bench serve": bench_load_options.SERVE_PANELS,
@@ -46,6 +49,7 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "bench latency": bench_options.LATENCY_PANELS,
     "dial": steer.DIAL_PANELS,
     "policy": steer.POLICY_PANELS,
+    "top": top.PANELS,
     "keys add": keys_options.ADD_PANELS,
     "keys ls": keys_options.LIST_PANELS,
     "keys revoke": keys_options.REVOKE_PANELS,

@@ -88,6 +88,36 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """What the figures of a server are judged by, and where else they go."""
+
+    slo_ttft_ms: float | None = option(
+        None, "milliseconds to the first token that a request should have: for goodput", low=0.001, kind=float
+    )
+    slo_itl_ms: float | None = option(
+        None, "milliseconds between tokens, on average, that a request should have", low=0.001, kind=float
+    )
+    slo_e2e_ms: float | None = option(
+        None, "milliseconds to the end that a request should have", low=0.001, kind=float
+    )
+    cost_per_hour: float | None = option(
+        None,
+        "what an hour of this server costs, in any currency: for the cost of a million tokens",
+        low=0.0,
+        kind=float,
+    )
+
+    otlp_endpoint: str | None = option(
+        None,
+        "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]",
+        kind=str,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where the server listens, what it lets in, how it logs and how it stops."""
 
@@ -107,7 +137,9 @@ class ServerConfig:
     metrics_without_key: bool = option(
         False, "let whoever reaches the listener of /metrics read it without a key"
     )
-    metrics_prefix: str = option("paceline", "what names of metrics begin with; vllm suits its dashboards")
+    metrics_prefix: str = option(
+        "paceline", "what names of metrics begin with; vllm suits its dashboards, paceline_ has no colon"
+    )
 
     max_connections: int = option(1024, "most open connections", low=1, high=1_000_000)
     backlog: int = option(1024, "connections the system holds until they are accepted", low=1, high=65535)
@@ -152,6 +184,7 @@ class ServerConfig:
     api: ApiConfig = field(default_factory=ApiConfig)
     billing: BillingConfig = field(default_factory=BillingConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

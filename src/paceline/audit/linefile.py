@@ -67,7 +67,7 @@ class LineFile:
         self._owned = []
         if self.problem is not None:
             reason = self.problem.strerror or self.problem
-            raise InputError(f"{self._name}: the run log is cut off after line {self._num_lines}: {reason}")
+            raise InputError(f"{self._name} is cut off after line {self._num_lines}: {reason}")
 
     def _open(self, path: str | Path) -> TextIO:
         try:

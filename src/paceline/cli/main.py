@@ -28,6 +28,8 @@ from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
 from paceline.cli.sim import add_sim
 from paceline.cli.steer import add_steering
+from paceline.cli.top import add_top
+from paceline.cli.trace import add_trace
 from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
 
@@ -68,10 +70,12 @@ add_run_batch(app)
 add_models(app)
 add_keys(app)
 add_steering(app)
+add_top(app)
 add_usage(app)
 add_sim(app)
 add_explain(app)
 add_replay(app)
+add_trace(app)
 add_audit(app)
 add_bench(app)
 add_doctor(app)

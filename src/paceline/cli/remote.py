@@ -27,7 +27,11 @@ _DEFAULTS = SamplingParams()
 
 
 class ServerRefused(PacelineError):
-    """The server answered with an error, or not at all."""
+    """The server answered with an error, or not at all; `status` is 0 then."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Connection:
@@ -55,8 +59,22 @@ class Connection:
             raise ServerRefused(f"what answers at {self.address} is no server of the OpenAI API")
         return found
 
+    def follow(self, path: str, *, silence_s: float) -> Iterator[dict[str, Any]]:
+        """The events of a stream that has no end of its own; raises `ServerRefused` when it breaks off, or when
+        nothing comes for so many seconds."""
+        connection, response = self._open("GET", path, timeout_s=silence_s)
+        try:
+            yield from _events(response)
+        finally:
+            connection.close()
+
     def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = READ_TIMEOUT_S,
     ) -> tuple[HTTPConnection, HTTPResponse]:
         make = HTTPSConnection if self.is_https else HTTPConnection
         connection = make(self.address, timeout=CONNECT_TIMEOUT_S)
@@ -65,7 +83,7 @@ class Connection:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
             connection.connect()
-            connection.sock.settimeout(READ_TIMEOUT_S)
+            connection.sock.settimeout(timeout_s)
             connection.request(method, self.base_path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
@@ -77,7 +95,7 @@ class Connection:
         if response.status != 200:
             message = _error_text(response)
             connection.close()
-            raise ServerRefused(f"the server answered {response.status}: {message}")
+            raise ServerRefused(f"the server answered {response.status}: {message}", response.status)
         return connection, response
 
 

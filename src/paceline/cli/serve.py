@@ -19,7 +19,7 @@ from paceline.cli.serve_options import merged
 from paceline.cli.shared_flags import DIAL, POLICY
 from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
-from paceline.config_serve import ApiConfig, BatchConfig, BillingConfig, ServerConfig
+from paceline.config_serve import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
 from paceline.errors import InputError
 
 HELP = """
@@ -100,6 +100,7 @@ PANELS = (
         ),
         ("Connections", ()),
     ),
+    *_flags(ObserveConfig, ("Logs and metrics", ())),
     *_flags(ApiConfig, ("Requests", ())),
     *_flags(BillingConfig, ("Billing", ())),
     *_flags(BatchConfig, ("Files and batches", ())),
@@ -149,6 +150,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         api=ApiConfig(**_of(ApiConfig, values)),
         billing=BillingConfig(**_of(BillingConfig, values)),
         batches=BatchConfig(**_of(BatchConfig, values)),
+        observe=ObserveConfig(**_of(ObserveConfig, values)),
     )
     process = ProcessConfig(**_of(ProcessConfig, values))
     engine = engine_options(values)

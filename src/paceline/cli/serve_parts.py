@@ -20,6 +20,7 @@ from paceline.server.keys_file import read_keys
 from paceline.server.lifecycle import Server
 from paceline.server.logs import LogOutput
 from paceline.server.open_api import model_names, open_api
+from paceline.server.tracing import Tracing
 from paceline.serving.client import EngineInfo
 from paceline.serving.supervisor import EngineProcess
 
@@ -32,10 +33,14 @@ def build_server(
     sockets: Sequence[socket.socket],
     output: LogOutput,
     billing: Billing,
+    tracing: Tracing | None,
 ) -> tuple[Server, list[Listener]]:
     """A server that has not started, and its listeners."""
     app = Application(config, engine.client, keyring)
     app.dropped_lines = lambda: output.dropped
+    if tracing is not None:
+        tracing.model_name = lambda: app.metrics.model_name
+        app.log.on_finished, app.more_counters = tracing.finished, tracing.figures
     app.on_weights = engine.client.set_weights
     app.status.hindrance = lambda: billing.hindrance
     billing.report()

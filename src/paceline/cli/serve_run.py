@@ -52,9 +52,11 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         from paceline.server.billing.open import open_billing
         from paceline.server.keys_file import read_keys
         from paceline.server.logs import set_up_logs
+        from paceline.server.tracing import open_tracing
 
         keyring = read_keys(config.api_keys_file)
         check_exposure(config, keyring)
+        tracing = open_tracing(config.observe.otlp_endpoint)
         billing = open_billing(config.billing)
         sockets = _bind(config)
     except BaseException:
@@ -71,12 +73,14 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
 
         from paceline.cli.serve_parts import build_server
 
-        server, listeners = build_server(config, model, running, keyring, sockets, output, billing)
+        server, listeners = build_server(config, model, running, keyring, sockets, output, billing, tracing)
         return await server.run(listeners)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(serve())
+            if tracing is not None:
+                tracing.close()
             output.finish()
             # A thread that still computes, or an output that blocks, must not hold up the end.
             with contextlib.suppress(OSError, ValueError):

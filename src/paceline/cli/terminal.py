@@ -21,15 +21,20 @@ class Printer:
             stream.reconfigure(errors="replace")  # a character this terminal does not have ends nothing
 
     def show(self, text: str) -> None:
-        shown = _CONTROL.sub("", text) if self._is_terminal else text
-        if shown:
-            self._stream.write(shown)
+        kept = shown(text) if self._is_terminal else text
+        if kept:
+            self._stream.write(kept)
             self._stream.flush()
-            self._at_line_start = shown.endswith("\n")
+            self._at_line_start = kept.endswith("\n")
 
     def end_line(self) -> None:
         if not self._at_line_start:
             self.show("\n")
+
+
+def shown(text: str) -> str:
+    """A text from elsewhere without what a terminal would obey."""
+    return _CONTROL.sub("", text)
 
 
 def note(text: str) -> None:

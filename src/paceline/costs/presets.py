@@ -89,6 +89,20 @@ def device_spec(name: str) -> DeviceSpec:
     return _lookup(DEVICES, name, "device")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What a device's data sheet promises: dense products of 16-bit numbers, and reads of its memory."""
+
+    flops: float
+    bandwidth: float
+
+
+def published_peak(device: str) -> Peak | None:
+    """The peak of a device by the name its driver gives it; None where it is not known for sure."""
+    name = _DRIVER_NAMES.get(device)
+    return None if name is None else Peak(flops=_PUBLISHED_FLOPS[name], bandwidth=_PUBLISHED_BANDWIDTH[name])
+
+
 def matmul_curves(device: DeviceSpec) -> tuple[MatmulCurve, ...]:
     """The device's own measurements, or the H200's carried over to its limits."""
     if device.matmul_curves:
@@ -244,6 +258,12 @@ _H200 = DeviceSpec(
 
 _PUBLISHED_BANDWIDTH = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 _PUBLISHED_FLOPS = {"h200": 989e12, "h100": 989e12, "a100": 312e12}  # dense bf16
+# Other variants of these chips have other memories and clocks.
+_DRIVER_NAMES = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+}
 
 
 def _from_data_sheet(name: str, memory_bytes: int, host_link_bandwidth: float) -> DeviceSpec:

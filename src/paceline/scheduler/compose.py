@@ -442,8 +442,7 @@ class Composer:
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
             ),
         )
-        state.counters.computed_tokens += plan.work.decode_rows + plan.work.prefill_tokens
-        state.counters.padding_tokens += plan.pad_tokens + plan.padding_rows
+        state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
         state.flights.append(Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work))

@@ -39,6 +39,7 @@ from paceline.core.request import (
 )
 from paceline.kv.manager import KVManager
 from paceline.scheduler.cost import settle_cost
+from paceline.scheduler.counters import Counters
 from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
@@ -80,25 +81,6 @@ class Join:
     row: int
     request: Request
     source: int  # row it is copied from, or NO_ROW
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start, for metrics and reports."""
-
-    added: int = 0
-    finished: int = 0
-    rejected: int = 0
-    preempted: int = 0
-    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision
-    swapped: int = 0
-    forked: int = 0
-    late_results: int = 0
-    failed_steps: int = 0
-    prompt_tokens: int = 0  # of requests admitted for the first time
-    cached_tokens: int = 0  # of these, found in blocks that were there already
-    computed_tokens: int = 0  # in all steps submitted, padding included
-    padding_tokens: int = 0  # of these
 
 
 @dataclass(slots=True)

@@ -14,15 +14,17 @@ from paceline.config_serve import LOOPBACK, ServerConfig, split_list
 from paceline.errors import ConfigError
 from paceline.server.api.route import Route
 from paceline.server.auth import Keyring
+from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import Caller
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
+from paceline.server.goodput import Times
 from paceline.server.health import PUBLIC, health_routes
 from paceline.server.http.door import Door, Rules
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage
+from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage, name_prefix
 from paceline.server.page import PAGE, page_routes
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
@@ -62,21 +64,24 @@ class Application:
 
     def __init__(self, config: ServerConfig, client: EngineClient, keyring: Keyring) -> None:
         self.status = ServerStatus(client)
-        self.requests = RequestMetrics()
+        self.requests = RequestMetrics(Times.of(config.observe))
         self.http = HttpMetrics()
         self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
         self.dropped_lines: Callable[[], int] = lambda: 0
+        self.more_counters: Facts = list
         self.listeners: list[Listener] = []
         self.loop_lag_s = 0.0  # kept by the lifecycle
         # Told the tenants' shares when the API is there and whenever keys are read again: for a fair scheduler.
         self.on_weights: Callable[[Mapping[str, float]], None] = lambda weights: None
         self._api_gauges: Facts = list
+        self.batching = BatchingMetrics(client, self.requests, cost_per_hour=config.observe.cost_per_hour)
         self.metrics = MetricsPage(
             client,
             self.requests,
             self.http,
-            prefix=config.metrics_prefix.removesuffix(":") + ":",
+            self.batching,
+            prefix=name_prefix(config.metrics_prefix),
             more_gauges=self._gauges,
             more_counters=self._counters,
         )
@@ -104,6 +109,7 @@ class Application:
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
+        self.batching.recent.note()  # what comes from now on is new
         self.main.replace_routes([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
@@ -161,6 +167,7 @@ class Application:
             ("connections_stalled", "Cut because nothing was read.", sum(c.stalled for c in counts)),
             ("connections_timed_out", "Requests that came too slowly.", sum(c.timed_out for c in counts)),
             ("log_lines_dropped", "Lines the log's output did not take.", self.dropped_lines()),
+            *self.more_counters(),
         ]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.request import NO_COST, Cost
+from paceline.core.sampling import SamplingParams
 from paceline.server.billing.charge import Charge, no_charge
 from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
 
@@ -102,6 +103,7 @@ class RequestRecord:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    longest_output: int = 0  # tokens of the longest branch that has ended
     num_branches: int = 1
     max_tokens: int = 0
     first_token_s: float | None = None  # monotonic
@@ -118,6 +120,9 @@ class RequestRecord:
     batch_id: str = ""
     predicted_ttft_s: float | None = None  # what the engine said when it took the request
     wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
+    sampling: SamplingParams | None = None
+    trace_parent: str = ""  # of the trace its client says it belongs to, as it came
+    trace_state: str = ""
 
 
 class Observer(Protocol):

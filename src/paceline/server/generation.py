@@ -341,6 +341,7 @@ class Generation:
         self._num_open -= 1
         if output.index == 0:  # the others take the prompt over from the first
             record.num_cached += ending.num_cached
+        record.longest_output = max(record.longest_output, ending.num_output)
         record.preemptions += ending.preemptions
         record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)

@@ -232,6 +232,7 @@ class Server:
             await asyncio.sleep(pause_s)
             lags_s.append(max(0.0, time.monotonic() - asked_s - pause_s))
             self._app.loop_lag_s = max(lags_s)
+            self._app.batching.recent.note()
             for listener in self._app.listeners:
                 listener.refresh_date()
             now_s = time.monotonic()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.core.dial import DialStatus, DialWord
 from paceline.server.call import Caller, RequestRecord
+from paceline.server.goodput import NONE, Times
 from paceline.server.histogram import E2E_BUCKETS, Histogram
 from paceline.server.promise_metrics import PromiseMetrics
 from paceline.server.tenant import CLASSES, LIMITS
@@ -31,9 +32,9 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 class RequestMetrics:
-    """Counters and histograms of generations; an observer of them."""
+    """Counters and histograms of generations; an observer of them. `times` are those the operator wants kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: Times = NONE) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -43,7 +44,7 @@ class RequestMetrics:
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
         }
-        self.promises = PromiseMetrics()
+        self.promises = PromiseMetrics(times)
         self._ttft = self.histograms["time_to_first_token_seconds"][1]
         self._itl = self.histograms["inter_token_latency_seconds"][1]
 
@@ -94,6 +95,7 @@ def _values_of(record: RequestRecord) -> Iterator[tuple[str, float | None]]:
         yield "request_time_per_output_token_seconds", decode_s / (per_branch - 1)
     yield "request_prompt_tokens", float(record.num_prompt)
     yield "request_generation_tokens", float(record.num_output)
+    yield "request_max_num_generation_tokens", float(record.longest_output)
     yield "request_params_n", float(record.num_branches)
     yield "request_params_max_tokens", float(record.max_tokens)
     yield "request_prefill_kv_computed_tokens", float(max(0, record.num_prompt - record.num_cached))
@@ -108,10 +110,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_inference_time_seconds", "From the first step to the end.", E2E_BUCKETS),
     ("request_prefill_time_seconds", "From the first step to the first token.", E2E_BUCKETS),
     ("request_decode_time_seconds", "From the first token to the end.", E2E_BUCKETS),
-    ("request_prompt_tokens", "Tokens of prompts.", TOKEN_BUCKETS),
-    ("request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
-    ("request_params_n", "Answers asked for.", N_BUCKETS),
-    ("request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
+    ("request_prompt_tokens", "Tokens of a request's prompts.", TOKEN_BUCKETS),
+    ("request_generation_tokens", "Tokens generated for a request.", TOKEN_BUCKETS),
+    ("request_max_num_generation_tokens", "Tokens of the longest answer of a request.", TOKEN_BUCKETS),
+    ("request_params_n", "Answers that requests ask for.", N_BUCKETS),
+    ("request_params_max_tokens", "Most tokens that requests ask for.", TOKEN_BUCKETS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKEN_BUCKETS),
 )
 
@@ -146,7 +149,7 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     """Name, meaning and value of what the engine says of itself right now."""
     stats = client.stats
     yield "num_requests_running", "Requests in the batch.", stats.running
-    yield "num_requests_waiting", "Requests that wait.", stats.waiting
+    yield "num_requests_waiting", "Requests that wait for a row.", stats.waiting
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
@@ -158,15 +161,23 @@ def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
     """Where the dial stands; a target or a p99 that there is not is 0."""
     target_s = dial.setting.target_s or 0.0
     yield "dial_on", "1 when the dial is set.", float(dial.word is not DialWord.OFF)
-    yield "dial_position", "From 0, least latency, to 1, most throughput.", dial.position
-    yield "dial_target_seconds", "The p99 it holds, of tokens or of first tokens.", target_s
-    yield "dial_itl_p99_seconds", "Seen lately by the dial.", (dial.itl_p99_ms or 0.0) / 1e3
-    yield "dial_ttft_p99_seconds", "Seen lately by the dial.", (dial.ttft_p99_ms or 0.0) / 1e3
-    yield "dial_unreachable", "1 while its target cannot be held.", float(dial.word is DialWord.UNREACHABLE)
-    yield "dial_step_target_seconds", "Length of a step with prompts.", (dial.step_target_ms or 0.0) / 1e3
-    yield "dial_max_step_tokens", "Most tokens of a step.", dial.max_step_tokens
-    yield "dial_max_rows", "Most rows at a time.", dial.max_rows
-    yield "dial_moves", "Moves since it was set.", dial.moves
+    yield "dial_position", "Place of the dial: 0 is least latency, 1 most throughput.", dial.position
+    yield "dial_target_seconds", "The p99 the dial holds, of tokens or of first tokens.", target_s
+    yield "dial_itl_p99_seconds", "The p99 between tokens that the dial sees.", (dial.itl_p99_ms or 0.0) / 1e3
+    yield "dial_ttft_p99_seconds", "The p99 of first tokens that it sees.", (dial.ttft_p99_ms or 0.0) / 1e3
+    yield (
+        "dial_unreachable",
+        "1 while the dial's target cannot be held.",
+        float(dial.word is DialWord.UNREACHABLE),
+    )
+    yield (
+        "dial_step_target_seconds",
+        "Length the dial gives steps with prompts.",
+        (dial.step_target_ms or 0.0) / 1e3,
+    )
+    yield "dial_max_step_tokens", "Most tokens of a step under the dial.", dial.max_step_tokens
+    yield "dial_max_rows", "Most rows at a time under the dial.", dial.max_rows
+    yield "dial_moves", "Moves of the dial since it was set.", dial.moves
 
 
 def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:

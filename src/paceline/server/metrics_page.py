@@ -15,7 +15,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from paceline import __version__
 from paceline.server.api.route import Route
+from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import Answer, Call
 from paceline.server.histogram import buckets
 from paceline.server.metrics import (
@@ -43,6 +45,7 @@ class MetricsPage(Collector):
         client: EngineClient,
         requests: RequestMetrics,
         http: HttpMetrics,
+        batching: BatchingMetrics,
         *,
         prefix: str,
         more_gauges: Facts,
@@ -53,6 +56,7 @@ class MetricsPage(Collector):
         self._client = client
         self._requests = requests
         self._http = http
+        self._batching = batching
         self._prefix = prefix
         self._more = (more_gauges, more_counters)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -78,7 +82,8 @@ class MetricsPage(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._engine()
         yield from self._generations()
-        yield from promise_families(self._requests.promises, self._client, self._prefix, self._labels)
+        yield from self._batching.families(self._prefix, self._labels)
+        yield from promise_families(self._requests.promises, self._prefix, self._labels)
         yield from self._traffic()
 
     @property
@@ -93,16 +98,23 @@ class MetricsPage(Collector):
             yield gauge
         for name, text, value in (*engine_counters(self._client), *more_counters()):
             yield self._counter(name, text, value)
+        build = InfoMetricFamily(self._prefix + "build", "The version that runs.", labels=())
+        build.add_metric((), {"version": __version__})
+        yield build
         labels = cache_labels(self._client)
         if labels is not None:
-            info = InfoMetricFamily(self._prefix + "cache_config", "The KV cache.", labels=LABELS)
+            info = InfoMetricFamily(
+                self._prefix + "cache_config", "Sizes and types of the KV cache.", labels=LABELS
+            )
             info.add_metric(self._labels, labels)
             yield info
 
     def _generations(self) -> Iterable[Metric]:
         requests = self._requests
         yield self._counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Those found in the cache.", requests.cached_tokens)
+        yield self._counter(
+            "prompt_tokens_cached", "Tokens of prompts found in the cache.", requests.cached_tokens
+        )
         yield self._counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
         name = self._prefix + "request_success"
         ended = CounterMetricFamily(
@@ -111,7 +123,7 @@ class MetricsPage(Collector):
         for reason, count in requests.finished_by_reason.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
-        name, text = self._prefix + "billed_units", "What requests were charged."
+        name, text = self._prefix + "billed_units", "What requests were charged, in the unit of the prices."
         billed = CounterMetricFamily(name, text, labels=(*LABELS, "class"))
         for service_class, nano in requests.billed_nano.items():
             billed.add_metric((*self._labels, service_class), nano / 1e9)
@@ -152,3 +164,8 @@ class MetricsPage(Collector):
         counter = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
         counter.add_metric(self._labels, value)
         return counter
+
+
+def name_prefix(given: str) -> str:
+    """What names begin with: a word and a colon, as vLLM has it, unless it ends with an underscore."""
+    return given if given.endswith(("_", ":")) else given + ":"

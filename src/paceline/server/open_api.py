@@ -90,7 +90,7 @@ def open_api(
             routes=routes(service, None if batches is None else batches.routes()),
             model_name=names[0],
             is_full=lambda: service.admission.is_full,
-            gauges=lambda: [*_gauges(service.admission), *billing.gauges()],
+            gauges=lambda: [*admission_gauges(service.admission), *billing.gauges()],
             labelled=list if batches is None else batches.figures,
             background=() if batches is None else (batches,),
             close=close,
@@ -99,7 +99,8 @@ def open_api(
     return build
 
 
-def _gauges(admission: Admission) -> list[tuple[str, str, float]]:
+def admission_gauges(admission: Admission) -> list[tuple[str, str, float]]:
+    """What is taken of the places and of the room for prompts."""
     return [
         ("admission_places_taken", "Answers asked for that are not over.", admission.places_taken),
         ("admission_tokens_waiting", "Prompt tokens without a first token.", admission.tokens_waiting),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from paceline.server.batches.line_run import EndedLine
@@ -28,6 +29,7 @@ class RequestLog:
         self._http = http
         self._writes_lines = writes_lines
         self._ended: dict[str, list[RequestRecord]] = {}  # generations of requests that still run
+        self.on_finished: Callable[[RequestRecord], None] = lambda record: None  # told of every end
         # Every piece of news passes these; without a stop on the way.
         self.first_token = requests.first_token
         self.tokens = requests.tokens
@@ -41,6 +43,7 @@ class RequestLog:
     def finished(self, record: RequestRecord) -> None:
         self._requests.finished(record)
         self._ended.setdefault(record.id, []).append(record)
+        self.on_finished(record)
 
     # ------------------------------------------------------------ requests
 

@@ -355,4 +355,7 @@ def _record(
         is_stream=body.streaming.wanted,
         batch_id=call.caller.batch_id,
         wishes=(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
+        sampling=prepared[0].sampling,
+        trace_parent=call.headers.get("traceparent", ""),
+        trace_state=call.headers.get("tracestate", ""),
     )

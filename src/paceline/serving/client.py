@@ -17,6 +17,7 @@ from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import NO_COST, Cost
 from paceline.core.sampling import SamplingParams
+from paceline.costs.work import ModelWork
 from paceline.errors import PacelineError
 
 
@@ -55,6 +56,7 @@ class EngineInfo:
     kv_bytes: int
     load_s: float
     notices: tuple[str, ...] = ()
+    work: ModelWork | None = None  # what a token and a step cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,13 @@ class EngineStats:
     blocks_total: int = 0
     steps: int = 0
     busy_s: float = 0.0  # time spent inside steps
+    steps_by_tokens: tuple[int, ...] = ()  # steps by how many tokens they carried; bounds are the scheduler's
+    computed_tokens: int = 0  # in steps, padding included
+    padding_tokens: int = 0
+    occupied_rows: int = 0  # rows in use, summed over steps
+    decode_context: int = 0  # tokens of KV that decoding rows read
+    context_products: int = 0  # tokens of context that tokens attended to
+    logit_rows: int = 0  # rows whose next token was drawn
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache, and found there
     prefix_hits: int = 0

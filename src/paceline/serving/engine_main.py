@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
+from paceline.checkpoint.work import model_work
 from paceline.config_process import ProcessConfig
 from paceline.errors import PacelineError
 from paceline.factory import LoadedModel, load_model
@@ -157,6 +158,8 @@ def _send(channel: Channel, message: frames.FromEngine) -> None:
 
 def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
     config, spec = loaded.config, loaded.checkpoint.spec
+    weight_bytes = sum(stored.num_bytes for stored in loaded.checkpoint.stored.values())
+    kv_token_bytes = loaded.hardware.kv_bytes / (config.kv.num_blocks * config.kv.block_size)
     return EngineInfo(
         vocab_size=spec.vocab_size,
         max_model_len=config.scheduler.max_model_len,
@@ -167,10 +170,11 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         device=loaded.hardware.device,
         dtype=loaded.hardware.dtype,
         kv_dtype=loaded.hardware.kv_dtype,
-        weight_bytes=sum(stored.num_bytes for stored in loaded.checkpoint.stored.values()),
+        weight_bytes=weight_bytes,
         kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,
         notices=loaded.notices,
+        work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
 
 

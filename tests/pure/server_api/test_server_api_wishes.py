@@ -10,7 +10,8 @@ from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidReque
 from paceline.server.call import Caller, RequestRecord
 from paceline.server.errors import LONGEST_RETRY_S, problem_of, whole_seconds
 from paceline.server.failures import DeadlineExceeded, QueueTimeout, TooBusy
-from paceline.server.promise_metrics import PromiseMetrics, is_kept
+from paceline.server.goodput import Times, is_met, wishes_of
+from paceline.server.promise_metrics import PromiseMetrics
 from paceline.server.tenant import Prices
 from paceline.serving.client import BranchNews, Prospect
 from paceline.serving.refusals import error_of, refusal_of
@@ -183,7 +184,8 @@ def record(**changes: Any) -> RequestRecord:
 def test_a_wish_is_kept_when_the_request_ended_well_and_in_time(
     wishes: Any, changes: dict[str, Any], kept: bool
 ) -> None:
-    assert is_kept(record(wishes=wishes, **changes)) is kept
+    ended = record(wishes=wishes, **changes)
+    assert is_met(ended, wishes_of(ended)) is kept
 
 
 def test_promises_are_counted_by_class() -> None:
@@ -193,11 +195,22 @@ def test_promises_are_counted_by_class() -> None:
     metrics.finished(good)
     metrics.finished(record(wishes=(1, None, None), service_class="batch"))
     metrics.finished(record())
-    assert metrics.wished["interactive"] == metrics.kept["interactive"] == metrics.wished["batch"] == 1
-    assert metrics.kept["batch"] == metrics.wished["standard"] == 0
+    counts = metrics.goodput.counts
+    assert counts["interactive", "own", "met"] == counts["batch", "own", "missed"] == 1
+    assert sum(counts.values()) == 2
     assert (metrics.predicted_s, metrics.real_s) == pytest.approx((1.2, 1.0))
     assert metrics.error.total == pytest.approx(0.2)
     assert sum(metrics.queued["interactive"].counts) == 1
+
+
+def test_the_server_judges_those_who_are_waited_for_by_its_own_times() -> None:
+    metrics = PromiseMetrics(Times(ttft_ms=500.0, e2e_ms=5000.0))
+    metrics.finished(record())  # its first token took a second
+    metrics.finished(record(service_class="batch"))
+    metrics.finished(record(service_class="spot"))
+    metrics.finished(record(wishes=(None, 1500, None)))  # its own wish comes before the server's
+    counts = {key: count for key, count in metrics.goodput.counts.items() if count}
+    assert counts == {("standard", "server", "missed"): 1, ("standard", "own", "met"): 1}
 
 
 def test_answers_note_what_was_predicted() -> None:

@@ -10,6 +10,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cli.serve_card import card_lines, show_card
+from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import RequestRecord
 from paceline.server.histogram import Histogram
 from paceline.server.logs import FACTS, LogOutput, escaped
@@ -27,7 +28,10 @@ def record(**fields: object) -> RequestRecord:
 
 
 def page_of(client: FakeClient, requests: RequestMetrics, http: HttpMetrics) -> MetricsPage:
-    page = MetricsPage(client, requests, http, prefix="paceline:", more_gauges=list, more_counters=list)
+    batching = BatchingMetrics(client, requests)
+    page = MetricsPage(
+        client, requests, http, batching, prefix="paceline:", more_gauges=list, more_counters=list
+    )
     page.model_name = 'a "model"'
     return page
 

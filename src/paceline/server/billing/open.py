@@ -29,8 +29,8 @@ class Billing:
             return []
         return [
             ("ledger_up", "1 when the ledger can be written.", float(not ledger.problem)),
-            ("ledger_entries", "Entries closed since the start.", ledger.num_entries),
-            ("ledger_writes", "Transactions they took.", ledger.num_writes),
+            ("ledger_entries", "Entries of the ledger closed since the start.", ledger.num_entries),
+            ("ledger_writes", "Transactions that ledger entries took.", ledger.num_writes),
         ]
 
     def report(self) -> None:

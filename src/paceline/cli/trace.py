@@ -1,0 +1,70 @@
+"""`paceline trace`: a run log as a timeline that Perfetto shows.
+
+Owns the flags and what is printed; the timeline is made in `audit.chrome_trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
+from paceline.errors import InputError
+
+HELP = """
+Draw a run log as a timeline in the format of Chrome traces: one track for each row with prefill, decode and giving way,
+one for each request with its waiting, and counters for rows, waiting requests and KV blocks.
+
+\b
+  paceline serve --run-log run.jsonl.gz
+  paceline trace run.jsonl.gz -o trace.json.gz
+
+Open it in https://ui.perfetto.dev, which works in the browser and sends nothing anywhere, or in chrome://tracing.
+The log of a server that still runs, or was killed, is drawn as far as it goes.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What `paceline trace` takes."""
+
+    log: str = option("", "run log to draw")
+    output: str = option("trace.json.gz", "file to write; one that ends in .gz is compressed")
+
+
+PANELS = (
+    Panel(
+        title="Trace",
+        config=TraceOptions,
+        flags=(
+            Flag(name="log", metavar="LOG", is_argument=True),
+            Flag(name="output", also=("-o",), metavar="FILE"),
+        ),
+    ),
+)
+
+
+def add_trace(app: typer.Typer) -> None:
+    add_command(app, "trace", _run, PANELS, HELP)
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    options = TraceOptions(**values)
+    if not options.log:
+        raise InputError("say which log to draw: paceline trace run.jsonl.gz -o trace.json.gz")
+
+    from paceline.audit.chrome_trace import write_trace
+    from paceline.audit.runlog import read_run_log
+
+    log = read_run_log(options.log, allow_cut=True)
+    log.check_decisions()
+    if Path(options.output).resolve() == Path(options.log).resolve():
+        raise InputError(f"{options.output} is the log itself; write the trace to another file")
+    count = write_trace(log, options.output)
+    cut = "" if log.damage is None else f", up to the damage ({log.damage})"
+    typer.echo(f"wrote {count:,} events to {options.output}{cut}; open it in https://ui.perfetto.dev")

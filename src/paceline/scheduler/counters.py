@@ -1,0 +1,51 @@
+"""Totals of a scheduler since its start, for metrics and reports.
+
+Sums only: a step adds a few whole numbers, whatever its batch. What the sums come to in shares, FLOPs and bytes is
+worked out by whoever shows them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from paceline.core.plan import StepPlan
+
+# Upper ends of the buckets that steps are counted in by their tokens.
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    added: int = 0
+    finished: int = 0
+    rejected: int = 0
+    preempted: int = 0
+    preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision
+    swapped: int = 0
+    forked: int = 0
+    late_results: int = 0
+    failed_steps: int = 0
+    prompt_tokens: int = 0  # of requests admitted for the first time
+    cached_tokens: int = 0  # of these, found in blocks that were there already
+    computed_tokens: int = 0  # in all steps submitted, padding included
+    padding_tokens: int = 0  # of these
+    occupied_rows: int = 0  # rows in use, summed over steps
+    decode_context: int = 0  # as of `StepWork`, summed over steps
+    context_products: int = 0  # of decoding rows and of prompts
+    logit_rows: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+
+    def planned(self, plan: StepPlan, occupied_rows: int) -> None:
+        """A step was planned."""
+        work = plan.work
+        tokens = work.decode_rows + work.prefill_tokens
+        self.computed_tokens += tokens
+        self.padding_tokens += plan.pad_tokens + plan.padding_rows
+        self.occupied_rows += occupied_rows
+        self.decode_context += work.decode_context
+        self.context_products += work.decode_context + work.prefill_context_products
+        self.logit_rows += work.logit_rows
+        self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1

@@ -1,0 +1,237 @@
+"""`paceline top`: the figures are those of the feed, the frame fits its terminal, and a server may come and go."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.main import run
+from paceline.cli.remote import Connection
+from paceline.cli.top import Watcher
+from paceline.cli.top_picture import RECOMPUTE, SWAP, Picture, percentile
+from paceline.cli.top_view import frame
+from paceline.serving.sight import cut_values
+from paceline.watch.film import Film
+from tests.dst.world import World
+
+BOUND_S = 60.0
+BOUNDS = [0.1, 1.0]
+ABOUT = {
+    "model": "a\x1b[31mmodel",
+    "engine": {"max_num_seqs": 16, "device": "cpu", "dtype": "float32"},
+    "latency_bounds": {"ttft": BOUNDS, "itl": BOUNDS, "e2e": BOUNDS},
+}
+
+
+def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
+    """What a feed says of a world with faults, preemptions and several tenants."""
+    world = World(seed)
+    film = world.engine.watcher = Film(world.engine.scheduler.state)
+    found: list[dict[str, Any]] = []
+    rng, step = random.Random(seed), world._step
+
+    def watched() -> None:
+        step()
+        if rng.random() < 0.3:
+            number = len(found) + 1
+            counts = {name: [0, number, 0] for name in ("ttft", "itl", "e2e")}
+            server = {**counts, "tokens": [10 * number, 5 * number]}
+            engine = {"first": number == 1, **cut_values(film.cut())}
+            found.append(json.loads(json.dumps({"n": number, "server": server, "engine": engine})))
+
+    world._step = watched  # type: ignore[method-assign]
+    world.run(steps)
+    return found
+
+
+def told(picture: Picture, width: int = 80, height: int = 24, state: str = "live") -> str:
+    stream = io.StringIO()
+    shown = frame(picture, state, "http://127.0.0.1:8000", width, height)
+    Console(file=stream, width=width, color_system=None).print(shown)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("seed", [5, 6, 11])
+def test_figures_are_those_of_the_state(seed: int) -> None:
+    picture = Picture()
+    picture.meet(ABOUT)
+    for message in messages(seed):
+        picture.apply(message)
+        scene, figures = message["engine"]["scene"], picture.figures()
+        assert figures.running == len(scene["rows"][0]) and figures.waiting == scene["num_waiting"]
+        assert sum(figures.blocks.values()) == sum(scene["num_blocks"])
+        assert sum(rows for rows, _ in figures.tenants.values()) == figures.running
+        on_rows = {lane.request for lane in picture.lanes.values() if lane.request is not None}
+        assert on_rows == set(scene["rows"][1])
+        json.dumps(figures.values())
+
+
+def test_lanes_show_who_gave_way() -> None:
+    seen = set()
+    for seed in range(12):
+        picture = Picture()
+        picture.meet(ABOUT)
+        for message in messages(seed):
+            picture.apply(message)
+            seen |= {what for lane in picture.lanes.values() for what in lane.cells.values()}
+        if {RECOMPUTE, SWAP} <= seen:
+            return
+    raise AssertionError(f"only {seen} was shown")
+
+
+@pytest.mark.parametrize("width, height", [(80, 24), (60, 12), (200, 60), (20, 5)])
+def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
+    picture = Picture()
+    picture.meet(ABOUT)
+    assert "nothing heard yet" in told(picture, max(width, 60))
+    for message in messages():
+        picture.apply(message)
+        text = told(picture, max(width, 60), height)
+        assert max(map(len, text.splitlines())) <= max(width, 60)
+        assert "\x1b" not in text
+    if width >= 80:
+        assert len(text.splitlines()) <= height
+        assert "rows" in text and "TTFT" in text and "tok/s" in text
+
+
+def test_rates_and_percentiles_are_differences() -> None:
+    picture = Picture()
+    picture.meet(ABOUT)
+    message = messages()[-1]
+    for second in range(4):
+        again = json.loads(json.dumps(message))
+        again["engine"]["scene"]["time_s"] = 100.0 + second
+        again["engine"]["steps"] = again["engine"]["done"] = []
+        again["server"]["tokens"] = [1000 + 50 * second, 0]
+        again["server"]["itl"] = [7, second, 0]
+        picture.apply(again)
+    figures = picture.figures()
+    assert figures.output_per_s == pytest.approx(50.0)
+    assert figures.latencies_ms["itl"]["p50"] == pytest.approx(550.0)
+    assert figures.latencies_ms["ttft"]["p50"] == pytest.approx(550.0), (
+        "none meanwhile: those since the start"
+    )
+    assert figures.step_ms is None and figures.decode_tokens is None
+    assert "none lately" in told(picture)
+
+
+def test_percentiles_of_buckets() -> None:
+    assert percentile((1.0, 2.0), (0, 0, 0), 0.5) is None
+    assert percentile((1.0, 2.0), (4, 0, 0), 0.5) == 0.5
+    assert percentile((1.0, 2.0), (1, 1, 2), 0.99) == 2.0
+
+
+# ---------------------------------------------------------------- a server that comes and goes
+
+
+class Feed:
+    """A server that sends a few messages to each who asks and then breaks off."""
+
+    def __init__(self, port: int = 0, status: int = 200) -> None:
+        sent = messages()
+        feed = self
+        self.asked = 0
+        self.keys: list[str | None] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                feed.keys.append(self.headers.get("authorization"))
+                if status != 200:
+                    self._answer(status, b'{"error": {"message": "an admin key is needed"}}')
+                elif self.path.endswith("/about"):
+                    self._answer(200, json.dumps(ABOUT).encode())
+                else:
+                    feed.asked += 1
+                    self.send_response(200)
+                    self.send_header("content-type", "text/event-stream")
+                    self.end_headers()
+                    for index, message in enumerate(sent):
+                        message["engine"]["scene"]["time_s"] = float(index)
+                        self.wfile.write(b": alive\n\ndata: " + json.dumps(message).encode() + b"\n\n")
+
+            def _answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def feed() -> Iterator[Feed]:
+    made = Feed()
+    yield made
+    made.close()
+
+
+def wait_until(holds: Any) -> None:
+    until_s = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < until_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_one_frame_as_text_and_as_json(
+    feed: Feed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "secret")
+    assert run(["top", "--url", feed.url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "rows" in text and "live" not in text.splitlines()[0] and "127.0.0.1" in text.splitlines()[0]
+    assert run(["top", "--url", feed.url, "--once", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "live" and found["rows"] == 16 and found["waiting"] >= 0
+    assert set(feed.keys) == {"Bearer secret"}
+
+
+def test_a_server_that_goes_is_waited_for(feed: Feed) -> None:
+    watcher = Watcher(Connection(feed.url, ""))
+    watcher.start()
+    wait_until(lambda: feed.asked >= 2)  # it broke off once and was asked again
+    port = feed.port
+    feed.close()
+    wait_until(lambda: watcher.state.startswith("no answer"))
+    assert watcher.picture.num_messages > 0, "the last picture stays"
+    back = Feed(port)
+    try:
+        wait_until(lambda: back.asked >= 1 and watcher.picture.num_messages > 0)
+    finally:
+        watcher.stop()
+        back.close()
+    assert watcher.refusal is None
+
+
+def test_a_refusal_is_final(capsys: pytest.CaptureFixture[str]) -> None:
+    feed = Feed(status=403)
+    try:
+        assert run(["top", "--url", feed.url, "--json"]) == 1
+    finally:
+        feed.close()
+    assert "an admin key is needed" in capsys.readouterr().err
+
+
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "--url", "http://127.0.0.1:9"]) == 2
+    assert "--once" in capsys.readouterr().err
+    assert run(["top", "--url", "http://127.0.0.1:9", "--once"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

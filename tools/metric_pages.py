@@ -1,0 +1,150 @@
+"""Writes docs/reference/metrics.md: every metric a server can show, as the server itself describes it.
+
+`python -m tools.metric_pages` writes the page; a test compares it with what it would write. The metrics come from an
+application with everything switched on, around an engine that is only described.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from paceline.config_serve import ObserveConfig, ServerConfig
+from paceline.core.dial import DialStatus
+from paceline.costs.work import ModelWork
+from paceline.server.admission import Admission, Capacity
+from paceline.server.app import Api, Application
+from paceline.server.auth import Keyring
+from paceline.server.batches.open import Batches
+from paceline.server.billing.open import Billing
+from paceline.server.call import RequestRecord
+from paceline.server.open_api import admission_gauges
+from paceline.server.tracing import SpanCounts, Tracing
+from paceline.serving.client import EngineInfo, EngineState, EngineStats
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
+MODEL = "a-model"
+# Names that vLLM has too, with its labels, its buckets and its meaning.
+VLLM = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config"),
+        *("num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"),
+        *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+        *("request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+        *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+        *("estimated_flops_per_gpu", "estimated_read_bytes_per_gpu", "estimated_write_bytes_per_gpu"),
+    }
+)
+SUFFIXES = {"counter": "_total", "info": "_info"}
+HEAD = """# Metrics
+
+Made from the server itself; `make options` makes it again. All names begin with `paceline:`, or with what \
+`--metrics-prefix` says. A counter's name ends with `_total`, a histogram has `_bucket`, `_sum` and `_count`. Every \
+label has a closed set of values: what a client sends never makes a new one. What each is good for: \
+[the guide](../guides/metrics.md).
+"""
+
+
+class DescribedEngine:
+    """An engine that has run a little, on a device whose peak is known."""
+
+    state = EngineState.READY
+    heartbeat_age_s = 0.1
+
+    def __init__(self) -> None:
+        self.info = EngineInfo(
+            vocab_size=100,
+            max_model_len=64,
+            block_size=16,
+            num_blocks=8,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            device="NVIDIA H200",
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            weight_bytes=1,
+            kv_bytes=1,
+            load_s=0.0,
+            work=ModelWork(
+                token_flops=2e9, product_flops=1e3, logit_flops=1e6, kv_token_bytes=1e3, step_bytes=1e9
+            ),
+        )
+        self.stats = EngineStats()
+
+    def run(self) -> None:
+        """A second of work."""
+        self.stats = EngineStats(
+            running=3,
+            steps=10,
+            busy_s=0.5,
+            computed_tokens=100,
+            occupied_rows=20,
+            fairness_gap=1.0,
+            next_place_s=1.0,
+            dial=DialStatus(),
+        )
+
+
+def full_application(prefix: str = "paceline") -> Application:
+    """A server that shows all it can."""
+    engine = DescribedEngine()
+    config = ServerConfig(
+        metrics_prefix=prefix, observe=ObserveConfig(slo_ttft_ms=100.0, slo_e2e_ms=1000.0, cost_per_hour=2.0)
+    )
+    app = Application(config, cast(Any, engine), Keyring(()))
+    ledger = SimpleNamespace(problem="", num_entries=0, num_writes=0)
+    billing = cast(Billing, SimpleNamespace(ledger=ledger))
+    lines = SimpleNamespace(batches={"completed": 0}, lines={"pending": 0, "in_progress": 0})
+    batches = cast(Batches, SimpleNamespace(runner=SimpleNamespace(figures=lines, num_lines_under_way=0)))
+    admission = Admission(Capacity(places=1, queued_tokens=1), lambda: None)
+    recent = app.batching.recent
+    recent.note(recent.totals()._replace(time_s=time.monotonic() - 30.0))
+    app.become_ready(
+        Api(
+            routes=[],
+            model_name=MODEL,
+            gauges=lambda: [*admission_gauges(admission), *Billing.gauges(billing)],
+            labelled=lambda: Batches.figures(batches),
+        )
+    )
+    app.more_counters = lambda: Tracing.figures(cast(Tracing, SimpleNamespace(counts=SpanCounts())))
+    app.http.count("/v1/completions", "POST", 200)
+    _work_a_little(app, engine)
+    return app
+
+
+def _work_a_little(app: Application, engine: DescribedEngine) -> None:
+    """Some work and a request, for figures that need them."""
+    now_s = time.monotonic()
+    engine.run()
+    record = RequestRecord(id="1", route="/v1/completions", tenant="t", received_s=now_s - 1.0)
+    record.num_prompt, record.num_output, record.finish_reason = 5, 5, "stop"
+    app.requests.started(record)
+    record.first_token_s, record.finished_s = now_s - 0.5, now_s
+    app.requests.tokens(record, 5, now_s)
+    app.requests.finished(record)
+
+
+def page() -> str:
+    app = full_application()
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for family in app.metrics.collect():
+        name = family.name.removeprefix("paceline:")
+        shown = ", ".join(f"`{label}`" for label in family.samples[0].labels if label != "le")
+        kind = "gauge" if family.type == "info" else family.type
+        line = f"| `{name}{SUFFIXES.get(family.type, '')}` | {kind} | {shown} | {family.documentation} |"
+        rows[name in VLLM].append(line)
+    head = "| name | type | labels | meaning |\n|---|---|---|---|\n"
+    return (
+        f"{HEAD}\n## As vLLM has them\n\n{head}" + "\n".join(rows[True]) + "\n\n"
+        f"## Others\n\n{head}" + "\n".join(rows[False]) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
