@@ -78,7 +78,7 @@ class Meter:
 
     def ended(self, finished: Finished, request: Request) -> None:
         """A request has come to its end, whichever it was."""
-        index = request.id
+        index = finished.request
         self.num_ended += 1
         self.last_s = max(self.last_s, finished.time_s)
         outcome = _OUTCOME_OF[finished.reason]

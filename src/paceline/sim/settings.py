@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.costs.fit import FittedCost
 from paceline.costs.model import CostModel
 from paceline.costs.pacing import step_costs
 from paceline.costs.preemption import preemption_costs
@@ -63,6 +64,8 @@ class SimConfig:
     num_replicas: int = 1
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
+    request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
+    spread: tuple[float, ...] = ()  # quantiles of how far steps of one shape differ; see costs.fit
     priorities: str = "none"  # see requests.draw_priorities
     deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
     ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
@@ -95,6 +98,8 @@ class SimConfig:
             "router": self.router,
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
+            **({"request_s": self.request_s} if self.request_s else {}),
+            **({"spread": f"{self.spread[0]:.3g} to {self.spread[-1]:.3g}"} if self.spread else {}),
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
@@ -106,6 +111,17 @@ class SimConfig:
             "scheduler": asdict(self.engine.scheduler),
             "kv": {name: value for name, value in asdict(self.engine.kv).items() if name != "groups"},
         }
+
+
+def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, Any]:
+    """What a fitted model knows beside the times of steps, as fields of `SimConfig`; what is given goes first."""
+    if isinstance(cost, FittedCost):
+        known = {"request_s": cost.host.request_s, "spread": cost.spread}
+        seen_s = cost.host.step_s
+    else:
+        known, seen_s = {}, None
+    fallback_s = HOST_STEP_S if seen_s is None else seen_s
+    return {**known, "host_step_s": fallback_s if host_step_s is None else host_step_s}
 
 
 def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:

@@ -105,9 +105,10 @@ class Simulation:
         self._until_progress = PROGRESS_STEPS
 
     def run(self) -> None:
-        for index, arrival_s in enumerate(self.workload.arrival_s.tolist()):
-            self._advance(arrival_s)
-            self._arrive(index, arrival_s)
+        known_s = self.workload.arrival_s + self._config.request_s
+        for index, now_s in enumerate(known_s.tolist()):
+            self._advance(now_s)
+            self._arrive(index, now_s)
         self._advance(math.inf)
         for replica in self.replicas:
             replica.close()
