@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.cli.audit import add_audit
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
+from paceline.cli.demo import add_demo
 from paceline.cli.doctor import add_doctor
 from paceline.cli.explain import add_explain
 from paceline.cli.keys import add_keys
@@ -69,6 +70,7 @@ add_models(app)
 add_keys(app)
 add_steering(app)
 add_usage(app)
+add_demo(app)
 add_sim(app)
 add_explain(app)
 add_replay(app)

@@ -22,8 +22,8 @@ from paceline.errors import InputError
 from paceline.report.record import RunRecord
 from paceline.scheduler.policy.own import load_policy
 from paceline.scheduler.state import SchedulerState
-from paceline.sim.measure import Meter, StepMeter
 from paceline.sim.replay import replay
+from paceline.watch.measure import Meter, StepMeter
 from paceline.workload.model import WISHES, Workload
 
 
@@ -109,18 +109,13 @@ class _Watch:
         """What was measured, with times that count from the first arrival."""
         assert self._state is not None
         kv = self._state.kv
-        record = self.meter.record(
+        return self.meter.record(
             "recorded",
             {},
             max_num_seqs=config.scheduler.max_num_seqs,
             num_replicas=1,
             kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
-        )
-        shifted = ("admitted_s", "first_token_s", "finished_s", "step_start_s", "step_end_s")
-        return replace(
-            record,
-            duration_s=max(0.0, record.duration_s - origin_s),
-            **{name: getattr(record, name) - origin_s for name in shifted},
+            origin_s=origin_s,
         )
 
 

@@ -22,11 +22,11 @@ from paceline.errors import (
 from paceline.factory import build_engine
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.sim.faults import Aborts, ReplicaFaults
-from paceline.sim.measure import Meter, StepMeter
 from paceline.sim.router import Loads
 from paceline.sim.runner import TimedRunner
 from paceline.sim.settings import SimConfig
 from paceline.sim.spread import StepSpread
+from paceline.watch.measure import Meter, StepMeter
 
 RETRY_S = 1e-3  # after a step that did nothing and that no clock will make possible
 MAX_RETRIES = 100_000

@@ -19,11 +19,11 @@ from paceline.errors import EngineFailed, InputError
 from paceline.report.record import RunRecord
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
-from paceline.sim.measure import Meter
 from paceline.sim.replica import Replica
 from paceline.sim.requests import RequestSource, Wants, draw_priorities, draw_spot
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
+from paceline.watch.measure import Meter
 from paceline.workload.model import Workload
 
 Progress = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds

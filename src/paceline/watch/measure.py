@@ -47,6 +47,8 @@ _STEP = struct.Struct("<2d9i")
 _STEP_DTYPE = np.dtype([(name, "<f8" if name.endswith("_s") else "<i4") for name in _STEP_COLUMNS])
 _GAP_CHUNK = 1 << 20
 
+StepFigures = tuple[int, ...]  # the columns of a step from `rows` on
+
 
 class Meter:
     """All measuring of one run, of all its replicas."""
@@ -115,21 +117,23 @@ class Meter:
         max_num_seqs: int,
         num_replicas: int,
         kv_total_slots: int,
+        origin_s: float = 0.0,
     ) -> RunRecord:
-        """Everything so far as one value."""
+        """Everything so far as one value. `origin_s` is when the workload began, by the clock of what was heard."""
         steps = np.frombuffer(bytes(self._steps), _STEP_DTYPE)
+        shift = {name: origin_s if name.endswith("_s") else 0 for name in _STEP_COLUMNS}
         return RunRecord(
             label=label,
             config=config,
             max_num_seqs=max_num_seqs,
             num_replicas=num_replicas,
-            duration_s=self.last_s,
+            duration_s=max(0.0, self.last_s - origin_s),
             kv_total_slots=kv_total_slots,
             arrival_s=self._workload.arrival_s,
-            admitted_s=self._admitted_s,
-            first_token_s=self._first_token_s,
+            admitted_s=self._admitted_s - origin_s,
+            first_token_s=self._first_token_s - origin_s,
             predicted_ttft_s=self._predicted_ttft_s,
-            finished_s=self._finished_s,
+            finished_s=self._finished_s - origin_s,
             prompt_len=self._workload.prompt_len,
             output_len=self._output_len,
             cached_tokens=self._cached,
@@ -139,7 +143,7 @@ class Meter:
             tenant=self._workload.tenant,
             outcome=self._outcome,
             itl_s=self._gaps.values(),
-            **{f"step_{name}": steps[name] for name in _STEP_COLUMNS},
+            **{f"step_{name}": steps[name] - shift[name] for name in _STEP_COLUMNS},
         )
 
     def step_log(self) -> bytearray:
@@ -157,13 +161,18 @@ class StepMeter:
         self._preempted = 0
 
     def __call__(self, plan: StepPlan, start_s: float, end_s: float) -> None:
+        self.write(self.figures(plan), start_s, end_s)
+
+    def write(self, figures: StepFigures, start_s: float, end_s: float) -> None:
+        self._lines += _STEP.pack(start_s, end_s, self._replica, *figures)
+
+    def figures(self, plan: StepPlan) -> StepFigures:
+        """How things stand once a step has been planned, before its result is known."""
         state, work = self._state, plan.work
-        preempted = state.counters.preempted
+        preempted = state.counters.preempted - self._preempted
+        self._preempted += preempted
         used, filled = kv_slots(state)
-        self._lines += _STEP.pack(
-            start_s,
-            end_s,
-            self._replica,
+        return (
             state.rows.num_live,
             work.decode_rows - plan.padding_rows,
             work.prefill_tokens - plan.pad_tokens,
@@ -171,9 +180,8 @@ class StepMeter:
             len(state.requests) - state.rows.num_live,
             used,
             filled,
-            preempted - self._preempted,
+            preempted,
         )
-        self._preempted = preempted
 
 
 def kv_slots(state: SchedulerState) -> tuple[int, int]:
