@@ -29,6 +29,7 @@ from paceline.cli.run_batch import add_run_batch
 from paceline.cli.serve import add_serve
 from paceline.cli.sim import add_sim
 from paceline.cli.steer import add_steering
+from paceline.cli.tune import add_tune
 from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
 
@@ -72,6 +73,7 @@ add_steering(app)
 add_usage(app)
 add_demo(app)
 add_sim(app)
+add_tune(app)
 add_explain(app)
 add_replay(app)
 add_audit(app)

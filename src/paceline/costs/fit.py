@@ -65,6 +65,7 @@ class FittedCost(CostModel):
     """Coefficients and their error. Made by `fit` or `load`.
 
     `spread` holds quantiles of timed / predicted, evenly spaced from the least to the largest; empty: not known.
+    `engine` holds sizes of the engine whose steps were timed, by the names of its options.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class FittedCost(CostModel):
         *,
         host: HostCosts | None = None,
         spread: tuple[float, ...] = (),
+        engine: Mapping[str, int] | None = None,
     ) -> None:
+        self.engine = dict(engine or {})
         self.coefficients = coefficients
         self.error = error
         self.host = host if host is not None else HostCosts()
@@ -83,7 +86,11 @@ class FittedCost(CostModel):
 
     @classmethod
     def fit(
-        cls, samples: Sequence[tuple[StepShape, float]], *, host: HostCosts | None = None
+        cls,
+        samples: Sequence[tuple[StepShape, float]],
+        *,
+        host: HostCosts | None = None,
+        engine: Mapping[str, int] | None = None,
     ) -> "FittedCost":
         """Fit to (shape, seconds) pairs. Error and spread are measured on samples held out in turn."""
         shapes, seconds = _checked(samples)
@@ -99,7 +106,7 @@ class FittedCost(CostModel):
             mape=float(errors.mean()), p90=float(np.quantile(errors, 0.9)), num_samples=len(seconds)
         )
         coefficients = _coefficients(_robust_solution(features, seconds), knots)
-        return cls(coefficients, error, host=host, spread=_spread(seconds, predicted))
+        return cls(coefficients, error, host=host, spread=_spread(seconds, predicted), engine=engine)
 
     def step_seconds(self, shape: StepShape) -> float:
         c = self.coefficients
@@ -125,6 +132,7 @@ class FittedCost(CostModel):
             "host_step_s": self.host.step_s,
             "request_s": self.host.request_s,
             "spread": list(self.spread),
+            "engine": self.engine,
         }
 
     @classmethod
@@ -159,6 +167,7 @@ class FittedCost(CostModel):
             ),
             host=_host(fields, name),
             spread=tuple(_numbers({"spread": [], **fields}, "spread", name)),
+            engine=_sizes(fields, name),
         )
 
     def save(self, path: str | Path) -> None:
@@ -280,6 +289,13 @@ def _host(fields: Mapping[str, object], name: str) -> HostCosts:
     """What files of before these fields existed leave open stays open."""
     step_s = None if fields.get("host_step_s") is None else _number(fields, "host_step_s", name)
     return HostCosts(step_s=step_s, request_s=_number({"request_s": 0.0, **fields}, "request_s", name))
+
+
+def _sizes(fields: Mapping[str, object], name: str) -> dict[str, int]:
+    sizes = fields.get("engine", {})
+    if not isinstance(sizes, Mapping):
+        raise InputError(f"{name}: 'engine' must hold sizes by name; fit it again")
+    return {str(key): int(_checked_number(value, f"engine.{key}", name)) for key, value in sizes.items()}
 
 
 def _number(fields: Mapping[str, object], key: str, name: str) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.audit.runlog import read_run_log
 from paceline.audit.timed_steps import TimedStep, timed_steps
+from paceline.config import EngineConfig
 from paceline.costs.fit import FittedCost, HostCosts
 from paceline.costs.model import StepShape
 from paceline.errors import InputError
@@ -58,7 +59,7 @@ def calibrate(path: str | Path, kv_bytes_per_token: int) -> Calibration:
     steps = timed_steps(log)
     samples = [(step_shape(step.work, block_bytes), step.seconds) for step in steps]
     try:
-        cost = FittedCost.fit(samples, host=_host_costs(steps))
+        cost = FittedCost.fit(samples, host=_host_costs(steps), engine=_engine_sizes(log.config))
     except InputError as problem:
         raise InputError(f"{path}: {problem}") from problem
     return Calibration(cost=cost, kinds=kind_errors(cost, samples))
@@ -103,6 +104,17 @@ def _kind(shape: StepShape) -> str:
     if not shape.prefill_tokens:
         return "decode"
     return "mixed" if shape.decode_rows else "prefill"
+
+
+def _engine_sizes(config: EngineConfig) -> dict[str, int]:
+    """What a simulation of the same engine starts from."""
+    return {
+        "depth": config.depth,
+        "block_size": config.kv.block_size,
+        "num_blocks": config.kv.num_blocks,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+    }
 
 
 def _host_costs(steps: Sequence[TimedStep]) -> HostCosts:

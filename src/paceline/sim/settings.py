@@ -14,8 +14,8 @@ import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.fit import FittedCost
-from paceline.costs.model import CostModel
-from paceline.costs.pacing import step_costs
+from paceline.costs.model import CostModel, StepShape
+from paceline.costs.pacing import SIZES, step_costs
 from paceline.costs.preemption import preemption_costs
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import Roofline
@@ -25,6 +25,7 @@ from paceline.sim.router import ROUTERS
 from paceline.workload.model import Workload
 
 MAX_REPLICAS = 10_000
+SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/step_cost.py
 
 
@@ -127,11 +128,13 @@ def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, A
 def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
     """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
 
-    Unless given, the KV cache is as large as the device allows, the longest sequence is the longest request
-    that fits into it, the queue holds the whole workload, swapping has as many host blocks as device blocks,
-    and prefixes are looked for where the workload names them.
+    A cost model that was fitted to a run brings the sizes of its engine along. Beyond that, the KV cache is as large
+    as the device allows, the longest sequence is the longest request that fits into it, the queue holds the whole
+    workload, swapping has as many host blocks as device blocks, and prefixes are looked for where the workload names
+    them.
     """
-    options = {name: value for name, value in given.items() if value is not None}
+    recorded = machine.cost.engine if isinstance(machine.cost, FittedCost) else {}
+    options = {**recorded, **{name: value for name, value in given.items() if value is not None}}
     block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
     kv_defaults = {
         "block_size": block_size,
@@ -151,12 +154,24 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     }
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
-        scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
+        sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
+        scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))
     block_bytes = kv.block_size * machine.kv_bytes_per_token
     rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
     scheduler = replace(scheduler, preemption_costs=costs)
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
+
+
+def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:
+    """Sizes of steps that a pace may choose: those of a GPU's tiles, or finer ones where even the least takes long."""
+    if cost.step_seconds(StepShape(prefill_tokens=SIZES[0], logit_rows=1)) < SLOW_STEP_S:
+        return SIZES
+    return (
+        *range(min(16, budget), min(SIZES[0], budget), 4),
+        *(size for size in SIZES if size < budget),
+        budget,
+    )
 
 
 def _own(config: type, options: Mapping[str, object]) -> dict[str, Any]:
