@@ -2,35 +2,45 @@
 
 Starts `paceline serve` with its default model and a run log and sends completions over loopback at times drawn
 beforehand. The load is a share of what the server finishes per second when everything is there from the start. Then a
-cost model is fitted to each recorded run in turn and every run is repeated in the simulator with it: what is on the
-diagonal was fitted and compared on the same run, everything else was not.
+cost model is fitted to each recorded run in turn and every run is repeated in the simulator with it: a run that is
+compared with the model fitted to itself says how good the model can be, any other how good it is.
 
     python -m benchmarks.calibration_study record chats,prompts,bursts --folder DIR [--load 0.7] [--seconds 75]
-    python -m benchmarks.calibration_study compare --folder DIR --json FILE
+    python -m benchmarks.calibration_study compare --folder DIR [--json FILE]
 
-Each workload is recorded in about two minutes, and in a run of its own if they are named one by one.
+Each workload is recorded in two to three minutes, and in a process of its own if they are named one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import time
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.live import Answer, at, environment, served, stream
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
+from benchmarks.live import environment, served
+from paceline.bench.stream import Address, send_workload
+from paceline.costs.presets import device_spec, model_shape
+from paceline.report.record import RunRecord
+from paceline.report.summary import summarize
+from paceline.report.table import to_json
+from paceline.sim.compare import Deviation, compare, sim_config
+from paceline.sim.cost_files import Calibration, calibrate
+from paceline.sim.recorded import Recorded, read_recorded
+from paceline.sim.settings import Machine
+from paceline.workload import Workload, load_workload
 
-NUM_IDS = 40_000  # token ids that prompts are drawn from: nothing is found in the prefix cache
-WITHIN_S = 300.0
-SATURATED = 48  # requests that are there from the start, to see what the server finishes per second
+MODEL = "smollm2"
+SATURATED = 40  # requests that are there from the start, to see what the server finishes per second
+COUNTED = 0.8  # of these: the last ones run in a batch that empties
 WARM_UP = 4
+# Sizes that are measured at the start would differ from run to run on a machine that others use.
+OPTIONS = ("--disable-log-requests", "--max-num-batched-tokens", "32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +58,30 @@ TRAFFIC = {
 }
 
 
-async def send_all(port: int, workload: Workload, seed: int) -> list[Answer | None]:
-    random = np.random.default_rng(seed)
-    origin_s = time.perf_counter() + 0.5
-    jobs = []
-    for index in range(len(workload)):
-        body = {
-            "model": "smollm2",
-            "prompt": random.integers(0, NUM_IDS, int(workload.prompt_len[index])).tolist(),
-            "max_tokens": int(workload.output_len[index]),
-            "ignore_eos": True,
-        }
-        sending = stream(port, "/v1/completions", body)
-        jobs.append(at(origin_s, float(workload.arrival_s[index]), sending, WITHIN_S))
-    return await asyncio.gather(*jobs)
+# -- recording -----------------------------------------------------------------------------------------------
+
+
+def send(port: int, workload: Workload, seed: int) -> RunRecord:
+    return send_workload(Address(host="127.0.0.1", port=port), MODEL, workload, seed=seed, label="client")
+
+
+def warm_up(port: int, workload: Workload, seed: int) -> None:
+    few = workload.head(WARM_UP)
+    send(port, replace(few, arrival_s=np.zeros(len(few))), seed)
 
 
 def saturation(kind: Traffic, seed: int) -> float:
-    """Requests per second when all are there from the start; the last ones, which run alone, do not count."""
+    """Requests per second when all are there from the start."""
     workload = load_workload(kind.lengths, num_requests=SATURATED, seed=seed, arrivals="all-at-once")
-    with served(("--disable-log-requests",)) as port:
-        asyncio.run(send_all(port, workload.head(WARM_UP), seed + 1))
-        answers = [answer for answer in asyncio.run(send_all(port, workload, seed)) if answer is not None]
-    ends = np.sort([answer.ended_s for answer in answers])
-    count = int(0.8 * len(ends))
-    return count / float(ends[count - 1] - min(answer.sent_s for answer in answers))
+    with served(OPTIONS) as port:
+        warm_up(port, workload, seed + 1)
+        ends = np.sort(send(port, workload, seed).finished_s)
+    count = int(COUNTED * len(ends))
+    return count / float(ends[count - 1])
 
 
-def record(name: str, folder: Path, load: float, seconds: float, seed: int) -> dict[str, Any]:
-    """One run: its log and the times of its client."""
+def record(name: str, folder: Path, load: float, seconds: float, seed: int) -> None:
+    """One run: its log, and what its client saw."""
     kind = TRAFFIC[name]
     full = saturation(kind, seed)
     rate = load * full
@@ -84,28 +89,73 @@ def record(name: str, folder: Path, load: float, seconds: float, seed: int) -> d
     workload = load_workload(
         kind.lengths, num_requests=count, seed=seed + 2, rate=rate, arrivals=kind.arrivals
     )
-    log = folder / f"{name}.jsonl"
-    with served(("--disable-log-requests", "--run-log", str(log))) as port:
-        asyncio.run(send_all(port, replace(workload.head(WARM_UP), arrival_s=np.zeros(WARM_UP)), seed + 1))
-        answers = asyncio.run(send_all(port, workload, seed))
-    seen = [answer for answer in answers if answer is not None and answer.piece_s]
+    with served((*OPTIONS, "--run-log", str(folder / f"{name}.jsonl"), "--run-log-files", "0")) as port:
+        warm_up(port, workload, seed + 1)
+        client = summarize(send(port, workload, seed))
     told = {
         **environment(),
-        "workload": kind.lengths,
+        "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
+        "lengths": kind.lengths,
         "arrivals": kind.arrivals,
         "load": load,
         "saturation_per_s": full,
-        "requests": len(workload),
-        "answered": len(seen),
-        "client_ttft_s": [answer.ttft_s for answer in seen],
-        "client_whole_s": [answer.whole_s for answer in seen],
-        "client_gaps_s": [round(gap, 6) for answer in seen for gap in np.diff(answer.piece_s).tolist()],
+        "client": to_json(client),
     }
-    (folder / f"{name}.json").write_text(json.dumps(told) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(f"{name}: {full:.2f}/s at most, {client.requests} at {rate:.2f}/s", flush=True)
+
+
+# -- comparing -----------------------------------------------------------------------------------------------
+
+
+def compared(models: Mapping[str, Calibration], runs: Mapping[str, Recorded], machine: Machine) -> list[Any]:
+    """Every run with the model of every run."""
+    found = []
+    for fitted_to, calibration in models.items():
+        for name, recorded in runs.items():
+            config = sim_config(recorded, replace(machine, cost=calibration.cost))
+            deviations = compare(recorded, config).deviations
+            print(line(fitted_to, name, deviations), flush=True)
+            measures = [{**asdict(each), "error": each.error} for each in deviations]
+            found.append({"fitted_to": fitted_to, "run": name, "measures": measures})
+    return found
+
+
+def line(fitted_to: str, name: str, deviations: tuple[Deviation, ...]) -> str:
+    cells = [
+        "-"
+        if each.error is None
+        else f"{'' if each.holds else '**'}{100 * each.error:+.1f} %{'' if each.holds else '**'}"
+        for each in deviations
+    ]
+    return f"| {fitted_to} | {name} | {' | '.join(cells)} |"
+
+
+def study(folder: Path, path: Path | None) -> None:
+    machine = Machine.of(model_shape("smollm2-135m"), device_spec("cpu-2core"))
+    names = [name for name in TRAFFIC if (folder / f"{name}.jsonl").exists()]
+    models = {name: calibrate(folder / f"{name}.jsonl", machine.kv_bytes_per_token) for name in names}
+    runs = {name: read_recorded(str(folder / f"{name}.jsonl")) for name in names}
+    for name in names:
+        for kind in models[name].kinds:
+            print(f"{name}: {kind}")
+        print(f"{name}: {models[name].cost.host}")
     print(
-        f"{name}: {full:.2f}/s at most, {len(seen)} of {len(workload)} answered at {rate:.2f}/s", flush=True
+        "| fitted to | run | throughput | "
+        + " | ".join(
+            f"{measure} {share}" for measure in ("TTFT", "ITL", "E2E") for share in ("p50", "p90", "p99")
+        )
+        + " |"
     )
-    return told
+    found = compared(models, runs, machine)
+    if path is not None:
+        told = {
+            "runs": {name: json.loads((folder / f"{name}.json").read_text()) for name in names},
+            "models": {name: models[name].cost.to_json() for name in names},
+            "kinds": {name: [asdict(kind) for kind in models[name].kinds] for name in names},
+            "compared": found,
+        }
+        path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main() -> None:
@@ -120,6 +170,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.part == "compare":
+        study(arguments.folder, arguments.json)
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.names.split(","):
         record(name, arguments.folder, arguments.load, arguments.seconds, arguments.seed)
 

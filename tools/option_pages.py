@@ -14,6 +14,7 @@ from paceline.cli import (
     audit,
     bench_options,
     chat,
+    demo,
     explain,
     keys_options,
     replay,
@@ -22,6 +23,7 @@ from paceline.cli import (
     serve,
     sim_options,
     steer,
+    tune_options,
     usage,
 )
 from paceline.cli.options import Flag, Panel
@@ -33,7 +35,9 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "chat": chat.PANELS,
     "run": run.PANELS,
     "run-batch": run_batch.PANELS,
+    "demo": demo.PANELS,
     "sim": sim_options.PANELS,
+    "tune": tune_options.PANELS,
     "explain": explain.PANELS,
     "replay": replay.PANELS,
     "audit verify": audit.VERIFY_PANELS,
