@@ -114,7 +114,7 @@ def compared(models: Mapping[str, Calibration], runs: Mapping[str, Recorded], ma
     for fitted_to, calibration in models.items():
         for name, recorded in runs.items():
             config = sim_config(recorded, replace(machine, cost=calibration.cost))
-            deviations = compare(recorded, config).deviations
+            deviations = compare(recorded.record, recorded.workload, config).deviations
             print(line(fitted_to, name, deviations), flush=True)
             measures = [{**asdict(each), "error": each.error} for each in deviations]
             found.append({"fitted_to": fitted_to, "run": name, "measures": measures})

@@ -6,7 +6,7 @@ Owns the order of things, the file's name and the tables. The fit is `costs`' bu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from paceline.config import EngineConfig, KVConfig, SchedulerConfig, flag_of
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.report.table import ABSENT, format_number
-from paceline.sim import Machine
-from paceline.sim.compare import Comparison, compare, sim_config
-from paceline.sim.cost_files import Calibration, calibrate
-from paceline.sim.recorded import Recorded, read_recorded
+from paceline.sim import Machine, SimConfig, engine_config, host_costs
+from paceline.sim.client_run import read_client_run
+from paceline.sim.compare import Comparison, Deviation, compare, sim_config
+from paceline.sim.cost_files import Calibration, calibrate, is_run_log
+from paceline.sim.recorded import read_recorded
 
 ENDINGS = (".gz", ".jsonl", ".log", ".json")
 FORMAT = "paceline-compare"
@@ -48,10 +49,21 @@ def run_calibration(options: SimOptions, engine: Mapping[str, Any]) -> None:
         machine = machine_of(options)
     if not options.compare:
         return
-    recorded = read_recorded(options.compare, own_policy=_own_policy(engine))
-    config = sim_config(recorded, machine, host_step_s=options.host_step_s, seed=options.seed)
-    comparison = compare(recorded, config)
-    _print_comparison(comparison, recorded, options.compare)
+    if is_run_log(Path(options.compare)):
+        recorded = read_recorded(options.compare, own_policy=_own_policy(engine))
+        config = sim_config(recorded, machine, host_step_s=options.host_step_s, seed=options.seed)
+        comparison = compare(recorded.record, recorded.workload, config)
+        _print_comparison(comparison, len(recorded.workload), recorded.num_left_out, options.compare)
+    else:
+        seen = read_client_run(options.compare)
+        config = SimConfig(
+            machine=machine,
+            engine=engine_config(machine, seen.workload, engine),
+            seed=options.seed,
+            **host_costs(machine.cost, options.host_step_s),
+        )
+        comparison = compare(seen.record, seen.workload, config)
+        _print_comparison(comparison, len(seen.workload), seen.num_left_out, options.compare)
     if report is not None:
         _write_json(report, comparison, options)
 
@@ -116,23 +128,28 @@ def _print_calibration(calibration: Calibration, log: str) -> None:
     )
 
 
-def _print_comparison(comparison: Comparison, recorded: Recorded, log: str) -> None:
-    table = _table("measure", "seen", "simulated", "error", "asked")
-    for each in comparison.deviations:
-        cells = [ABSENT if value is None else format_number(value) for value in (each.seen, each.simulated)]
-        error = ABSENT if each.error is None else signed_percent(each.error)
-        style = "bold red" if each.holds is False else ""
-        asked = f"within {100 * each.bound:.0f} %"
-        table.add_row(f"{each.name} ({each.unit})", *cells, Text(error, style=style), asked)
-    show_table(f"{log}: {len(recorded.workload):,} requests, as they were and as simulated", table)
-    if recorded.num_left_out:
-        print(f"Left out: {recorded.num_left_out:,} requests that ended without a token.")
+def _print_comparison(comparison: Comparison, num_requests: int, num_left_out: int, name: str) -> None:
+    table = comparison_table(comparison.deviations)
+    show_table(f"{name}: {num_requests:,} requests, as they were and as simulated", table)
+    if num_left_out:
+        print(f"Left out: {num_left_out:,} requests that got no token.")
     missed = [each.name for each in comparison.deviations if each.holds is False]
     print(
         "Every measure is as close as asked."
         if not missed
         else f"Not as close as asked: {', '.join(missed)}."
     )
+
+
+def comparison_table(found: Sequence[Deviation], *, simulated: str = "simulated") -> Table:
+    table = _table("measure", "seen", simulated, "error", "asked")
+    for each in found:
+        cells = [ABSENT if value is None else format_number(value) for value in (each.seen, each.simulated)]
+        error = ABSENT if each.error is None else signed_percent(each.error)
+        style = "bold red" if each.holds is False else ""
+        asked = f"within {100 * each.bound:.0f} %"
+        table.add_row(f"{each.name} ({each.unit})", *cells, Text(error, style=style), asked)
+    return table
 
 
 def _write_json(path: Path, comparison: Comparison, options: SimOptions) -> None:

@@ -96,7 +96,9 @@ class SimOptions:
     calibrate: str = option("", "fit a cost model to this run log, write it to a file, and simulate nothing")
     save_costs: str = option("", "where --calibrate writes the cost model")
     compare: str = option(
-        "", "repeat the run of this log in the simulator and print the error of each measure"
+        "",
+        "repeat the requests of a run log, or of a result of bench serve, in the simulator and print the error of each "
+        "measure",
     )
     replicas: int = option(1, "engines behind the router", low=1, high=10_000)
     router: str = option("least-loaded", "who gets the next request", choices=ROUTER_NAMES)
@@ -155,7 +157,7 @@ PANELS = (
         flags=(
             Flag(name="calibrate", metavar="LOG"),
             Flag(name="save_costs", metavar="FILE", default="the log's name, ending in .costs.json"),
-            Flag(name="compare", metavar="LOG"),
+            Flag(name="compare", metavar="LOG|JSON"),
         ),
     ),
     Panel(

@@ -56,7 +56,9 @@ class Task:
         return replace(self.workload, arrival_s=self.workload.arrival_s / rate)
 
     def simulate(self, settings: Settings, rate: float) -> Summary:
-        workload = self.at(rate)
+        return self.simulated(settings, self.at(rate))
+
+    def simulated(self, settings: Settings, workload: Workload) -> Summary:
         config = SimConfig(
             machine=self.machine,
             engine=engine_config(self.machine, workload, settings),
@@ -97,7 +99,7 @@ def run_tune(options: TuneOptions) -> None:
     if options.verify:
         from paceline.cli.tune_verify import verify
 
-        verify(options, shown[0], task.at(best.rate))
+        verify(options, shown[0], task)
 
 
 def parse_bounds(text: str) -> tuple[Bound, ...]:

@@ -14,6 +14,7 @@ from paceline.report.summary import Distribution, Summary, summarize
 from paceline.sim.recorded import Recorded
 from paceline.sim.settings import Machine, SimConfig, host_costs
 from paceline.sim.simulation import simulate
+from paceline.workload.model import Workload
 
 CLOSE, CLOSE_TAIL = 0.10, 0.20  # how far off a measure may be, and a p99
 
@@ -61,13 +62,10 @@ def sim_config(
     return SimConfig(machine=machine, engine=recorded.config, seed=seed, **known)
 
 
-def repeat(recorded: Recorded, config: SimConfig) -> RunRecord:
-    """The recorded requests, run again on the model."""
-    return simulate(config, recorded.workload, label="simulated")
-
-
-def compare(recorded: Recorded, config: SimConfig) -> Comparison:
-    seen, simulated = summarize(recorded.record), summarize(repeat(recorded, config))
+def compare(record: RunRecord, workload: Workload, config: SimConfig) -> Comparison:
+    """What was seen of a run beside the same requests run again on the model."""
+    seen = summarize(record)
+    simulated = summarize(simulate(config, workload, label="simulated"))
     return Comparison(seen=seen, simulated=simulated, deviations=deviations(seen, simulated))
 
 

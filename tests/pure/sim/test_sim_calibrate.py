@@ -91,18 +91,22 @@ def test_the_comparison_of_a_simulated_log_with_itself_is_exact(
             made.arrival_s[0] if name.endswith("_s") else 0
         )  # a recorded run begins with its first arrival
         np.testing.assert_allclose(seen, was - shift, rtol=0, atol=1e-9)
-    same = compare(recorded, replace(given, engine=recorded.config))
+    same = compare(recorded.record, recorded.workload, replace(given, engine=recorded.config))
     assert [each.error for each in same.deviations] == pytest.approx([0.0] * 10, abs=1e-9) and same.holds
     longer = replace(given, engine=recorded.config, host_step_s=0.05)
     if depth == 0:
-        assert not compare(recorded, longer).holds, "a wrong model must be found out"
+        assert not compare(recorded.record, recorded.workload, longer).holds, (
+            "a wrong model must be found out"
+        )
 
 
 def test_a_model_fitted_to_one_run_predicts_another(tmp_path: Path) -> None:
     record(tmp_path / "one.jsonl", config(), random_workload(120, 4, rate=4.0))
     record(tmp_path / "other.jsonl", config(), random_workload(60, 5, rate=6.0))
     recorded = read_recorded(str(tmp_path / "other.jsonl"))
-    errors = compare(recorded, sim_config(recorded, fitted(tmp_path / "one.jsonl"))).deviations
+    errors = compare(
+        recorded.record, recorded.workload, sim_config(recorded, fitted(tmp_path / "one.jsonl"))
+    ).deviations
     assert max(abs(each.error or 0.0) for each in errors) < 0.02
 
 
