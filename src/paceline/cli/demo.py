@@ -113,15 +113,15 @@ def _run(values: Mapping[str, Any]) -> None:
 
 
 def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
-    from rich.console import Console
-
     from paceline.bench.demo.result import demo_table, figures_of, to_json
     from paceline.bench.machine import source_commit
     from paceline.cli.doctor_facts import gather
+    from paceline.cli.sim_output import show_table
 
     figures = [figures_of(run) for run in runs]
-    console = Console()
-    console.print(demo_table(figures))
+    show_table(
+        "The same requests in every mode, beside what is claimed for continuous batching", demo_table(figures)
+    )
     written = [*_pictures(runs, folder), folder / "demo.json"]
     value = {
         "format": FORMAT,
