@@ -36,7 +36,7 @@ from paceline.sim.settings import Machine
 from paceline.workload import Workload, load_workload
 
 MODEL = "smollm2"
-SATURATED = 40  # requests that are there from the start, to see what the server finishes per second
+SATURATED = 20  # requests that are there from the start, to see what the server finishes per second
 COUNTED = 0.8  # of these: the last ones run in a batch that empties
 WARM_UP = 4
 # Sizes that are measured at the start would differ from run to run on a machine that others use.
@@ -53,8 +53,8 @@ class Traffic:
 
 TRAFFIC = {
     "chats": Traffic(lengths="uniform:20-120x16-80"),
-    "prompts": Traffic(lengths="uniform:200-700x8-32"),
-    "bursts": Traffic(lengths="uniform:20-300x8-96", arrivals="onoff:4,8"),
+    "prompts": Traffic(lengths="uniform:120-360x8-24"),
+    "bursts": Traffic(lengths="uniform:20-200x8-64", arrivals="onoff:4,8"),
 }
 
 

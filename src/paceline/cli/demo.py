@@ -36,7 +36,7 @@ Ends with a table beside what the field claims, and a picture (PNG and SVG), the
 --out. Ctrl-C ends it with what there is.
 """
 FORMAT = "paceline-demo"
-QUICK_SECONDS, QUICK_WARM_UP = 8.0, 16
+QUICK_SECONDS, QUICK_WARM_UP = 8.0, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class DemoOptions:
     seconds: float | None = option(
         None, "seconds over which requests arrive, in each mode", low=0.1, high=3600.0, kind=float
     )
-    rows: int = option(16, "requests in a batch, in every mode", low=1, high=256)
+    rows: int = option(8, "requests in a batch, in every mode", low=1, high=256)
     rate: float | None = option(None, "requests per second on average", low=0.01, high=10_000.0, kind=float)
     seed: int = option(0, "decides lengths, arrivals and token ids", low=0)
     out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")

@@ -97,7 +97,7 @@ class Search:
         best = self._highest(start, first_rate)
         if best is None:
             # The setting it starts from may be what cannot keep the SLO: any other may do.
-            others = (self._highest({**start, knob.name: value}, first_rate) for knob, value in self._all())
+            others = (self._highest({**start, **move}, first_rate) for move in self._singles())
             best = next((trial for trial in others if trial is not None), None)
         while best is not None:
             better = self._descend(best.settings, best.rate * BETTER, until_it_holds=True)
@@ -121,21 +121,29 @@ class Search:
     # -- the search ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Settings, rate: float, *, until_it_holds: bool = False) -> Trial | None:
-        """Lower the pressure at one rate, one knob at a time, until no knob does any more.
+        """Lower the pressure at one rate, one knob at a time, until no knob does any more, nor two of them together.
 
         Every value of a knob is tried: what it does to a tail is not smooth enough to follow its slope.
         """
-        best, before = self._try(start, rate), None
-        while best is not before and best is not None:
+        best = self._try(start, rate)
+        moves, is_last = self._singles(), False
+        while best is not None:
             before = best
-            for knob, value in self._all():
+            for move in moves:
                 if until_it_holds and best.holds:
                     return best
-                trial = self._try({**best.settings, knob.name: value}, rate)
+                trial = self._try({**best.settings, **move}, rate)
                 if trial is None:
                     return best
                 if trial.pressure * LOWER < best.pressure:
                     best = trial
+            if best is before:
+                if is_last:
+                    return best
+                # More rows may help only with smaller steps, and the other way round.
+                moves, is_last = self._pairs(), True
+            else:
+                moves, is_last = self._singles(), False
         return best
 
     def _highest(self, settings: Settings, first_rate: float) -> Trial | None:
@@ -173,8 +181,19 @@ class Search:
         self.trials.append(trial)
         return trial
 
-    def _all(self) -> list[tuple[Knob, Value]]:
-        return [(knob, value) for knob in self._knobs for value in knob.values]
+    def _singles(self) -> list[dict[str, Value]]:
+        return [{knob.name: value} for knob in self._knobs for value in knob.values]
+
+    def _pairs(self) -> list[dict[str, Value]]:
+        """The first two knobs together, every second value of each."""
+        if len(self._knobs) < 2:
+            return []
+        one, other = self._knobs[:2]
+        return [
+            {one.name: value, other.name: with_value}
+            for value in one.values[::2]
+            for with_value in other.values[::2]
+        ]
 
     def _is_over(self) -> bool:
         if len(self.trials) >= self._limits.max_trials or self._limits.is_over():

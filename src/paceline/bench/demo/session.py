@@ -37,9 +37,9 @@ class DemoPlan:
     """What was asked for."""
 
     model: str | None = None  # None: the default one
-    rows: int = 16  # in every mode: as many requests as can be in a batch
+    rows: int = 8  # in every mode: as many requests as can be in a batch
     seconds: float = 40.0  # over which requests arrive
-    warm_up: int = 32  # requests that are there at once, to see what the machine can do
+    warm_up: int = 24  # requests that are there at once, to see what the machine can do
     rate: float | None = None  # requests per second; None: found by the run before
     seed: int = 0
     log_folder: Path | None = None  # where the run logs go

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from paceline.workload import Workload, load_workload
 
 SOURCE = "azure-conv"
-SHORTER_PROMPT, SHORTER_OUTPUT = 16, 4  # what a small model on a CPU answers in the time there is
-LONGEST_PROMPT, LONGEST_OUTPUT = 128, 160
+SHORTER_PROMPT, SHORTER_OUTPUT = 32, 8  # what a small model on a CPU answers in the time there is
+LONGEST_PROMPT, LONGEST_OUTPUT = 96, 80
 BURSTS = "onoff:2,3"  # seconds of requests, seconds of none
 LONGEST = LONGEST_PROMPT + LONGEST_OUTPUT
 
