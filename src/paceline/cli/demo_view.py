@@ -52,12 +52,8 @@ class DemoView:
 
     def begins(self, mode: str, workload: Workload) -> None:
         if not self._mode or self._mode == "warm-up":
-            self._done.append(
-                Text(
-                    f"{len(workload)} requests in bursts, {format_number(workload.rate)} a second on average, the "
-                    "same for every mode:"
-                )
-            )
+            told = f"{len(workload)} requests in bursts over {workload.duration_s:.0f} s, the same for every mode:"
+            self._done.append(Text(told))
             self._say(self._done[-1].plain)
         self._mode = mode
         self._next_frame_s = 0.0
@@ -83,7 +79,7 @@ class DemoView:
         steps = driver.watcher.latest(count)
         lines: list[RenderableType] = [Text(""), Text(self._headline(driver), style="bold")]
         for row in range(steps.shape[1] if steps.size else 0):
-            lane = Text(f"{row + 1:>{EDGE - 1}} ", style="dim")
+            lane = Text.assemble((f"{row + 1:>{EDGE - 1}} ", "dim"), no_wrap=True)
             for code in steps[:, row].tolist():
                 lane.append(*LOOKS[code])
             lines.append(lane)
@@ -118,8 +114,8 @@ def _figures(summary: Summary) -> Text:
     e2e = summary.e2e_s
     parts = [
         f"{format_number(summary.output_tokens_per_s or 0.0)} tokens/s",
-        f"answers in {_seconds(e2e.p50)} (p50), {_seconds(e2e.p99)} (p99)",
-        f"first token after {_seconds(summary.ttft_s.p50)} (p50)",
+        f"answer p50 {_seconds(e2e.p50)}, p99 {_seconds(e2e.p99)}",
+        f"first token p50 {_seconds(summary.ttft_s.p50)}",
         f"{100 * (summary.padded_share or 0.0):.0f} % padding",
         f"{summary.duration_s:.1f} s",
     ]
