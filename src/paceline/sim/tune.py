@@ -19,7 +19,7 @@ BETTER = 1.02  # how much higher the rate is at which a better setting is looked
 LOWER = 1.005  # by how much a setting must lower the pressure to take the place of another
 CLIMB = 2.0  # by how much the rate is raised while the SLO holds
 PRECISION = 1.03  # to which the highest rate is found
-LOWEST_RATE = 1e-4
+LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e6  # beyond the highest all requests are there at once
 
 Value = int | float | str
 Settings = Mapping[str, Value]
@@ -150,7 +150,7 @@ class Search:
         """The highest rate at which these settings keep the SLO, to within `PRECISION`."""
         low: Trial | None = None
         rate, failed = first_rate, math.inf
-        while rate >= LOWEST_RATE:
+        while LOWEST_RATE <= rate <= HIGHEST_RATE:
             trial = self._try(settings, rate)
             if trial is None:
                 return low

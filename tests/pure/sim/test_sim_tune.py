@@ -76,6 +76,12 @@ def test_an_slo_that_nothing_keeps_finds_nothing_and_ends() -> None:
     assert search.highest_rate(START, 1.0) is None
 
 
+def test_an_slo_that_everything_keeps_ends_too() -> None:
+    search = Search(lambda settings, rate: summary(0.1, 0.01), BOUNDS, KNOBS)
+    best = search.highest_rate(START, 1.0)
+    assert best is not None and best.rate > 1e5 and len(search.trials) < 100
+
+
 def test_a_start_that_never_holds_is_left() -> None:
     def only_four(settings: Settings, rate: float) -> Summary:
         return valley(settings, rate) if settings["a"] == 4 else summary(5.0, 0.01)
