@@ -13,6 +13,7 @@ import pytest
 
 from paceline.audit.runlog import read_run_log
 from paceline.sim.replay import replay
+from tests.e2e.client_server import KEY, client_server
 from tests.e2e.model_cli import COMMAND, environment, run, start
 
 QUICK = ("demo", "--model", "dummy", "--seconds", "0.5", "--rate", "40", "--rows", "4")
@@ -139,6 +140,26 @@ def test_from_a_recorded_run_to_flags(shown: tuple[str, Path], tmp_path: Path) -
     tuned = run("tune", "--cost-model", costs, *arguments, "--max-trials", "12", cache=tmp_path)
     assert tuned.returncode == 0, tuned.stderr
     assert tuned.stdout.splitlines()[-1].startswith("paceline serve --max-num-batched-tokens ")
+
+
+def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tmp_path: Path) -> None:
+    log = str(shown[1] / "continuous.jsonl.gz")
+    asked = ("--slo", "ttft_p99=30s", "--trace", "fixed:20x5", "--num-requests", "30", "--rate", "15")
+    with client_server(tmp_path) as server:
+        server.wait_for(200)
+        done = run(
+            *("tune", "--cost-model", log, *asked, "--max-trials", "2"),
+            *("--verify", server.url, "--verify-seconds", "2"),
+            cache=tmp_path,
+            PACELINE_API_KEY=KEY,
+        )
+        refused = run("tune", "--cost-model", log, *asked, "--verify", server.url, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Sending 30 requests to" in done.stdout and "predicted" in done.stdout
+    lines = {line.split("(")[0].strip(): line for line in done.stdout.splitlines() if "(ms)" in line}
+    assert set(lines) >= {"TTFT p50", "TTFT p99", "ITL p50", "end to end p99"}
+    assert "not answered" not in done.stdout
+    assert refused.returncode != 0 and "401" in refused.stderr, "a server that wants a key says so"
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,11 @@ class _Reader:
         self._done_s: list[float] = []  # when the results of the last steps were taken in
 
     def read(self, logged: LoggedStep) -> TimedStep | None:
-        since_s = self._host_since(logged)
-        arrivals = self._arrivals(logged)
+        since_s = self._host_since()
+        arrivals = _arrivals(logged)
         there = sum(arrival_s <= since_s for arrival_s in arrivals) if since_s is not None else 0
         num_ended = sum(decision[0] == "finish" for decision in logged.decisions)
-        goes_on = self._num_live + there - num_ended > 0
-        was_idle = not goes_on and self._num_live + there - num_ended == 0 and bool(arrivals)
+        num_waiting_on = self._num_live + there - num_ended  # live all the while since then
         self._num_live += len(arrivals) - num_ended
         times = None if logged.result is None else logged.result.get("times")
         self._done_s = [*self._done_s[-self._depth - 1 :], logged.t_done]
@@ -65,18 +64,20 @@ class _Reader:
         return TimedStep(
             work=decode_work(logged.plan),
             seconds=self._end_s - start_s,
-            host_s=max(0.0, until_s - since_s) if goes_on and since_s is not None else None,
-            wake_s=max(0.0, start_s - min(arrivals)) if was_idle else None,
+            host_s=max(0.0, until_s - since_s) if num_waiting_on and since_s is not None else None,
+            wake_s=max(0.0, start_s - min(arrivals)) if arrivals and not num_waiting_on else None,
         )
 
-    def _host_since(self, logged: LoggedStep) -> float | None:
+    def _host_since(self) -> float | None:
         """When the host had what it needs to begin with this step: the end of the one before, or, where steps are
         planned ahead, the moment it took in the last result it had to wait for."""
         if self._depth == 0:
             return self._end_s
         return self._done_s[-self._depth - 1] if len(self._done_s) > self._depth else None
 
-    def _arrivals(self, logged: LoggedStep) -> list[float]:
-        refused = {decision[1] for decision in logged.decisions if decision[0] == "refuse"}
-        added: list[Json] = [entry[2] for entry in logged.inputs if entry[0] == "add"]
-        return [decode_time(add["arrival_s"]) for add in added if add["id"] not in refused]
+
+def _arrivals(logged: LoggedStep) -> list[float]:
+    """Of the requests that were added before this step and not refused."""
+    refused = {decision[1] for decision in logged.decisions if decision[0] == "refuse"}
+    added: list[Json] = [entry[2] for entry in logged.inputs if entry[0] == "add"]
+    return [decode_time(add["arrival_s"]) for add in added if add["id"] not in refused]
