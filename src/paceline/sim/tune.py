@@ -99,7 +99,7 @@ class Search:
             # The setting it starts from may be what cannot keep the SLO: any other may do.
             others = (self._highest({**start, **move}, first_rate) for move in self._singles())
             best = next((trial for trial in others if trial is not None), None)
-        while best is not None:
+        while best is not None and best.rate * BETTER <= HIGHEST_RATE:
             better = self._descend(best.settings, best.rate * BETTER, until_it_holds=True)
             if better is None or not better.holds:
                 break
