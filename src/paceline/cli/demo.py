@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.config import check_options, option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class DemoOptions:
     rate: float | None = option(None, "requests per second on average", low=0.01, high=10_000.0, kind=float)
     seed: int = option(0, "decides lengths, arrivals and token ids", low=0)
     out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 PANELS = (
@@ -102,7 +105,8 @@ def _run(values: Mapping[str, Any]) -> None:
     interrupted = False
     with DemoView(Console()) as view:
         try:
-            runs.extend(run_demo(plan, view))
+            for run in run_demo(plan, view):
+                runs.append(run)
         except KeyboardInterrupt:
             interrupted = True
     if runs:
