@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InputError
 from paceline.report import plot_style as style
-from paceline.report.lanes import DECODE, PADDING, PROMPT, Lanes
+from paceline.report.lanes import DECODE, HELD, PADDING, PROMPT, Lanes
 from paceline.report.summary import Summary
 from paceline.report.table import format_number
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 CODES = (
     (PROMPT, "prompt", style.ORANGE),
     (DECODE, "decode", style.BLUE),
-    (PADDING, "padding: ended, still computed", "#C9CDD3"),
+    (PADDING, "padding: ended, still computed", "#BFC4CC"),
+    (HELD, "held, waits for its prompt", "#E9EBEE"),
 )
 
 
@@ -56,8 +57,7 @@ def _draw_lanes(axes: Axes, run: LaneRun, last_s: float) -> None:
     for code, label, colour in CODES:
         shown: Any = {"facecolors": colour, "linewidth": 0, "label": label}
         for row in range(num_rows):
-            stretches = lanes.stretches(row, code)
-            axes.broken_barh(stretches, (row + 0.08, 0.84), **shown)
+            axes.broken_barh(lanes.stretches(row, code), (row + 0.08, 0.84), **shown)
             shown["label"] = None
     axes.plot(
         run.arrival_s,

@@ -1,6 +1,6 @@
 """Rows of a batch over time, as bytes: what a picture of lanes is drawn from.
 
-Owns the four codes and how neighbouring steps of one row become one stretch. It draws nothing and knows no engine.
+Owns the codes and how neighbouring steps of one row become one stretch. It draws nothing and knows no engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EMPTY, PROMPT, DECODE, PADDING = 0, 1, 2, 3
+EMPTY, PROMPT, DECODE, PADDING, HELD = range(
+    5
+)  # held: taken by a request whose prompt is not computed in this step
 
 Codes = NDArray[np.uint8]
 

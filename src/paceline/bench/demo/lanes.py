@@ -1,4 +1,4 @@
-"""What every row of a batch did in every step, in four words: nothing, prompt, decode, padding.
+"""What every row of a batch did in every step, in a word: nothing, prompt, decode, padding, or held and not computed.
 
 Attached to an engine as its watcher, it keeps one byte per row and step, and the figures of a step for the meter. It
 draws nothing; `Lanes` is what a picture is made from.
@@ -13,7 +13,7 @@ import numpy as np
 from paceline.core.clock import Clock
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
-from paceline.report.lanes import DECODE, EMPTY, PADDING, PROMPT, Codes, Lanes
+from paceline.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT, Codes, Lanes
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.measure import Meter, StepFigures, StepMeter
 
@@ -51,7 +51,8 @@ class LaneWatcher:
 
     def _codes_of(self, plan: StepPlan) -> Codes:
         rows = self._state.rows
-        codes = np.where(rows.live, np.uint8(DECODE), np.uint8(EMPTY))
+        codes = np.where(rows.live, np.uint8(HELD), np.uint8(EMPTY))
+        codes[rows.live & rows.decoding] = DECODE
         codes[plan.spans.row] = PROMPT
         codes[(rows.done | rows.padding) & rows.live] = PADDING
         return codes
