@@ -68,9 +68,7 @@ PANELS = (
             Flag(name="model", default="SmolLM2-135M-Instruct"),
             Flag(name="seconds", default="40, or 8 with --quick"),
             Flag(name="rows"),
-            Flag(
-                name="rate", default="nine tenths of what continuous batching can do here, which is measured"
-            ),
+            Flag(name="rate", default="a tenth more than continuous batching can do here, which is measured"),
             Flag(name="seed"),
             Flag(name="out", metavar="FOLDER"),
         ),

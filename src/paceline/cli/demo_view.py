@@ -14,13 +14,19 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.bench.demo.run import Driver, ModeRun
-from paceline.report.lanes import DECODE, EMPTY, PADDING, PROMPT
+from paceline.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.report.summary import Summary, summarize
 from paceline.report.table import format_number
 from paceline.workload import Workload
 
 FRAME_S = 0.25
-LOOKS = {EMPTY: ("·", "grey30"), PROMPT: ("█", "orange3"), DECODE: ("█", "blue"), PADDING: ("░", "grey50")}
+LOOKS = {
+    EMPTY: ("·", "grey30"),
+    HELD: ("-", "grey50"),
+    PROMPT: ("█", "orange3"),
+    DECODE: ("█", "blue"),
+    PADDING: ("░", "grey50"),
+}
 EDGE = 4  # columns left of the lanes
 
 
@@ -100,6 +106,7 @@ def _legend() -> Text:
         (DECODE, "decode"),
         (PROMPT, "prompt"),
         (PADDING, "padding: ended, still computed"),
+        (HELD, "held, waits for its prompt"),
         (EMPTY, "free"),
     ]
     legend = Text(" " * EDGE)

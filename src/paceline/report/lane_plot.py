@@ -48,7 +48,7 @@ def plot_lanes(runs: Sequence[LaneRun], path: str | Path, *, title: str | None, 
             _draw_lanes(panel, run, last_s)
         panels[-1].set_xlabel(f"seconds{'. ' + note if note else ''}")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(handles))
+        figure.legend(handles, labels, loc="outside lower left", ncols=len(handles))
 
 
 def _draw_lanes(axes: Axes, run: LaneRun, last_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,10 @@ class Meter:
     ) -> RunRecord:
         """Everything so far as one value. `origin_s` is when the workload began, by the clock of what was heard."""
         steps = np.frombuffer(bytes(self._steps), _STEP_DTYPE)
-        shift = {name: origin_s if name.endswith("_s") else 0 for name in _STEP_COLUMNS}
+        columns: dict[str, Any] = {
+            f"step_{name}": steps[name] - origin_s if name.endswith("_s") else steps[name]
+            for name in _STEP_COLUMNS
+        }
         return RunRecord(
             label=label,
             config=config,
@@ -143,7 +147,7 @@ class Meter:
             tenant=self._workload.tenant,
             outcome=self._outcome,
             itl_s=self._gaps.values(),
-            **{f"step_{name}": steps[name] - shift[name] for name in _STEP_COLUMNS},
+            **columns,
         )
 
     def step_log(self) -> bytearray:

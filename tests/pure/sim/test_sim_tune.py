@@ -34,7 +34,7 @@ KNOBS = (
     Knob(name="b", values=(0.1, 0.5, 0.9)),
     Knob(name="c", values=("x", "y")),
 )
-START = {"a": 16, "b": 0.1, "c": "x"}
+START: Settings = {"a": 16, "b": 0.1, "c": "x"}
 
 
 def valley(settings: Settings, rate: float) -> Summary:
