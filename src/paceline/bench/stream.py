@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.report.record import OUTCOMES, RunRecord
 from paceline.workload import Workload
 
-NUM_IDS = 250  # token ids that prompts are drawn from: every model has them, and no two prompts begin alike
+NUM_IDS = 90  # token ids that prompts are drawn from: every model has them, and no two prompts begin alike
 WITHIN_S = 600.0  # for an answer
 FAILED = OUTCOMES.index("failed")
 LEAD_S = 0.5  # before the first request, so that all are made

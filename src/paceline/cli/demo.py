@@ -100,18 +100,13 @@ def _run(values: Mapping[str, Any]) -> None:
         log_folder=folder,
     )
     runs: list[ModeRun] = []
-    interrupted = False
-    with DemoView(Console()) as view:
-        try:
+    try:
+        with DemoView(Console()) as view:
             for run in run_demo(plan, view):
                 runs.append(run)
-        except KeyboardInterrupt:
-            interrupted = True
-    if runs:
-        _finish(runs, folder)
-    if interrupted:
-        print("Stopped. " + ("The modes above had ended." if runs else "No mode had ended."), file=sys.stderr)
-        raise typer.Exit(130)
+    finally:  # after Ctrl-C too: what had ended is shown
+        if runs:
+            _finish(runs, folder)
 
 
 def _finish(runs: Sequence[ModeRun], folder: Path) -> None:

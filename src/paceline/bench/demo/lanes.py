@@ -42,12 +42,11 @@ class LaneWatcher:
     def lanes(self, origin_s: float = 0.0) -> Lanes:
         """Everything so far; times count from `origin_s`."""
         times = np.array(self._times, np.float64).reshape(-1, 2) - origin_s
-        codes = np.array(self._codes, np.uint8).reshape(len(times), -1)
-        return Lanes(start_s=times[:, 0], end_s=times[:, 1], codes=codes)
+        return Lanes(start_s=times[:, 0], end_s=times[:, 1], codes=self.latest(len(self._codes)))
 
     def latest(self, count: int) -> Codes:
         """The rows in the last steps, a step per line."""
-        return np.array(self._codes[-count:], np.uint8).reshape(min(count, len(self._codes)), -1)
+        return np.array(self._codes[-count:], np.uint8).reshape(-1, len(self._state.rows.live))
 
     def _codes_of(self, plan: StepPlan) -> Codes:
         rows = self._state.rows

@@ -1,7 +1,7 @@
 """The three runs of the demonstration, one after the other: the same model, sizes, requests and machine.
 
 Owns the order, the sizes, and how fast requests come: somewhat faster than continuous batching can serve them here,
-which is found by a short run before. Shows nothing; whoever looks on is told what begins and is called after every step.
+which is found by a short run before. Shows nothing; whoever looks on is told what begins, and of every step.
 """
 
 from __future__ import annotations
