@@ -101,7 +101,6 @@ def _record(
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
-    """The result itself; `bench` keeps it under a name of its own."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
@@ -109,10 +108,9 @@ def _fields(path: Path) -> Mapping[str, Any]:
         raise InputError(f"cannot read {path}: {reason}") from problem
     except (ValueError, RecursionError) as problem:
         raise InputError(f"{path} is neither a run log nor JSON") from problem
-    for found in (value, value.get("result") if isinstance(value, dict) else None):
-        if isinstance(found, dict) and "ttfts" in found:
-            return found
-    raise InputError(f"{path} holds no times of requests: give a run log, or a result with all samples")
+    if not isinstance(value, dict) or "ttfts" not in value:
+        raise InputError(f"{path} holds no times of requests: give a run log, or a result with all samples")
+    return value
 
 
 def _column(fields: Mapping[str, Any], name: str, path: str | Path) -> NDArray[np.float64]:
