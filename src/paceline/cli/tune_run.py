@@ -40,6 +40,8 @@ ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
 PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
+LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
+AT_ONCE = 4.0
 POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
 
 
@@ -189,15 +191,11 @@ def _start(machine: Machine) -> dict[str, Value]:
 
 
 def _first_rate(task: Task) -> float:
-    """A rate to begin with: half of what one request after the other would allow, were they served alone."""
+    """A rate to begin with: so many requests at once as little hardware can take, by the time one takes alone."""
     few = replace(task, workload=task.workload.head(FEW_REQUESTS))
     alone = few.simulate(_start(task.machine), LEAST_RATE)
     mean_s = alone.e2e_s.mean
-    return 0.5 / mean_s if mean_s else 1.0
-
-
-LEAST_RATE = 1e-3  # so few that nobody waits for anybody
-FEW_REQUESTS = 10
+    return AT_ONCE / mean_s if mean_s else 1.0
 
 
 @contextmanager
