@@ -30,7 +30,7 @@ from paceline.report.record import RunRecord
 from paceline.report.summary import summarize
 from paceline.report.table import to_json
 from paceline.sim.compare import Deviation, compare, sim_config
-from paceline.sim.cost_files import Calibration, calibrate
+from paceline.sim.cost_files import Calibration, calibrate, step_errors
 from paceline.sim.recorded import Recorded, read_recorded
 from paceline.sim.settings import Machine
 from paceline.workload import Workload, load_workload
@@ -108,7 +108,9 @@ def record(name: str, folder: Path, load: float, seconds: float, seed: int) -> N
 # -- comparing -----------------------------------------------------------------------------------------------
 
 
-def compared(models: Mapping[str, Calibration], runs: Mapping[str, Recorded], machine: Machine) -> list[Any]:
+def compared(
+    models: Mapping[str, Calibration], runs: Mapping[str, Recorded], machine: Machine, folder: Path
+) -> list[Any]:
     """Every run with the model of every run."""
     found = []
     for fitted_to, calibration in models.items():
@@ -117,7 +119,10 @@ def compared(models: Mapping[str, Calibration], runs: Mapping[str, Recorded], ma
             deviations = compare(recorded.record, recorded.workload, config).deviations
             print(line(fitted_to, name, deviations), flush=True)
             measures = [{**asdict(each), "error": each.error} for each in deviations]
-            found.append({"fitted_to": fitted_to, "run": name, "measures": measures})
+            kinds = step_errors(calibration.cost, folder / f"{name}.jsonl", machine.kv_bytes_per_token)
+            steps = {kind.kind: kind.bias for kind in kinds}
+            print("  steps: " + ", ".join(f"{kind} {100 * bias:+.1f} %" for kind, bias in steps.items()))
+            found.append({"fitted_to": fitted_to, "run": name, "measures": measures, "step_bias": steps})
     return found
 
 
@@ -147,7 +152,7 @@ def study(folder: Path, path: Path | None) -> None:
         )
         + " |"
     )
-    found = compared(models, runs, machine)
+    found = compared(models, runs, machine, folder)
     if path is not None:
         told = {
             "runs": {name: json.loads((folder / f"{name}.json").read_text()) for name in names},

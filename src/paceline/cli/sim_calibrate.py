@@ -25,7 +25,7 @@ from paceline.report.table import ABSENT, format_number
 from paceline.sim import Machine, SimConfig, engine_config, host_costs
 from paceline.sim.client_run import read_client_run
 from paceline.sim.compare import Comparison, Deviation, compare, sim_config
-from paceline.sim.cost_files import Calibration, calibrate, is_run_log
+from paceline.sim.cost_files import Calibration, KindError, calibrate, is_run_log, step_errors
 from paceline.sim.recorded import read_recorded
 
 ENDINGS = (".gz", ".jsonl", ".log", ".json")
@@ -54,6 +54,7 @@ def run_calibration(options: SimOptions, engine: Mapping[str, Any]) -> None:
         config = sim_config(recorded, machine, host_step_s=options.host_step_s, seed=options.seed)
         comparison = compare(recorded.record, recorded.workload, config)
         _print_comparison(comparison, len(recorded.workload), recorded.num_left_out, options.compare)
+        _print_steps(step_errors(machine.cost, options.compare, machine.kv_bytes_per_token))
     else:
         seen = read_client_run(options.compare)
         config = SimConfig(
@@ -139,6 +140,12 @@ def _print_comparison(comparison: Comparison, num_requests: int, num_left_out: i
         if not missed
         else f"Not as close as asked: {', '.join(missed)}."
     )
+
+
+def _print_steps(kinds: Sequence[KindError]) -> None:
+    """Where an error may come from: a model that is wrong about steps, or a machine that was slower or faster then."""
+    parts = [f"{kind.kind} {signed_percent(kind.bias)}" for kind in kinds]
+    print(f"The model on the steps of this run, sum of predicted against sum of timed: {', '.join(parts)}.")
 
 
 def comparison_table(found: Sequence[Deviation], *, simulated: str = "simulated") -> Table:

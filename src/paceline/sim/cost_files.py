@@ -17,7 +17,7 @@ from paceline.audit.runlog import read_run_log
 from paceline.audit.timed_steps import TimedStep, timed_steps
 from paceline.config import EngineConfig
 from paceline.costs.fit import FittedCost, HostCosts
-from paceline.costs.model import StepShape
+from paceline.costs.model import CostModel, StepShape
 from paceline.errors import InputError
 from paceline.sim.runner import step_shape
 
@@ -55,17 +55,30 @@ def load_cost_model(path: str | Path, kv_bytes_per_token: int) -> FittedCost:
 def calibrate(path: str | Path, kv_bytes_per_token: int) -> Calibration:
     """Fit a cost model to a run log."""
     log = read_run_log(path, allow_cut=True)  # what a server that was killed left is as good as the rest
-    block_bytes = log.config.kv.block_size * kv_bytes_per_token
     steps = timed_steps(log)
-    samples = [(step_shape(step.work, block_bytes), step.seconds) for step in steps]
+    samples = _samples(steps, log.config, kv_bytes_per_token)
     try:
         cost = FittedCost.fit(samples, host=_host_costs(steps), engine=_engine_sizes(log.config))
     except InputError as problem:
         raise InputError(f"{path}: {problem}") from problem
-    return Calibration(cost=cost, kinds=kind_errors(cost, samples))
+    return Calibration(cost=cost, kinds=_kind_errors(cost, samples))
 
 
-def kind_errors(cost: FittedCost, samples: Sequence[tuple[StepShape, float]]) -> tuple[KindError, ...]:
+def step_errors(cost: CostModel, path: str | Path, kv_bytes_per_token: int) -> tuple[KindError, ...]:
+    """How well a model predicts the steps of a run log, whether or not it was fitted to it."""
+    log = read_run_log(path, allow_cut=True)
+    return _kind_errors(cost, _samples(timed_steps(log), log.config, kv_bytes_per_token))
+
+
+Samples = Sequence[tuple[StepShape, float]]
+
+
+def _samples(steps: Sequence[TimedStep], config: EngineConfig, kv_bytes_per_token: int) -> Samples:
+    block_bytes = config.kv.block_size * kv_bytes_per_token
+    return [(step_shape(step.work, block_bytes), step.seconds) for step in steps]
+
+
+def _kind_errors(cost: CostModel, samples: Samples) -> tuple[KindError, ...]:
     """The error of a model on timed steps, by kind of step; kinds that do not occur are left out."""
     by_kind: dict[str, list[tuple[float, float]]] = {"decode": [], "mixed": [], "prefill": []}
     for shape, seconds in samples:
