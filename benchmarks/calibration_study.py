@@ -80,10 +80,10 @@ def saturation(kind: Traffic, seed: int) -> float:
     return count / float(ends[count - 1])
 
 
-def record(name: str, folder: Path, load: float, seconds: float, seed: int) -> None:
-    """One run: its log, and what its client saw."""
+def record(name: str, folder: Path, load: float, seconds: float, seed: int, full: float | None) -> None:
+    """One run: its log, and what its client saw. `full`: requests per second at most, where that is known."""
     kind = TRAFFIC[name]
-    full = saturation(kind, seed)
+    full = saturation(kind, seed) if full is None else full
     rate = load * full
     count = max(20, round(rate * seconds))
     workload = load_workload(
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--seconds", type=float, default=75.0, help="of requests, in each run")
+    parser.add_argument("--full", type=float, help="requests per second at most; measured unless given")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.names.split(","):
-        record(name, arguments.folder, arguments.load, arguments.seconds, arguments.seed)
+        record(name, arguments.folder, arguments.load, arguments.seconds, arguments.seed, arguments.full)
 
 
 if __name__ == "__main__":
