@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -15,33 +14,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.machine import source_commit
+from paceline.bench.stream import Address, Answer, at
+from paceline.bench.stream import stream as send_stream
+
+__all__ = ["Answer", "at", "environment", "served", "stream", "write_keys"]
 
 START_S, STOP_S = 120.0, 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What came back, and when: times are of `time.perf_counter`."""
-
-    status: int
-    headers: dict[str, str]
-    sent_s: float
-    piece_s: list[float] = field(default_factory=list)  # when each piece of text came
-    ended_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        return self.piece_s[0] - self.sent_s
-
-    @property
-    def whole_s(self) -> float:
-        return self.ended_s - self.sent_s
 
 
 @contextlib.contextmanager
@@ -98,41 +81,6 @@ def write_keys(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 async def stream(port: int, path: str, body: Mapping[str, Any], tenant: str = "") -> Answer:
-    """Send a request that streams and read its answer to the end."""
-    payload = json.dumps({**body, "stream": True}).encode()
-    key = f"Authorization: Bearer sk-{tenant}\r\n" if tenant else ""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{key}"
-        f"Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
-    sent_s, pieces = time.perf_counter(), list[float]()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(head.encode() + payload)
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        async for line in reader:
-            # A chat's first frame names the speaker and has no text yet.
-            if line.startswith(b"data: {") and (b'"content":"' in line or b'"text":"' in line):
-                pieces.append(time.perf_counter())
-    finally:
-        writer.close()
-    named = (line.partition(":") for line in lines[1:])
-    headers = {name.lower(): value.strip() for name, _, value in named}
-    return Answer(
-        status=int(lines[0].split()[1]),
-        headers=headers,
-        sent_s=sent_s,
-        piece_s=pieces,
-        ended_s=time.perf_counter(),
-    )
-
-
-async def at(
-    origin_s: float, due_s: float, sending: Coroutine[Any, Any, Answer], within_s: float
-) -> Answer | None:
-    """Send at its time, whether or not others have been answered. None: nothing came in time."""
-    await asyncio.sleep(max(0.0, origin_s + due_s - time.perf_counter()))
-    try:
-        return await asyncio.wait_for(sending, within_s)
-    except (TimeoutError, OSError, asyncio.IncompleteReadError):
-        return None
+    """Send a request that streams to the server here, with the key of a tenant, and read its answer to the end."""
+    address = Address(host="127.0.0.1", port=port, key=f"sk-{tenant}" if tenant else "")
+    return await send_stream(address, path, body)

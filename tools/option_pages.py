@@ -15,6 +15,7 @@ from paceline.cli import (
     bench_load_options,
     bench_options,
     chat,
+    demo,
     explain,
     keys_options,
     replay,
@@ -25,6 +26,7 @@ from paceline.cli import (
     steer,
     top,
     trace,
+    tune_options,
     usage,
 )
 from paceline.cli.options import Flag, Panel
@@ -36,7 +38,9 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "chat": chat.PANELS,
     "run": run.PANELS,
     "run-batch": run_batch.PANELS,
+    "demo": demo.PANELS,
     "sim": sim_options.PANELS,
+    "tune": tune_options.PANELS,
     "explain": explain.PANELS,
     "replay": replay.PANELS,
     "trace": trace.PANELS,

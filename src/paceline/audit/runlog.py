@@ -19,7 +19,6 @@ from paceline.audit.codec import (
     Json,
     config_of,
     decode_time,
-    decode_work,
     encode_decision,
     encode_input,
     encode_plan,
@@ -29,13 +28,12 @@ from paceline.audit.codec import (
 from paceline.audit.linefile import Damaged, LineFile, read_lines
 from paceline.config import EngineConfig
 from paceline.core.events import Decision
-from paceline.core.plan import StepWork
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import ConfigError, InputError
 
 VERSION = 2
 OLDEST = 1  # of which plans and results can be read; its decisions lack what explains them
-_BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
+BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
 
 
 class CutLog(InputError):
@@ -155,7 +153,7 @@ class RunLog:
             return config_of(self.header["config"])
         except ConfigError as problem:
             raise InputError(f"{self.path}: the config in the header is not valid: {problem}") from problem
-        except _BROKEN as problem:
+        except BROKEN as problem:
             raise InputError(
                 f"{self.path}: the config in the header is not one this version knows: {problem}"
             ) from problem
@@ -197,8 +195,8 @@ class RunLog:
                 raise ValueError("it stands after the end of the run")
             if isinstance(read, LoggedStep) and last_seq is not None and read.seq != last_seq + 1:
                 raise ValueError(f"step {read.seq} follows step {last_seq}")
-        except _BROKEN as problem:
-            what = f"is broken: {_reason(problem)}" if text.endswith("\n") else "is cut off"
+        except BROKEN as problem:
+            what = f"is broken: {reason(problem)}" if text.endswith("\n") else "is cut off"
             raise self._damaged(number, what, num_steps) from problem
         return read
 
@@ -218,7 +216,7 @@ class RunLog:
             header = json.loads(first)
             version = header["v"]
             is_header = header["kind"] == "header" and type(version) is int and version >= OLDEST
-        except _BROKEN:
+        except BROKEN:
             is_header = False
         if not is_header:
             raise InputError(f"{not_one}: its first line is not a header")
@@ -244,22 +242,6 @@ def read_run_log(path: str | Path, *, allow_cut: bool = False) -> RunLog:
     With `allow_cut` reading stops before a broken line instead, and `RunLog.damage` says why.
     """
     return RunLog(Path(path), allow_cut=allow_cut)
-
-
-def step_samples(log: RunLog) -> list[tuple[StepWork, float]]:
-    """What each completed step computed and the seconds it took by the runner's clock: the food of a fit."""
-    samples = []
-    for step in log:
-        if step.result is None or "times" not in step.result:
-            continue
-        try:
-            start_s, end_s = map(decode_time, step.result["times"])
-            work = decode_work(step.plan)
-        except (*_BROKEN, AttributeError) as problem:
-            raise InputError(f"{log.path}: line {step.line} is broken: {_reason(problem)}") from problem
-        if end_s > start_s:
-            samples.append((work, end_s - start_s))
-    return samples
 
 
 # -- single lines ------------------------------------------------------------------------------------------
@@ -312,7 +294,8 @@ def _entries(value: dict[str, Json], name: str) -> list[Json]:
     return entries
 
 
-def _reason(problem: BaseException) -> str:
+def reason(problem: BaseException) -> str:
+    """What is wrong with a line, in a few words."""
     if isinstance(problem, KeyError):
         return f"{problem} is missing"
     if isinstance(problem, json.JSONDecodeError):

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.cli.audit import add_audit
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
+from paceline.cli.demo import add_demo
 from paceline.cli.doctor import add_doctor
 from paceline.cli.explain import add_explain
 from paceline.cli.keys import add_keys
@@ -30,6 +31,7 @@ from paceline.cli.sim import add_sim
 from paceline.cli.steer import add_steering
 from paceline.cli.top import add_top
 from paceline.cli.trace import add_trace
+from paceline.cli.tune import add_tune
 from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
 
@@ -72,7 +74,9 @@ add_keys(app)
 add_steering(app)
 add_top(app)
 add_usage(app)
+add_demo(app)
 add_sim(app)
+add_tune(app)
 add_explain(app)
 add_replay(app)
 add_trace(app)

@@ -25,6 +25,12 @@ def _run(values: Mapping[str, Any]) -> None:
     options = SimOptions(**{name: value for name, value in values.items() if name in own})
     engine = {name: value for name, value in values.items() if name not in own and value is not None}
 
+    if options.calibrate or options.compare:
+        from paceline.cli.sim_calibrate import run_calibration
+
+        run_calibration(options, engine)
+        return
+
     from paceline.cli.sim_output import Outputs, print_results, write_files
     from paceline.cli.sim_plan import plan_runs, run_all
 

@@ -29,6 +29,13 @@ model. Prints a column of measures for each mode.
 arrivals, it runs {", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate as well. Beside it,
 curve.timeline.png shows the batch over time at the rate given (the highest of several). The same command
 gives the same numbers.
+
+\b
+  paceline sim --calibrate run.jsonl.gz                          # a cost model from a run of `serve --run-log`
+  paceline sim --compare other.jsonl.gz --cost-model run.costs.json
+
+--calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which --cost-model
+takes. --compare repeats the requests of a recorded run in the simulator and prints how far off it is.
 """
 
 
@@ -79,8 +86,19 @@ class SimOptions:
     cost_model: str = option(
         "", "step times from a fitted cost model, or fitted to a run log, instead of the roofline"
     )
-    host_step_s: float = option(
-        3e-4, "host time to plan a step; hidden behind the device unless --depth is 0", low=0.0, high=10.0
+    host_step_s: float | None = option(
+        None,
+        "host time to plan a step; hidden behind the device unless --depth is 0",
+        low=0.0,
+        high=10.0,
+        kind=float,
+    )
+    calibrate: str = option("", "fit a cost model to this run log, write it to a file, and simulate nothing")
+    save_costs: str = option("", "where --calibrate writes the cost model")
+    compare: str = option(
+        "",
+        "repeat the requests of a run log, or of a result of bench serve, in the simulator and print the error of each "
+        "measure",
     )
     replicas: int = option(1, "engines behind the router", low=1, high=10_000)
     router: str = option("least-loaded", "who gets the next request", choices=ROUTER_NAMES)
@@ -128,9 +146,18 @@ PANELS = (
             Flag(name="model"),
             Flag(name="device"),
             Flag(name="cost_model", metavar="FILE"),
-            Flag(name="host_step_s"),
+            Flag(name="host_step_s", default="0.0003, or what the cost model says"),
             Flag(name="replicas"),
             Flag(name="router"),
+        ),
+    ),
+    Panel(
+        title="Calibration",
+        config=SimOptions,
+        flags=(
+            Flag(name="calibrate", metavar="LOG"),
+            Flag(name="save_costs", metavar="FILE", default="the log's name, ending in .costs.json"),
+            Flag(name="compare", metavar="LOG|JSON"),
         ),
     ),
     Panel(

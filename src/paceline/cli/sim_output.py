@@ -48,21 +48,21 @@ class Outputs:
             if find_spec("matplotlib") is None:
                 raise InputError("--plot needs matplotlib: pip install 'paceline[plot]'")
         return cls(
-            json=_writable("--json", options.json),
-            plot=_writable("--plot", options.plot),
-            log=_writable("--log", options.log),
+            json=writable("--json", options.json),
+            plot=writable("--plot", options.plot),
+            log=writable("--log", options.log),
         )
 
 
 def print_results(results: Sequence[Result], options: SimOptions) -> None:
     asked = [result for result in results if result.run.asked]
     several = len({result.run.rate for result in asked}) > 1
-    _show(_title(asked[0], options, several=several), _table(asked))
+    show_table(_title(asked[0], options, several=several), _table(asked))
     if len(asked) < len(results):
         named = [
             replace(result.summary, label=rate_label(result.run.mode, result.run.rate)) for result in results
         ]
-        _show("Around that rate", compact_table(named))
+        show_table("Around that rate", compact_table(named))
     for line in _knee_lines(results):
         print(line)
     if options.check:
@@ -99,7 +99,8 @@ def _title(result: Result, options: SimOptions, *, several: bool) -> str:
     )
 
 
-def _show(title: str, table: Table) -> None:
+def show_table(title: str, table: Table) -> None:
+    """A title and its table on standard output."""
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width: lose nothing
         console = Console(width=max(80, len(title), Console(width=10_000).measure(table).maximum))
@@ -184,7 +185,8 @@ def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:
     return written
 
 
-def _writable(flag: str, name: str) -> Path | None:
+def writable(flag: str, name: str) -> Path | None:
+    """The path a flag names, if a file can be written there; None where the flag was not given."""
     if not name:
         return None
     path = Path(name)

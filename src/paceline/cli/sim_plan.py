@@ -21,7 +21,7 @@ from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.report.record import RunRecord
 from paceline.report.summary import Slo, Summary, summarize
-from paceline.sim import Machine, SimConfig, engine_config, parse_faults, simulate
+from paceline.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
 from paceline.sim.cost_files import load_cost_model
 from paceline.workload import Workload, load_workload
 from paceline.workload.generators import GENERATORS
@@ -63,7 +63,7 @@ class Load:
 
 def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     """Every run of the command line, checked as far as it can be without running."""
-    machine = _machine(options)
+    machine = machine_of(options)
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)
     modes = split_list(options.modes, "--mode")
@@ -78,7 +78,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 engine=engine_config(machine, load.workload, {**engine, "mode": mode}),
                 num_replicas=options.replicas,
                 router=options.router,
-                host_step_s=options.host_step_s,
+                **host_costs(machine.cost, options.host_step_s),
                 priorities=options.priorities,
                 deadline_s=None if options.deadline_ms is None else (options.deadline_ms / 1e3, 0.0),
                 ttft_slo_ms=options.ttft_slo_ms,
@@ -161,7 +161,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _machine(options: SimOptions) -> Machine:
+def machine_of(options: SimOptions) -> Machine:
+    """The model on its device, with step times from the cost model that was named."""
     machine = Machine.of(model_shape(options.model), device_spec(options.device))
     if not options.cost_model:
         return machine

@@ -27,6 +27,7 @@ MIN_SAMPLES = 20
 _LINEAR = ("decode_context", "prefill_context_products", "logit_rows", "copy_bytes")
 _CANDIDATE_KNOTS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FOLDS = 5
+_SPREAD_PARTS = 128  # the range of timed / predicted is kept in so many parts of equal share
 _ROBUST_ROUNDS = 4
 
 
@@ -52,29 +53,60 @@ class CostCoefficients:
     copy_bytes_s: float
 
 
-class FittedCost(CostModel):
-    """Coefficients and their error. Made by `fit` or `load`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """What is spent outside of steps, in seconds."""
 
-    def __init__(self, coefficients: CostCoefficients, error: FitError) -> None:
+    step_s: float | None = None  # between two steps, where there is work; None: nobody measured it
+    request_s: float = 0.0  # from the arrival of a request to the moment the engine knows of it
+
+
+class FittedCost(CostModel):
+    """Coefficients and their error. Made by `fit` or `load`.
+
+    `spread` holds quantiles of timed / predicted, evenly spaced from the least to the largest; empty: not known.
+    `engine` holds sizes of the engine whose steps were timed, by the names of its options.
+    """
+
+    def __init__(
+        self,
+        coefficients: CostCoefficients,
+        error: FitError,
+        *,
+        host: HostCosts | None = None,
+        spread: tuple[float, ...] = (),
+        engine: Mapping[str, int] | None = None,
+    ) -> None:
+        self.engine = dict(engine or {})
         self.coefficients = coefficients
         self.error = error
+        self.host = host if host is not None else HostCosts()
+        self.spread = spread
         self._tokens_s = _tokens_function(coefficients)
 
     @classmethod
-    def fit(cls, samples: Sequence[tuple[StepShape, float]]) -> "FittedCost":
-        """Fit to (shape, seconds) pairs. The error is measured on samples held out in turn."""
+    def fit(
+        cls,
+        samples: Sequence[tuple[StepShape, float]],
+        *,
+        host: HostCosts | None = None,
+        engine: Mapping[str, int] | None = None,
+    ) -> "FittedCost":
+        """Fit to (shape, seconds) pairs. Error and spread are measured on samples held out in turn."""
         shapes, seconds = _checked(samples)
         knots = _chosen_knots([shape.tokens for shape in shapes])
         features = _features(shapes, knots)
-        errors = np.empty(len(seconds))
+        predicted = np.empty(len(seconds))
         for fold in range(_FOLDS):
             held_out = np.arange(len(seconds)) % _FOLDS == fold
             solution = _robust_solution(features[~held_out], seconds[~held_out])
-            errors[held_out] = np.abs(features[held_out] @ solution / seconds[held_out] - 1.0)
+            predicted[held_out] = features[held_out] @ solution
+        errors = np.abs(predicted / seconds - 1.0)
         error = FitError(
             mape=float(errors.mean()), p90=float(np.quantile(errors, 0.9)), num_samples=len(seconds)
         )
-        return cls(_coefficients(_robust_solution(features, seconds), knots), error)
+        coefficients = _coefficients(_robust_solution(features, seconds), knots)
+        return cls(coefficients, error, host=host, spread=_spread(seconds, predicted), engine=engine)
 
     def step_seconds(self, shape: StepShape) -> float:
         c = self.coefficients
@@ -97,6 +129,10 @@ class FittedCost(CostModel):
             "slopes_s": list(c.slopes_s),
             **{f"{name}_s": getattr(c, f"{name}_s") for name in _LINEAR},
             "error": {"mape": error.mape, "p90": error.p90, "num_samples": error.num_samples},
+            "host_step_s": self.host.step_s,
+            "request_s": self.host.request_s,
+            "spread": list(self.spread),
+            "engine": self.engine,
         }
 
     @classmethod
@@ -129,6 +165,9 @@ class FittedCost(CostModel):
                 p90=_number(error, "p90", name),
                 num_samples=int(_number(error, "num_samples", name)),
             ),
+            host=_host(fields, name),
+            spread=tuple(_numbers({"spread": [], **fields}, "spread", name)),
+            engine=_sizes(fields, name),
         )
 
     def save(self, path: str | Path) -> None:
@@ -210,6 +249,15 @@ def _robust_solution(features: Array, seconds: Array) -> Array:
     return solution
 
 
+def _spread(seconds: Array, predicted: Array) -> tuple[float, ...]:
+    """Quantiles of timed / predicted; a prediction of nothing says nothing about the spread."""
+    there = predicted > 0.0
+    if not there.any():
+        return ()
+    shares = np.linspace(0.0, 1.0, _SPREAD_PARTS + 1)
+    return tuple(round(float(value), 5) for value in np.quantile(seconds[there] / predicted[there], shares))
+
+
 def _coefficients(solution: Array, knots: tuple[int, ...]) -> CostCoefficients:
     values = [float(value) for value in solution]
     first_linear = 2 + len(knots)
@@ -235,6 +283,19 @@ def _checked_header(value: object, name: str) -> Mapping[str, object]:
     if value.get("version") != VERSION:
         raise InputError(f"{name} has version {value.get('version')}; this program reads version {VERSION}")
     return value
+
+
+def _host(fields: Mapping[str, object], name: str) -> HostCosts:
+    """What files of before these fields existed leave open stays open."""
+    step_s = None if fields.get("host_step_s") is None else _number(fields, "host_step_s", name)
+    return HostCosts(step_s=step_s, request_s=_number({"request_s": 0.0, **fields}, "request_s", name))
+
+
+def _sizes(fields: Mapping[str, object], name: str) -> dict[str, int]:
+    sizes = fields.get("engine", {})
+    if not isinstance(sizes, Mapping):
+        raise InputError(f"{name}: 'engine' must hold sizes by name; fit it again")
+    return {str(key): int(_checked_number(value, f"engine.{key}", name)) for key, value in sizes.items()}
 
 
 def _number(fields: Mapping[str, object], key: str, name: str) -> float:

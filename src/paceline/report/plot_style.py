@@ -26,6 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Any = {  # matplotlib types the keys as literals that differ between its versions
     "font.size": 10,
     "font.family": "sans-serif",
+    "svg.hashsalt": "paceline",
     "text.parse_math": False,  # a label with dollar signs is a price
     "text.color": INK,
     "axes.edgecolor": "#B4B8BF",
@@ -59,7 +60,7 @@ _STYLE: Any = {  # matplotlib types the keys as literals that differ between its
 
 @contextmanager
 def figure_file(path: str | Path, *, width: float, height: float, title: str | None) -> Iterator["Figure"]:
-    """A figure of that many inches, written to `path` as PNG when the block ends well."""
+    """A figure of that many inches, written when the block ends well: as SVG if the path says so, else as PNG."""
     need_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,8 +72,11 @@ def figure_file(path: str | Path, *, width: float, height: float, title: str | N
         if title:
             figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
         yield figure
+        kind = "svg" if str(path).lower().endswith(".svg") else "png"
+        # The same picture should be the same file: an SVG carries its date and random names unless told otherwise.
+        told: Any = {"metadata": {"Date": None}} if kind == "svg" else {}
         try:
-            figure.savefig(path, format="png", facecolor="white")
+            figure.savefig(path, format=kind, facecolor="white", **told)
         except OSError as problem:
             raise InputError(f"cannot write plot {path}: {problem.strerror or problem}") from problem
 

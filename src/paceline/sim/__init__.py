@@ -6,7 +6,7 @@ requests of a workload, faults, a router in front of replicas, and measuring. It
 
 from paceline.sim.faults import FaultSpec, parse_faults
 from paceline.sim.router import ROUTERS
-from paceline.sim.settings import Machine, SimConfig, engine_config
+from paceline.sim.settings import Machine, SimConfig, engine_config, host_costs
 from paceline.sim.simulation import simulate
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Machine",
     "SimConfig",
     "engine_config",
+    "host_costs",
     "parse_faults",
     "simulate",
 ]

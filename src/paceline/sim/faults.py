@@ -88,6 +88,8 @@ def with_bursts(workload: Workload, share: float, seed: int) -> Workload:
         output_len=workload.output_len[source],
         tenant=workload.tenant[source],
         prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in source.tolist()),
+        wishes=None if workload.wishes is None else workload.wishes[source],
+        priority=None if workload.priority is None else workload.priority[source],
     )
 
 

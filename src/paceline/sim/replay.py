@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from paceline.audit.codec import (
     Generations,
@@ -31,7 +31,7 @@ from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
 from paceline.core.clock import ManualClock
 from paceline.core.dial import DialKind, DialSetting
-from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.events import Decision, DecisionKind, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
@@ -73,15 +73,29 @@ class ReplayReport:
         return self.difference is None
 
 
+class ReplayObserver(Protocol):
+    """Looks on while a log is replayed."""
+
+    def added(self, requests: Sequence[Request]) -> None: ...
+
+    def planned(self, state: SchedulerState, plan: StepPlan, logged: LoggedStep) -> None: ...
+
+    def told(self, events: StepEvents) -> None: ...
+
+
 def replay(
-    log: RunLog, *, output: str | Path | TextIO | None = None, policy: Policy | None = None
+    log: RunLog,
+    *,
+    output: str | Path | TextIO | None = None,
+    policy: Policy | None = None,
+    observer: ReplayObserver | None = None,
 ) -> ReplayReport:
     """Run a log again and compare. `output` takes the log of the replay: the same bytes if nothing differs.
 
     `policy` is for a run that was given a policy of its own instead of one its config names.
     """
     log.check_decisions()
-    replayer = _Replayer(log, policy)
+    replayer = _Replayer(log, policy, observer)
     if isinstance(output, str | Path) and Path(output).resolve() == log.path.resolve():
         raise InputError(f"{output} is the log to replay; write the replay to another file")
     file = None if output is None else LineFile(output)
@@ -134,7 +148,8 @@ class _Underway:
 class _Replayer:
     """One scheduler, fed from one log."""
 
-    def __init__(self, log: RunLog, policy: Policy | None) -> None:
+    def __init__(self, log: RunLog, policy: Policy | None, observer: ReplayObserver | None) -> None:
+        self._observer = observer
         self.write: Callable[[str], None] = lambda line: None
         self._clock = ManualClock(-math.inf)
         named = log.config.scheduler.scheduling_policy
@@ -181,6 +196,8 @@ class _Replayer:
         if text != logged.text:  # equal in what it says, but not written as this program writes it
             raise _Differs("line", logged.text, text)
         self._underway[plan.seq] = _Underway(logged, text, result)
+        if self._observer is not None:
+            self._observer.planned(self._state, plan, logged)
 
     def finish(self, end: LoggedEnd | None) -> None:
         """What came after the last plan. A log that was not closed ends with the steps it has."""
@@ -210,6 +227,8 @@ class _Replayer:
             if index >= len(self._state.journal):
                 raise _Differs(name, entry, NOTHING)
             _compare(name, entry, encode_input(self._state.journal[index]))
+        if self._observer is not None:
+            self._observer.told(self._scheduler.take_events())
         return plan
 
     def _taken(self, logged: LoggedStep | LoggedEnd) -> tuple[Inputs, Sequence[Decision]]:
@@ -246,6 +265,8 @@ class _Replayer:
         requests = [decode_add(entry[2])[0] for entry in entries[:together]]
         with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
             self._scheduler.add(requests)
+            if self._observer is not None:
+                self._observer.added(requests)
 
     def _done(self, seq: int) -> None:
         step = self._underway.pop(seq)

@@ -22,10 +22,11 @@ from paceline.errors import (
 from paceline.factory import build_engine
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.sim.faults import Aborts, ReplicaFaults
-from paceline.sim.measure import Meter, StepMeter
 from paceline.sim.router import Loads
 from paceline.sim.runner import TimedRunner
 from paceline.sim.settings import SimConfig
+from paceline.sim.spread import StepSpread
+from paceline.watch.measure import Meter, StepMeter
 
 RETRY_S = 1e-3  # after a step that did nothing and that no clock will make possible
 MAX_RETRIES = 100_000
@@ -56,13 +57,14 @@ class Replica:
         self._retries = 0
         faults = ReplicaFaults(config.faults, config.seed, number)
         self._faults = faults if config.faults.any_per_step else None
+        varied = StepSpread(config.spread, config.seed, number).stretch if config.spread else None
         self.runner = TimedRunner(
             config.machine.cost,
             self.clock,
             Capacity.of(config.engine).num_rows,
             block_bytes=config.block_bytes,
             host_step_s=config.host_step_s,
-            stretch=faults.stretch,
+            stretch=faults.stretch if varied is None else lambda: varied() * faults.stretch(),
         )
         self.engine = build_engine(
             config.engine,

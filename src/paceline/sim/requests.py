@@ -119,10 +119,10 @@ class RequestSource:
 
 
 def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int32]:
-    """A priority per request: `none` (all 0), `tenant` (the tenant's number), `class` (the level of the class that the
-    tenant is named after) or `random:LEVELS`."""
+    """A priority per request: `none` (as the workload has it, else all 0), `tenant` (the tenant's number), `class` (the
+    level of the class that the tenant is named after) or `random:LEVELS`."""
     if form == "none":
-        return np.zeros(len(workload), np.int32)
+        return np.zeros(len(workload), np.int32) if workload.priority is None else workload.priority
     if form == "tenant":
         return workload.tenant
     if form == "class":

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
-from paceline.costs.model import CostModel
-from paceline.costs.pacing import step_costs
+from paceline.costs.fit import FittedCost
+from paceline.costs.model import CostModel, StepShape
+from paceline.costs.pacing import SIZES, step_costs
 from paceline.costs.preemption import preemption_costs
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import Roofline
@@ -24,6 +25,7 @@ from paceline.sim.router import ROUTERS
 from paceline.workload.model import Workload
 
 MAX_REPLICAS = 10_000
+SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/step_cost.py
 
 
@@ -63,6 +65,8 @@ class SimConfig:
     num_replicas: int = 1
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
+    request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
+    spread: tuple[float, ...] = ()  # quantiles of how far steps of one shape differ; see costs.fit
     priorities: str = "none"  # see requests.draw_priorities
     deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
     ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
@@ -95,6 +99,8 @@ class SimConfig:
             "router": self.router,
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
+            **({"request_s": self.request_s} if self.request_s else {}),
+            **({"spread": f"{self.spread[0]:.3g} to {self.spread[-1]:.3g}"} if self.spread else {}),
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
@@ -108,14 +114,27 @@ class SimConfig:
         }
 
 
+def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, Any]:
+    """What a fitted model knows beside the times of steps, as fields of `SimConfig`; what is given goes first."""
+    if isinstance(cost, FittedCost):
+        known = {"request_s": cost.host.request_s, "spread": cost.spread}
+        seen_s = cost.host.step_s
+    else:
+        known, seen_s = {}, None
+    fallback_s = HOST_STEP_S if seen_s is None else seen_s
+    return {**known, "host_step_s": fallback_s if host_step_s is None else host_step_s}
+
+
 def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
     """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
 
-    Unless given, the KV cache is as large as the device allows, the longest sequence is the longest request
-    that fits into it, the queue holds the whole workload, swapping has as many host blocks as device blocks,
-    and prefixes are looked for where the workload names them.
+    A cost model that was fitted to a run brings the sizes of its engine along. Beyond that, the KV cache is as large
+    as the device allows, the longest sequence is the longest request that fits into it, the queue holds the whole
+    workload, swapping has as many host blocks as device blocks, and prefixes are looked for where the workload names
+    them.
     """
-    options = {name: value for name, value in given.items() if value is not None}
+    recorded = machine.cost.engine if isinstance(machine.cost, FittedCost) else {}
+    options = {**recorded, **{name: value for name, value in given.items() if value is not None}}
     block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
     kv_defaults = {
         "block_size": block_size,
@@ -135,12 +154,24 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     }
     scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
-        scheduler = replace(scheduler, step_costs=step_costs(machine.cost))
+        sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
+        scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))
     block_bytes = kv.block_size * machine.kv_bytes_per_token
     rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
     scheduler = replace(scheduler, preemption_costs=costs)
     return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
+
+
+def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:
+    """Sizes of steps that a pace may choose: those of a GPU's tiles, or finer ones where even the least takes long."""
+    if cost.step_seconds(StepShape(prefill_tokens=SIZES[0], logit_rows=1)) < SLOW_STEP_S:
+        return SIZES
+    return (
+        *range(min(16, budget), min(SIZES[0], budget), 4),
+        *(size for size in SIZES if size < budget),
+        budget,
+    )
 
 
 def _own(config: type, options: Mapping[str, object]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from paceline.errors import EngineFailed, InputError
 from paceline.report.record import RunRecord
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
-from paceline.sim.measure import Meter
 from paceline.sim.replica import Replica
 from paceline.sim.requests import RequestSource, Wants, classes_of, draw_priorities, draw_spot
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
+from paceline.watch.measure import Meter
 from paceline.workload.model import Workload
 
 Progress = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds
@@ -107,9 +107,10 @@ class Simulation:
         self._until_progress = PROGRESS_STEPS
 
     def run(self) -> None:
-        for index, arrival_s in enumerate(self.workload.arrival_s.tolist()):
-            self._advance(arrival_s)
-            self._arrive(index, arrival_s)
+        known_s = self.workload.arrival_s + self._config.request_s
+        for index, now_s in enumerate(known_s.tolist()):
+            self._advance(now_s)
+            self._arrive(index, now_s)
         self._advance(math.inf)
         for replica in self.replicas:
             replica.close()

@@ -32,6 +32,7 @@ class Workload:
     prefix_ids: tuple[tuple[int, ...], ...] | None  # ids of a prompt's blocks (the last may be partial)
     prefix_block: int  # tokens per id; 0 when prefix_ids is None
     wishes: NDArray[np.int32] | None = None  # of each request: deadline, TTFT and ITL in ms, 0 for none
+    priority: NDArray[np.int32] | None = None  # of each request, where the source says; None: all alike
 
     def __post_init__(self) -> None:
         _check(self)
@@ -92,6 +93,7 @@ class Workload:
             tenant=self.tenant[index],
             prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in index.tolist()),
             wishes=None if self.wishes is None else self.wishes[index],
+            priority=None if self.priority is None else self.priority[index],
         )
 
 
@@ -102,6 +104,7 @@ def _check(workload: Workload) -> None:
     for column in (workload.prompt_len, workload.output_len, workload.tenant):
         assert column.dtype == np.int32 and column.shape == (count,)
     assert workload.wishes is None or workload.wishes.shape == (count, len(WISHES))
+    assert workload.priority is None or workload.priority.shape == (count,)
     assert workload.tenants
     assert (workload.prefix_ids is None) == (workload.prefix_block == 0)
     assert workload.prefix_ids is None or len(workload.prefix_ids) == count

@@ -17,7 +17,8 @@ import pytest
 
 from paceline import __version__
 from paceline.audit.codec import config_of, decode_decision, encode_decision, plain
-from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header, step_samples
+from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header
+from paceline.audit.timed_steps import timed_steps
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
@@ -392,8 +393,9 @@ def test_a_log_can_be_read_again_and_knows_whether_it_was_closed(tmp_path: Path)
 
 def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None:
     untimed = steady(2)
-    ((work, seconds),) = step_samples(read_run_log(write_log(tmp_path / "run.jsonl", [joining(1), untimed])))
-    assert seconds == 0.25
+    (step,) = timed_steps(read_run_log(write_log(tmp_path / "run.jsonl", [joining(1), untimed])))
+    assert step.seconds == 0.25
+    work = step.work
     assert {spec.name: getattr(work, spec.name) for spec in fields(StepWork)} == {
         "decode_rows": 0,
         "decode_context": 0,
@@ -409,14 +411,14 @@ def test_samples_with_broken_times(times: str, tmp_path: Path) -> None:
     path = write_log(tmp_path / "run.jsonl", [joining(1)])
     path.write_text(path.read_text().replace("[0.75,1.0]", times))
     with pytest.raises(InputError, match="line 2 is broken"):
-        step_samples(read_run_log(path))
+        timed_steps(read_run_log(path))
 
 
 def test_a_log_of_the_version_before_serves_a_cost_model_and_nothing_that_asks_why(tmp_path: Path) -> None:
     path = write_log(tmp_path / "run.jsonl", [joining()])
     path.write_text(path.read_text().replace('{"v":2,', '{"v":1,'))
     log = read_run_log(path)
-    assert [work.prefill_tokens for work, _ in step_samples(log)] == [6]
+    assert [step.work.prefill_tokens for step in timed_steps(log)] == [6]
     with pytest.raises(InputError, match=r"run\.jsonl is a run log of version 1.*record the run again"):
         log.check_decisions()
     read_run_log(write_log(tmp_path / "new.jsonl", [])).check_decisions()

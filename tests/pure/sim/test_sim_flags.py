@@ -31,7 +31,8 @@ def test_flags_do_not_clash() -> None:
 
 
 def test_the_default_of_the_host_cost_is_the_simulators() -> None:
-    assert SimOptions().host_step_s == HOST_STEP_S
+    (run,) = plan_runs(SimOptions(trace="fixed:100x10", num_requests=4, rate="4"), {})
+    assert run.config.host_step_s == HOST_STEP_S
 
 
 def test_engine_options_reach_the_engine_and_modes_and_rates_multiply() -> None:

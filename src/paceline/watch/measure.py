@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,8 @@ _STEP = struct.Struct("<2d9i")
 _STEP_DTYPE = np.dtype([(name, "<f8" if name.endswith("_s") else "<i4") for name in _STEP_COLUMNS])
 _GAP_CHUNK = 1 << 20
 
+StepFigures = tuple[int, ...]  # the columns of a step from `rows` on
+
 
 class Meter:
     """All measuring of one run, of all its replicas."""
@@ -82,7 +85,7 @@ class Meter:
 
     def ended(self, finished: Finished, request: Request) -> None:
         """A request has come to its end, whichever it was."""
-        index = request.id
+        index = finished.request
         self.num_ended += 1
         self.last_s = max(self.last_s, finished.time_s)
         outcome = _OUTCOME_OF[finished.reason]
@@ -120,21 +123,26 @@ class Meter:
         num_replicas: int,
         kv_total_slots: int,
         preempted_by: Mapping[str, int] | None = None,
+        origin_s: float = 0.0,
     ) -> RunRecord:
-        """Everything so far as one value."""
+        """Everything so far as one value. `origin_s` is when the workload began, by the clock of what was heard."""
         steps = np.frombuffer(bytes(self._steps), _STEP_DTYPE)
+        columns: dict[str, Any] = {
+            f"step_{name}": steps[name] - origin_s if name.endswith("_s") else steps[name]
+            for name in _STEP_COLUMNS
+        }
         return RunRecord(
             label=label,
             config=config,
             max_num_seqs=max_num_seqs,
             num_replicas=num_replicas,
-            duration_s=self.last_s,
+            duration_s=max(0.0, self.last_s - origin_s),
             kv_total_slots=kv_total_slots,
             arrival_s=self._workload.arrival_s,
-            admitted_s=self._admitted_s,
-            first_token_s=self._first_token_s,
+            admitted_s=self._admitted_s - origin_s,
+            first_token_s=self._first_token_s - origin_s,
             predicted_ttft_s=self._predicted_ttft_s,
-            finished_s=self._finished_s,
+            finished_s=self._finished_s - origin_s,
             prompt_len=self._workload.prompt_len,
             output_len=self._output_len,
             cached_tokens=self._cached,
@@ -147,7 +155,7 @@ class Meter:
             classes=self._classes,
             preempted_by=preempted_by or {},
             itl_s=self._gaps.values(),
-            **{f"step_{name}": steps[name] for name in _STEP_COLUMNS},
+            **columns,
         )
 
     def step_log(self) -> bytearray:
@@ -165,13 +173,18 @@ class StepMeter:
         self._preempted = 0
 
     def __call__(self, plan: StepPlan, start_s: float, end_s: float) -> None:
+        self.write(self.figures(plan), start_s, end_s)
+
+    def write(self, figures: StepFigures, start_s: float, end_s: float) -> None:
+        self._lines += _STEP.pack(start_s, end_s, self._replica, *figures)
+
+    def figures(self, plan: StepPlan) -> StepFigures:
+        """How things stand once a step has been planned, before its result is known."""
         state, work = self._state, plan.work
-        preempted = state.counters.preempted
+        preempted = state.counters.preempted - self._preempted
+        self._preempted += preempted
         used, filled = kv_slots(state)
-        self._lines += _STEP.pack(
-            start_s,
-            end_s,
-            self._replica,
+        return (
             state.rows.num_live,
             work.decode_rows - plan.padding_rows,
             work.prefill_tokens - plan.pad_tokens,
@@ -179,9 +192,8 @@ class StepMeter:
             len(state.requests) - state.rows.num_live,
             used,
             filled,
-            preempted - self._preempted,
+            preempted,
         )
-        self._preempted = preempted
 
 
 def kv_slots(state: SchedulerState) -> tuple[int, int]:

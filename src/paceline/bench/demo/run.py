@@ -1,0 +1,139 @@
+"""One mode of the demonstration: an engine of this mode, requests at their times, and what became of them.
+
+Owns the loop that adds requests when they are due and steps the engine in between, on the real clock and in this
+thread. What is shown while it runs is the caller's business: it is called after every step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.bench.demo.lanes import LaneWatcher
+from paceline.config import ModelConfig
+from paceline.core.clock import MonotonicClock
+from paceline.core.events import StepEvents
+from paceline.core.request import Request, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.engine.stepper import Stepper
+from paceline.factory import LoadedModel, load_model
+from paceline.llm.interrupts import Interrupts
+from paceline.report.lanes import Lanes
+from paceline.report.record import RunRecord
+from paceline.watch.measure import Meter
+from paceline.workload import Workload
+
+SHORT_NAP_S = 0.02  # so that a picture moves while nothing arrives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModeRun:
+    """What one mode did with the traffic."""
+
+    mode: str
+    record: RunRecord
+    lanes: Lanes
+
+
+def load_mode(model: ModelConfig, mode: str, sizes: Mapping[str, Any]) -> LoadedModel:
+    """An engine of one mode; nothing else differs between modes."""
+    return load_model(model, {**sizes, "mode": mode})
+
+
+class Driver:
+    """Sends a workload to one engine and measures it. Not to be used twice."""
+
+    def __init__(self, loaded: LoadedModel, workload: Workload, prompts: Sequence[NDArray[np.int32]]) -> None:
+        self.workload = workload
+        self.meter = Meter(workload)
+        self.num_tokens = 0  # delivered
+        self._engine = loaded.engine
+        self._config = loaded.config
+        self._prompts = prompts
+        self._clock = MonotonicClock()
+        self.watcher = LaneWatcher(self._engine.scheduler.state, self.meter, self._clock)
+        self._stepper = Stepper(self._engine, self._collect)
+        self._live: dict[RequestId, tuple[int, Request]] = {}
+        self._num_sent = 0
+        self._origin_s = self._clock.now()
+
+    @property
+    def now_s(self) -> float:
+        """Since the start."""
+        return self._clock.now() - self._origin_s
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._engine.scheduler.state.requests) - self._engine.scheduler.state.rows.num_live
+
+    def run(self, on_step: Callable[[Driver], None]) -> ModeRun:
+        """Send everything at its time and wait for the last token. Ctrl-C acts between two steps."""
+        self._engine.watcher = self.watcher
+        self._origin_s = self._clock.now()
+        try:
+            with Interrupts() as interrupts:
+                while self.meter.num_ended < len(self.workload):
+                    interrupts.check()
+                    self._send_due()
+                    self._step_or_nap()
+                    on_step(self)
+        finally:
+            self._engine.watcher = None
+        return self.result()
+
+    def result(self) -> ModeRun:
+        """What there is."""
+        return ModeRun(
+            mode=self._config.scheduler.mode,
+            record=self.record(),
+            lanes=self.watcher.lanes(self._origin_s),
+        )
+
+    def record(self) -> RunRecord:
+        """The measures so far."""
+        kv = self._engine.scheduler.state.kv
+        mode = self._config.scheduler.mode
+        return self.meter.record(
+            mode,
+            {"mode": mode},
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            num_replicas=1,
+            kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            origin_s=self._origin_s,
+        )
+
+    def _send_due(self) -> None:
+        arrivals = self.workload.arrival_s
+        while self._num_sent < len(self.workload) and arrivals[self._num_sent] <= self.now_s:
+            index = self._num_sent
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=int(self.workload.output_len[index]), ignore_eos=True
+            )
+            arrival_s = self._origin_s + float(arrivals[index])
+            (request_id,) = self._engine.add(self._prompts[index], sampling, arrival_s=arrival_s)
+            self._live[request_id] = (index, self._engine.scheduler.state.requests[request_id])
+            self._num_sent += 1
+            self._stepper.wake()
+
+    def _step_or_nap(self) -> None:
+        """A step if there is anything to do; else sleep until something may be."""
+        nap_s = self._stepper.wait_s()
+        if nap_s == 0:
+            self._stepper.step()
+            return
+        time.sleep(min(nap_s if nap_s is not None else SHORT_NAP_S, SHORT_NAP_S))
+        self._stepper.wake()
+
+    def _collect(self, events: StepEvents) -> None:
+        for tokens in events.tokens:
+            numbers = [self._live[RequestId(each)][0] for each in tokens.requests.tolist()]
+            self.meter.tokens(replace(tokens, requests=np.array(numbers, np.int64)))
+            self.num_tokens += len(numbers)
+        for finished in events.finished:
+            number, request = self._live.pop(finished.request)
+            self.meter.ended(finished._replace(request=RequestId(number)), request)

@@ -1,0 +1,136 @@
+"""The three runs of the demonstration, one after the other: the same model, sizes, requests and machine.
+
+Owns the order, the sizes, and how fast requests come: somewhat faster than continuous batching can serve them here,
+which is found by a short run before. Shows nothing; whoever looks on is told what begins, and of every step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.bench.demo.run import Driver, ModeRun, load_mode
+from paceline.bench.demo.traffic import LONGEST, at_once, burst_traffic, prompt_tokens
+from paceline.bench.shapes import write_shape
+from paceline.bench.throughput import release_memory
+from paceline.config import ModelConfig
+from paceline.factory import LoadedModel
+from paceline.workload import Workload
+
+MODES = ("static", "dynamic", "continuous")
+DUMMY = "dummy"  # as a model: a small shape with made-up weights, for tests
+LOAD = 1.1  # of what continuous batching can do: every mode shows how much it gets done
+FEWEST = 12  # requests
+BLOCK = 16
+STATIC_FLUSH_S, DYNAMIC_TIMEOUT_S = 1.0, 0.25  # how long a batch that is not full waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPlan:
+    """What was asked for."""
+
+    model: str | None = None  # None: the default one
+    rows: int = 8  # in every mode: as many requests as can be in a batch
+    seconds: float = 40.0  # over which requests arrive
+    warm_up: int = 24  # requests that are there at once, to see what the machine can do
+    rate: float | None = None  # requests per second; None: found by the run before
+    seed: int = 0
+    log_folder: Path | None = None  # where the run logs go
+
+
+class DemoViewer(Protocol):
+    """Is told what happens."""
+
+    def warming_up(self, num_requests: int) -> None: ...
+
+    def begins(self, mode: str, workload: Workload) -> None: ...
+
+    def stepped(self, driver: Driver) -> None: ...
+
+    def ended(self, run: ModeRun) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traffic:
+    """Requests with their tokens."""
+
+    workload: Workload
+    prompts: list[NDArray[np.int32]]
+
+
+def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
+    """Each mode in turn. What was run stays with the caller, also when Ctrl-C ends the next one."""
+    with _model_config(plan.model) as model:
+        loaded = load_mode(model, "continuous", _sizes(plan))
+        # The budget follows from a measurement; it must not differ between modes.
+        budget = loaded.config.scheduler.max_num_batched_tokens
+        sizes = {**_sizes(plan), "max_num_batched_tokens": budget}
+        traffic = _traffic(plan, loaded, viewer)
+        for mode in MODES:
+            del loaded  # two engines need twice the memory
+            release_memory()
+            loaded = load_mode(model, mode, {**sizes, **_log(plan, mode)})
+            viewer.begins(mode, traffic.workload)
+            driver = Driver(loaded, traffic.workload, traffic.prompts)
+            try:
+                run = driver.run(viewer.stepped)
+            finally:
+                loaded.engine.close()  # completes its log
+            viewer.ended(run)
+            yield run
+
+
+def _traffic(plan: DemoPlan, loaded: LoadedModel, viewer: DemoViewer) -> Traffic:
+    vocab_size = loaded.checkpoint.spec.vocab_size
+    viewer.warming_up(plan.warm_up)
+    warm = at_once(plan.warm_up, plan.seed + 1)
+    run = Driver(loaded, warm, prompt_tokens(warm, vocab_size, plan.seed + 2)).run(viewer.stepped)
+    rate = plan.rate if plan.rate is not None else LOAD * _requests_per_s(run)
+    workload = burst_traffic(max(FEWEST, round(rate * plan.seconds)), rate, plan.seed)
+    return Traffic(workload=workload, prompts=prompt_tokens(workload, vocab_size, plan.seed + 3))
+
+
+def _requests_per_s(run: ModeRun) -> float:
+    """While the batch was full: between a quarter and three quarters of the endings."""
+    ends = np.sort(run.record.finished_s)
+    first, last = len(ends) // 4, 3 * len(ends) // 4
+    return max(1, last - first) / max(float(ends[last] - ends[first]), 1e-6)
+
+
+def _sizes(plan: DemoPlan) -> dict[str, Any]:
+    blocks = -(-LONGEST // BLOCK) + 1
+    return {
+        "max_num_seqs": plan.rows,
+        "batch_size": plan.rows,
+        "block_size": BLOCK,
+        "num_blocks": plan.rows * blocks + 1,  # every row has room for the longest request, in every mode
+        "max_model_len": LONGEST + 1,
+        "static_flush_s": STATIC_FLUSH_S,
+        "batch_timeout_s": DYNAMIC_TIMEOUT_S,
+        "enable_prefix_caching": False,
+    }
+
+
+def _log(plan: DemoPlan, mode: str) -> dict[str, Any]:
+    if plan.log_folder is None:
+        return {}
+    return {"run_log": str(plan.log_folder / f"{mode}.jsonl.gz"), "run_log_files": 0}
+
+
+@contextmanager
+def _model_config(name: str | None) -> Iterator[ModelConfig]:
+    """The model on this machine's CPU; requests are token ids, so that no tokenizer is needed."""
+    if name != DUMMY:
+        yield ModelConfig(model=name, device="cpu", skip_tokenizer_init=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        options = write_shape("tiny", Path(folder))
+        names = ("model", "load_format", "skip_tokenizer_init")
+        yield ModelConfig(device="cpu", **{name: options[name] for name in names})

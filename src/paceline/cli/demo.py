@@ -1,0 +1,169 @@
+"""`paceline demo`: static, dynamic and continuous batching on the same bursts of traffic, on this machine.
+
+Owns the flags, the table at the end and the files. The runs are `bench.demo`'s business, the live picture
+`demo_view`'s. Heavy imports happen when the command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import check_options, option
+from paceline.errors import InputError
+
+if TYPE_CHECKING:
+    from paceline.bench.demo.run import ModeRun
+
+HELP = """
+Show what continuous batching does: the same bursts of requests to the default model on this machine's CPU, under
+static, dynamic and continuous batching, one after the other. Static and dynamic batches compute their padding and
+keep rows that have ended until the whole batch is done, as they do.
+
+\b
+  paceline demo                # at most five minutes
+  paceline demo --quick        # about a minute
+
+Ends with a table beside what the field claims, and a picture (PNG and SVG), the figures and a run log of each mode in
+--out. Ctrl-C ends it with what there is.
+"""
+FORMAT = "paceline-demo"
+QUICK_SECONDS, QUICK_WARM_UP = 8.0, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What `paceline demo` takes."""
+
+    model: str | None = option(
+        None, "folder, GGUF file or name on the hub; dummy: made-up weights of a tiny shape", kind=str
+    )
+    quick: bool = option(False, "about a minute in all, with figures that are less sure")
+    seconds: float | None = option(
+        None, "seconds over which requests arrive, in each mode", low=0.1, high=3600.0, kind=float
+    )
+    rows: int = option(8, "requests in a batch, in every mode", low=1, high=256)
+    rate: float | None = option(None, "requests per second on average", low=0.01, high=10_000.0, kind=float)
+    seed: int = option(0, "decides lengths, arrivals and token ids", low=0)
+    out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+PANELS = (
+    Panel(
+        title="Demonstration",
+        config=DemoOptions,
+        flags=(
+            Flag(name="quick"),
+            Flag(name="model", default="SmolLM2-135M-Instruct"),
+            Flag(name="seconds", default="40, or 8 with --quick"),
+            Flag(name="rows"),
+            Flag(name="rate", default="a tenth more than continuous batching can do here, which is measured"),
+            Flag(name="seed"),
+            Flag(name="out", metavar="FOLDER"),
+        ),
+    ),
+)
+
+
+def add_demo(app: typer.Typer) -> None:
+    add_command(app, "demo", _run, PANELS, HELP)
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    options = DemoOptions(**values)
+    folder = _folder(options.out)
+
+    from rich.console import Console
+
+    from paceline.bench.demo.session import DemoPlan, run_demo
+    from paceline.cli.demo_view import DemoView
+
+    defaults = DemoPlan()
+    plan = DemoPlan(
+        model=options.model,
+        rows=options.rows,
+        seconds=options.seconds or (QUICK_SECONDS if options.quick else defaults.seconds),
+        warm_up=QUICK_WARM_UP if options.quick else defaults.warm_up,
+        rate=options.rate,
+        seed=options.seed,
+        log_folder=folder,
+    )
+    runs: list[ModeRun] = []
+    try:
+        with DemoView(Console()) as view:
+            for run in run_demo(plan, view):
+                runs.append(run)
+    finally:  # after Ctrl-C too: what had ended is shown
+        if runs:
+            _finish(runs, folder)
+
+
+def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
+    from paceline.bench.demo.result import demo_table, figures_of, to_json
+    from paceline.bench.machine import source_commit
+    from paceline.cli.doctor_facts import gather
+    from paceline.cli.sim_output import show_table
+
+    figures = [figures_of(run) for run in runs]
+    show_table(
+        "The same requests in every mode, beside what is claimed for continuous batching", demo_table(figures)
+    )
+    written = [*_pictures(runs, folder), folder / "demo.json"]
+    value = {
+        "format": FORMAT,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "commit": source_commit(),
+        "machine": gather(),
+        "modes": [to_json(each) for each in figures],
+    }
+    _write(written[-1], json.dumps(value, indent=1, allow_nan=False) + "\n")
+    written += [folder / f"{run.mode}.jsonl.gz" for run in runs]
+    print("Wrote " + ", ".join(str(path) for path in written))
+
+
+def _pictures(runs: Sequence[ModeRun], folder: Path) -> list[Path]:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        print("The picture needs matplotlib: pip install 'paceline[plot]'", file=sys.stderr)
+        return []
+    from paceline.report.lane_plot import LaneRun, plot_lanes
+    from paceline.report.summary import summarize
+
+    drawn = [
+        LaneRun(lanes=run.lanes, summary=summarize(run.record), arrival_s=run.record.arrival_s.tolist())
+        for run in runs
+    ]
+    paths = [folder / "demo.png", folder / "demo.svg"]
+    for path in paths:
+        plot_lanes(drawn, path, title="The same requests, three ways to batch them")
+    return paths
+
+
+def _folder(name: str) -> Path:
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise InputError(
+            f"--out {name}: the folder cannot be made ({problem.strerror or problem})"
+        ) from problem
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem

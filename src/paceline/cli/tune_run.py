@@ -1,0 +1,288 @@
+"""The work behind `paceline tune`: bounds and knobs from options, the search, the table and the flags.
+
+Owns which values each knob is tried with. How a setting is simulated is `sim`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from paceline.cli.sim_output import show_table, writable
+from paceline.cli.tune_options import DEFAULT_REQUESTS, TuneOptions
+from paceline.config import SchedulerConfig
+from paceline.costs.presets import device_spec, model_shape
+from paceline.errors import InputError
+from paceline.report.summary import Slo, Summary, summarize
+from paceline.report.table import ABSENT, format_number, to_json
+from paceline.sim import Machine, SimConfig, engine_config, host_costs, simulate
+from paceline.sim.cost_files import load_cost_model
+from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, Trial, Value
+from paceline.workload import Workload, load_workload
+from paceline.workload.generators import GENERATORS
+
+FORMAT = "paceline-tune"
+MEASURES, PERCENTILES = ("ttft", "itl", "e2e"), ("p50", "p90", "p99")
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|)")
+TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
+SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
+PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
+LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
+AT_ONCE = 4.0
+POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is simulated: a workload at any rate, on a machine."""
+
+    machine: Machine
+    workload: Workload  # at one request per second
+    seed: int
+    slo: Slo
+
+    def at(self, rate: float) -> Workload:
+        return replace(self.workload, arrival_s=self.workload.arrival_s / rate)
+
+    def simulate(self, settings: Settings, rate: float) -> Summary:
+        return self.simulated(settings, self.at(rate))
+
+    def simulated(self, settings: Settings, workload: Workload) -> Summary:
+        config = SimConfig(
+            machine=self.machine,
+            engine=engine_config(self.machine, workload, settings),
+            seed=self.seed,
+            **host_costs(self.machine.cost),
+        )
+        return summarize(simulate(config, workload), slo=self.slo)
+
+
+def run_tune(options: TuneOptions) -> None:
+    bounds = parse_bounds(options.slo)
+    target = writable("--json", options.json)
+    task = _task(options, bounds)
+    started_s = time.monotonic()
+    until_s = started_s + options.seconds
+    limits = Limits(max_trials=options.max_trials, is_over=lambda: time.monotonic() > until_s)
+    with _progress() as tell:
+
+        def simulated(settings: Settings, rate: float) -> Summary:
+            tell(len(search.trials), rate)
+            return task.simulate(settings, rate)
+
+        search = Search(simulated, bounds, knobs_for(bounds), limits)
+        start = _start(task.machine)
+        if options.rate is None:
+            best = search.highest_rate(start, _first_rate(task))
+        else:
+            best = search.most_room(start, options.rate)
+        if best is None:
+            raise InputError(
+                f"no setting keeps {options.slo} at any rate, in {len(search.trials)} simulations: loosen the SLO, "
+                "take shorter requests, or give --rate to see what comes closest"
+            )
+        shown = search.best_of(options.top, best.rate)
+    _print(shown, search, bounds, task, options, time.monotonic() - started_s)
+    if target is not None:
+        _write_json(target, shown, search, options)
+    if options.verify:
+        from paceline.cli.tune_verify import verify
+
+        verify(options, shown[0], task)
+
+
+def parse_bounds(text: str) -> tuple[Bound, ...]:
+    """`ttft_p99=1s,itl_p99=50ms` as values. A number alone is seconds; a measure alone is its p99."""
+    bounds: dict[str, Bound] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        measure, _, percentile = name.strip().partition("_")
+        found = _TIME.fullmatch(value.strip())
+        bound = None
+        if measure in MEASURES and (percentile or "p99") in PERCENTILES and found is not None:
+            seconds = float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+            bound = Bound(measure=measure, percentile=percentile or "p99", seconds=seconds)
+        if bound is None or bound.seconds <= 0.0 or bound.name in bounds:
+            raise InputError(
+                f"--slo '{part}' is not understood; give each bound once, as in --slo "
+                "ttft_p99=1s,itl_p99=50ms,e2e_p50=20s"
+            )
+        bounds[bound.name] = bound
+    if not bounds:
+        raise InputError("say what to keep: --slo ttft_p99=1s,itl_p99=50ms")
+    return tuple(bounds.values())
+
+
+def knobs_for(bounds: Sequence[Bound]) -> tuple[Knob, ...]:
+    """What is turned, and how far. Paces are tried around what must lie between two tokens."""
+    between_ms = min((1e3 * bound.seconds for bound in bounds if bound.measure == "itl"), default=None)
+    paces: tuple[Value, ...] = PACES_MS
+    if between_ms is not None:
+        paces = tuple(round(between_ms * share, 3) for share in PACE_SHARES)
+    return (
+        Knob(name="max_num_batched_tokens", values=TOKENS),
+        Knob(name="max_num_seqs", values=ROWS),
+        Knob(name="long_prefill_share", values=SHARES),
+        Knob(name="step_target_ms", values=paces),
+        Knob(name="scheduling_policy", values=POLICIES),
+    )
+
+
+def serve_flags(settings: Settings) -> str:
+    """As they stand behind `paceline serve`."""
+    return " ".join(f"--{name.replace('_', '-')} {_shown(value)}" for name, value in settings.items())
+
+
+def _task(options: TuneOptions, bounds: Sequence[Bound]) -> Task:
+    machine = Machine.of(model_shape(options.model), device_spec(options.device))
+    if options.cost_model:
+        cost = load_cost_model(options.cost_model, machine.kv_bytes_per_token)
+        machine = replace(machine, cost=cost)
+    has_times = options.arrivals == "recorded" and ":" not in options.trace
+    workload = load_workload(
+        options.trace,
+        num_requests=_num_requests(options),
+        seed=options.seed,
+        rate=None if has_times else 1.0,  # scaled afterwards
+        arrivals=options.arrivals,
+    )
+    if options.num_requests is None:
+        workload = workload.head(DEFAULT_REQUESTS)
+    if not 0.0 < workload.rate < math.inf:
+        raise InputError(
+            f"{workload.name}: its requests all arrive at once, so that there is no rate; give --arrivals poisson"
+        )
+    first_s = workload.arrival_s[0]
+    workload = replace(workload, arrival_s=(workload.arrival_s - first_s) * workload.rate)
+    slo = Slo(**{f"{bound.measure}_s": bound.seconds for bound in bounds})
+    return Task(machine=machine, workload=workload, seed=options.seed, slo=slo)
+
+
+def _num_requests(options: TuneOptions) -> int | None:
+    if options.num_requests is None and (options.trace in GENERATORS or ":" in options.trace):
+        return DEFAULT_REQUESTS
+    return options.num_requests
+
+
+def _start(machine: Machine) -> dict[str, Value]:
+    """What an engine has without any of these options."""
+    declared = SchedulerConfig()
+    recorded: dict[str, int] = getattr(machine.cost, "engine", {})
+    return {
+        "max_num_batched_tokens": recorded.get("max_num_batched_tokens", declared.max_num_batched_tokens),
+        "max_num_seqs": recorded.get("max_num_seqs", declared.max_num_seqs),
+        "long_prefill_share": declared.long_prefill_share,
+        "step_target_ms": 0.0,
+        "scheduling_policy": declared.scheduling_policy,
+    }
+
+
+def _first_rate(task: Task) -> float:
+    """A rate to begin with: so many requests at once as little hardware can take, by the time one takes alone."""
+    few = replace(task, workload=task.workload.head(FEW_REQUESTS))
+    alone = few.simulate(_start(task.machine), LEAST_RATE)
+    mean_s = alone.e2e_s.mean
+    return AT_ONCE / mean_s if mean_s else 1.0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, float], None]]:
+    """A line on standard error; nothing at all when that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, rate: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("searching") as status:
+        yield lambda done, rate: status.update(f"{done} simulations, now at {format_number(rate)} requests/s")
+
+
+def _print(
+    shown: Sequence[Trial],
+    search: Search,
+    bounds: Sequence[Bound],
+    task: Task,
+    options: TuneOptions,
+    took_s: float,
+) -> None:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    for name in shown[0].settings:
+        table.add_column(name.replace("max_num_batched_tokens", "tokens").replace("_", " "), justify="right")
+    for bound in bounds:
+        table.add_column(f"{bound.name.replace('_', ' ')} ms", justify="right")
+    for name in ("goodput/s", "tok/s", "SLO"):
+        table.add_column(name, justify="right")
+    for trial in shown:
+        table.add_row(*_cells(trial, bounds))
+    best = shown[0]
+    where = "" if options.rate is None else ", which was given"
+    show_table(
+        f"{task.workload.name}: settings at {format_number(best.rate)} requests/s{where}; "
+        f"{len(search.trials)} simulations in {took_s:.0f} s{', cut short' if search.was_cut else ''}",
+        table,
+    )
+    if not best.holds:
+        print(
+            f"None keeps {options.slo} at this rate; the first comes closest ({best.pressure:.2f} of its bounds)."
+        )
+    print(f"paceline serve {serve_flags(best.settings)}")
+
+
+def _cells(trial: Trial, bounds: Sequence[Bound]) -> list[str]:
+    seen = [bound.seen_s(trial.summary) for bound in bounds]
+    return [
+        *(_shown(value) for value in trial.settings.values()),
+        *(ABSENT if value is None else format_number(1e3 * value) for value in seen),
+        format_number(trial.summary.goodput_per_s or 0.0),
+        format_number(trial.summary.output_tokens_per_s or 0.0),
+        f"{100 * trial.pressure:.0f} %" if trial.pressure < math.inf else "not served",
+    ]
+
+
+def _shown(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: TuneOptions) -> None:
+    def plain(trial: Trial) -> dict[str, Any]:
+        pressure = trial.pressure if math.isfinite(trial.pressure) else None
+        return {
+            "settings": dict(trial.settings),
+            "rate": trial.rate,
+            "pressure": pressure,
+            "summary": to_json(trial.summary),
+        }
+
+    value = {
+        "format": FORMAT,
+        "slo": options.slo,
+        "seed": options.seed,
+        "flags": serve_flags(shown[0].settings),
+        "best": [plain(trial) for trial in shown],
+        "trials": [
+            {
+                "settings": dict(trial.settings),
+                "rate": trial.rate,
+                "pressure": trial.pressure if math.isfinite(trial.pressure) else None,
+            }
+            for trial in search.trials
+        ],
+    }
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+    print(f"Wrote {path}")

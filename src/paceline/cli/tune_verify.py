@@ -1,0 +1,51 @@
+"""`paceline tune --verify`: the workload, sent to a live server, and what was seen beside what was predicted.
+
+Owns how much is sent and the table. Sending is `bench.stream`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+
+from paceline.bench.stream import Address, send_workload
+from paceline.cli.remote import Remote
+from paceline.cli.sim_calibrate import comparison_table
+from paceline.cli.sim_output import show_table
+from paceline.cli.tune_options import TuneOptions
+from paceline.cli.tune_run import Task, serve_flags
+from paceline.errors import InputError
+from paceline.report.summary import summarize
+from paceline.report.table import format_number
+from paceline.sim.compare import deviations
+from paceline.sim.tune import Trial
+
+
+def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
+    """Send as many requests as fit into the time, and simulate the same ones."""
+    server = Remote(options.verify, None)  # says at once where nobody answers
+    key = os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
+    workload = task.at(trial.rate)
+    count = int((workload.arrival_s <= options.verify_seconds).sum())
+    workload = workload.head(max(2, count))
+    longest = int((workload.prompt_len + workload.output_len).max())
+    if longest > server.max_model_len:
+        raise InputError(
+            f"the workload has a request of {longest:,} tokens and the server takes {server.max_model_len:,}: "
+            "start it with a longer --max-model-len, or take another workload"
+        )
+    print(
+        f"Sending {len(workload)} requests to {options.verify} over {workload.duration_s:.0f} s ...",
+        flush=True,
+    )
+    seen = summarize(
+        send_workload(
+            Address.of(options.verify, key), server.model, workload, seed=options.seed, label="seen"
+        )
+    )
+    failed = sum(seen.requests.values()) - seen.requests["finished"]
+    predicted = task.simulated(trial.settings, workload)
+    table = comparison_table(deviations(seen, predicted), simulated="predicted")
+    show_table(f"{options.verify} at {format_number(trial.rate)} requests/s", table)
+    if failed:
+        print(f"{failed} requests were not answered and do not count.")
+    print(f"This holds if the server runs with: {serve_flags(trial.settings)}")

@@ -1,0 +1,182 @@
+"""The search behind `paceline tune`: a known best is found, and the simulator itself is asked the right questions."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.cli.tune_options import TuneOptions
+from paceline.cli.tune_run import Task, knobs_for, parse_bounds, serve_flags
+from paceline.errors import ConfigError, InputError
+from paceline.report.summary import Distribution, Slo, Summary, summarize
+from paceline.sim.simulation import simulate
+from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, pressure_of
+from tests.pure.sim.sim_helpers import PerToken, machine, make_workload, sim_config
+
+BOUNDS = (
+    Bound(measure="ttft", percentile="p99", seconds=1.0),
+    Bound(measure="itl", percentile="p50", seconds=0.1),
+)
+EMPTY: Summary = summarize(simulate(sim_config(), make_workload([0.0])))
+
+
+def times(seconds: float) -> Distribution:
+    return Distribution(count=10, mean=seconds, p50=seconds, p90=seconds, p99=seconds, tail_ratio=1.0)
+
+
+def summary(ttft_s: float, itl_s: float, *, refused: int = 0) -> Summary:
+    requests = {**EMPTY.requests, "finished": 10, "refused": refused}
+    return replace(EMPTY, ttft_s=times(ttft_s), itl_s=times(itl_s), requests=requests)
+
+
+KNOBS = (
+    Knob(name="a", values=(1, 2, 4, 8, 16)),
+    Knob(name="b", values=(0.1, 0.5, 0.9)),
+    Knob(name="c", values=("x", "y")),
+)
+START: Settings = {"a": 16, "b": 0.1, "c": "x"}
+
+
+def valley(settings: Settings, rate: float) -> Summary:
+    """Holds up to rate 20 with a=4, b=0.5, c=y and up to less with everything else; b matters only with that a."""
+    a, b, c = float(settings["a"]), float(settings["b"]), settings["c"]
+    capacity = 20.0 / (1 + abs(math.log2(a / 4)) + (2 * abs(b - 0.5) if a == 4 else 0.8) + (c == "x"))
+    return summary(rate / capacity, 0.05)
+
+
+def test_the_known_best_of_a_small_space_is_found() -> None:
+    search = Search(valley, BOUNDS, KNOBS)
+    best = search.highest_rate(START, first_rate=1.0)
+    assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
+    assert 19.0 <= best.rate <= 20.0 and best.holds and not search.was_cut
+    assert len(search.trials) < 150
+    shown = search.best_of(3, best.rate)
+    assert shown[0].settings == best.settings and [each.rate for each in shown] == [best.rate] * 3
+    assert [each.pressure for each in shown] == sorted(each.pressure for each in shown)
+    assert len({tuple(each.settings.items()) for each in shown}) == 3
+
+
+def test_at_a_given_rate_the_most_room_is_found() -> None:
+    best = Search(valley, BOUNDS, KNOBS).most_room(START, 10.0)
+    assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
+    assert best.rate == 10.0 and best.pressure == pytest.approx(0.5)
+
+
+def test_the_same_search_asks_the_same_questions() -> None:
+    asked: list[list[tuple[tuple[str, object], ...]]] = []
+    for _ in range(2):
+        search = Search(valley, BOUNDS, KNOBS)
+        search.highest_rate(START, 1.0)
+        asked.append([(*trial.settings.items(), ("rate", trial.rate)) for trial in search.trials])
+    assert asked[0] == asked[1] and len(set(asked[0])) == len(asked[0]), "nothing is simulated twice"
+
+
+def test_an_slo_that_nothing_keeps_finds_nothing_and_ends() -> None:
+    search = Search(lambda settings, rate: summary(2.0, 0.01), BOUNDS, KNOBS)
+    assert search.highest_rate(START, 1.0) is None
+
+
+def test_an_slo_that_everything_keeps_ends_too() -> None:
+    search = Search(lambda settings, rate: summary(0.1, 0.01), BOUNDS, KNOBS)
+    best = search.highest_rate(START, 1.0)
+    assert best is not None and best.rate > 1e5 and len(search.trials) < 100
+
+
+def test_a_start_that_never_holds_is_left() -> None:
+    def only_four(settings: Settings, rate: float) -> Summary:
+        return valley(settings, rate) if settings["a"] == 4 else summary(5.0, 0.01)
+
+    best = Search(only_four, BOUNDS, KNOBS).highest_rate(START, 1.0)
+    assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
+
+
+@pytest.mark.parametrize("max_trials", [1, 7, 20])
+def test_a_limit_ends_the_search_with_what_there_is(max_trials: int) -> None:
+    search = Search(valley, BOUNDS, KNOBS, Limits(max_trials=max_trials))
+    best = search.highest_rate(START, 1.0)
+    assert search.was_cut and len(search.trials) <= max_trials
+    assert best is not None and best.holds
+
+
+def test_whoever_refuses_requests_keeps_no_slo() -> None:
+    assert pressure_of(summary(0.1, 0.01, refused=1), BOUNDS) == math.inf
+    assert pressure_of(summary(0.5, 0.08), BOUNDS) == pytest.approx(0.8)
+
+
+# -- with the simulator ------------------------------------------------------------------------------------
+
+
+def test_too_few_rows_and_too_small_steps_are_found_out() -> None:
+    """A fixed cost per step makes small steps dear, a bound between tokens makes large ones impossible."""
+    workload = make_workload([float(index) for index in range(60)], prompt=200, output=20)
+    task = Task(
+        machine=machine(PerToken(0.01, 0.001)),
+        workload=workload,
+        seed=0,
+        slo=Slo(ttft_s=2.0, itl_s=0.15),
+    )
+    bounds = parse_bounds("ttft_p99=2s,itl_p99=150ms")
+    knobs = (
+        Knob(name="max_num_batched_tokens", values=(16, 32, 128, 2048)),
+        Knob(name="max_num_seqs", values=(1, 4, 64)),
+    )
+    search = Search(task.simulate, bounds, knobs)
+    start = {"max_num_batched_tokens": 2048, "max_num_seqs": 1}
+    best = search.highest_rate(start, 0.5)
+    assert best is not None
+    everything = [
+        (tokens, rows)
+        for tokens in knobs[0].values
+        for rows in knobs[1].values
+        if pressure_of(
+            task.simulate({"max_num_batched_tokens": tokens, "max_num_seqs": rows}, best.rate * 1.1), bounds
+        )
+        <= 1.0
+    ]
+    assert everything == [], "no setting of the space holds at a rate that is a tenth higher"
+
+
+# -- what is said on the command line ----------------------------------------------------------------------
+
+
+def test_bounds_are_read_with_their_units() -> None:
+    found = parse_bounds("ttft_p99=1s, itl_p50=50ms,e2e=2.5")
+    assert [(bound.name, bound.seconds) for bound in found] == [
+        ("ttft_p99", 1.0),
+        ("itl_p50", 0.05),
+        ("e2e_p99", 2.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ttft_p99", "ttft_p95=1s", "tpot_p99=1s", "ttft_p99=1h", "ttft_p99=-1", "ttft=0s", "ttft=1,ttft_p99=2"],
+)
+def test_bounds_that_are_not_understood(text: str) -> None:
+    with pytest.raises(InputError, match=r"--slo '.*' is not understood"):
+        parse_bounds(text)
+
+
+def test_without_an_slo_there_is_nothing_to_keep() -> None:
+    with pytest.raises(InputError, match="say what to keep"):
+        parse_bounds("")
+
+
+def test_flags_are_those_of_serve() -> None:
+    from paceline.cli.serve import PANELS
+
+    known = {flag.name for panel in PANELS for flag in panel.flags}
+    assert {knob.name for knob in knobs_for(BOUNDS)} <= known
+    assert serve_flags({"max_num_seqs": 8, "long_prefill_share": 0.5, "scheduling_policy": "fcfs"}) == (
+        "--max-num-seqs 8 --long-prefill-share 0.5 --scheduling-policy fcfs"
+    )
+
+
+def test_paces_lie_around_the_bound_between_tokens() -> None:
+    paces = {knob.name: knob.values for knob in knobs_for(parse_bounds("itl_p99=40ms"))}["step_target_ms"]
+    assert paces[0] == 0.0 and 40.0 in paces and 20.0 in paces
+
+
+def test_options_outside_their_bounds_are_named() -> None:
+    with pytest.raises(ConfigError, match="top"):
+        TuneOptions(top=0)
