@@ -32,7 +32,7 @@ def own_id(request_id: str) -> str:
 class Explanations:
     """The requests that can still be explained."""
 
-    def __init__(self, client: EngineClient, most: int = MOST_REQUESTS) -> None:
+    def __init__(self, client: EngineClient | ExplainingClient, most: int = MOST_REQUESTS) -> None:
         self._client = client
         self._most = most
         self._known: OrderedDict[str, tuple[str, tuple[int, ...]]] = OrderedDict()

@@ -78,19 +78,20 @@ class Feed:
 
     def _message(self, seen: bytes) -> bytes:
         self._number += 1
-        server = {name: self._requests.histograms[full][1].counts for name, full in LATENCIES.items()}
-        server["tokens"] = [self._requests.generation_tokens, self._requests.prompt_tokens]
-        return b'data: {"n":%d,"server":%b,"engine":%b}\n\n' % (
-            self._number,
-            msgspec.json.encode(server),
-            seen,
-        )
+        return b"data: %b\n\n" % message(self._number, self._requests, seen)
 
     def _tell(self, message: bytes | None) -> None:
         for reader in self._readers:
             if reader.full():
                 reader.get_nowait()
             reader.put_nowait(message)
+
+
+def message(number: int, requests: RequestMetrics, seen: bytes) -> bytes:
+    """One message: its number, what is known of requests, and what was seen of the engine."""
+    told = {name: requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+    told["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
+    return b'{"n":%d,"server":%b,"engine":%b}' % (number, msgspec.json.encode(told), seen)
 
 
 def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:

@@ -8,15 +8,17 @@ counted. It must not know who watches, nor how a cut travels.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan
+from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.scene import Scene, scene_of
 
+Watch = Callable[[SchedulerState], RunWatcher]  # makes somebody who looks on at the engine of that state
 MOST_STEPS = 4096  # between two cuts
 # What a lane or a story shows; who waited for what is asked for by request.
 TOLD = frozenset(
@@ -91,6 +93,9 @@ class Cut:
     steps: tuple[StepGlimpse, ...]
     done: tuple[Done, ...]
     dropped: int  # steps that were not fetched in time
+    evicted: tuple[
+        tuple[int, ...], ...
+    ]  # by layer group: blocks whose prefix was given up, as `Scene.blocks` counts
     cleared: bool  # a step failed after the newest one of these
     scene: Scene
 
@@ -100,15 +105,16 @@ class Film:
 
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
         self._state = state
-        self._most = most
+        self.most = most
         self._steps: deque[StepGlimpse] = deque()
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
+        self._evicted = [group.pool.num_evicted for group in state.kv.groups]  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         state, work = self._state, plan.work
-        if len(self._steps) >= self._most:
+        if len(self._steps) >= self.most:
             self._steps.popleft()
             self._dropped += 1
         pools = [group.pool for group in state.kv.groups]
@@ -133,11 +139,10 @@ class Film:
                 notes=tuple(_noted(decision) for decision in decisions if decision.kind in TOLD),
             )
         )
-
         self._cleared = False
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
-        if len(self._done) >= self._most:
+        if len(self._done) >= self.most:
             self._done.popleft()
         self._done.append(Done(seq, time_s, failed))
         self._cleared = self._cleared or failed
@@ -148,6 +153,7 @@ class Film:
             steps=tuple(self._steps),
             done=tuple(self._done),
             dropped=self._dropped,
+            evicted=self._newly_evicted(),
             cleared=self._cleared,
             scene=scene_of(self._state),
         )
@@ -155,6 +161,16 @@ class Film:
         self._done.clear()
         self._dropped = 0
         return cut
+
+    def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
+        """The newest of them where there were very many."""
+        pools = [group.pool for group in self._state.kv.groups]
+        found = []
+        for pool, seen in zip(pools, self._evicted, strict=True):
+            last = list(pool.evicted_last) if pool.num_evicted > seen else []
+            found.append(tuple(block - 1 for block in last[-(pool.num_evicted - seen) :]))
+        self._evicted = [pool.num_evicted for pool in pools]
+        return tuple(found)
 
     def _joined(self, plan: StepPlan) -> tuple[Joined, ...]:
         joins = plan.joins

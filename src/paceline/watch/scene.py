@@ -59,6 +59,7 @@ class Scene:
     blocks: tuple[
         NDArray[np.uint8], ...
     ]  # by layer group: FREE, CACHED, HELD or SHARED; the null block is left out
+    saved: int  # blocks that sharing saves: references beyond the first
     evicted: int  # blocks whose prefix was given up, since the start
     preempted: int
     swapped: int
@@ -94,6 +95,7 @@ def scene_of(state: SchedulerState) -> Scene:
         waiting=_waiting(state),
         num_waiting=len(state.queue),
         blocks=tuple(_blocks(group.pool.refs, group.pool.cached) for group in groups),
+        saved=sum(_saved(group.pool.refs) for group in groups),
         evicted=sum(group.pool.num_evicted for group in groups),
         preempted=counters.preempted,
         swapped=counters.swapped,
@@ -126,6 +128,10 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
 def _tenant(state: SchedulerState, row: int) -> str:
     request = state.rows.requests[row]
     return "" if request is None else account_of(request.tenant)
+
+
+def _saved(refs: NDArray[np.int32]) -> int:
+    return int(np.maximum(refs[1:] - 1, 0).sum())
 
 
 def _blocks(refs: NDArray[np.int32], cached: NDArray[np.bool_]) -> NDArray[np.uint8]:
