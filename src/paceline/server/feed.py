@@ -17,6 +17,9 @@ from paceline.server.metrics import RequestMetrics
 from paceline.serving.client import EngineClient, EngineUnavailable, WatchedClient
 
 INTERVAL_S = 0.2
+LONGEST_INTERVAL_S = 2.0
+MOST_SHARE = 0.005  # of a processor, that watching may take of the engine before looks become rarer
+JUDGED_S = 2.0  # over which that is judged
 MOST_BEHIND = 8  # messages
 MOST_WATCHING = 16
 LATENCIES = {
@@ -25,6 +28,25 @@ LATENCIES = {
     "e2e": "e2e_request_latency_seconds",
 }
 END = None
+
+
+class Pace:
+    """How often to look: less often where that is dear."""
+
+    def __init__(self) -> None:
+        self._interval_s = INTERVAL_S
+        self._before: tuple[float, float] | None = None
+
+    def interval_s(self, cpu_s: float, now_s: float) -> float:
+        """The time to the next look; `cpu_s` is what watching has taken of the engine's processor so far."""
+        if self._before is None or cpu_s < self._before[0]:  # the first look, or an engine started anew
+            self._before = (cpu_s, now_s)
+        elif now_s - self._before[1] >= JUDGED_S:
+            share = (cpu_s - self._before[0]) / (now_s - self._before[1])
+            wanted_s = self._interval_s * share / MOST_SHARE
+            self._interval_s = min(LONGEST_INTERVAL_S, max(INTERVAL_S, wanted_s))
+            self._before = (cpu_s, now_s)
+        return self._interval_s
 
 
 class Feed:
@@ -52,16 +74,16 @@ class Feed:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(self._client))
         try:
-            while (message := await reader.get()) is not END:
-                yield message
+            while (next_one := await reader.get()) is not END:
+                yield next_one
         finally:
             self._readers.discard(reader)
 
     async def _run(self, client: WatchedClient) -> None:
-        loop = asyncio.get_running_loop()
+        loop, pace = asyncio.get_running_loop(), Pace()
         try:
             while self._readers:
-                due_s = loop.time() + INTERVAL_S
+                due_s = loop.time() + pace.interval_s(self._client.stats.watch_cpu_s, loop.time())
                 try:
                     seen = await client.look()
                 except EngineUnavailable as error:

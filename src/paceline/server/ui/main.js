@@ -103,7 +103,8 @@ async function start() {
   document.body.dataset.mode = about.recordings ? "recorded" : "live";
   if (about.recordings) {
     tell("recorded", "");
-    player = new Player(byId("player"), about, chosen, played);
+    const onLost = (note) => tell("lost", note);
+    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost });
   } else {
     engine = about.engine;
     describe(about.model);

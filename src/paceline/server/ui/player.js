@@ -6,9 +6,9 @@ import { KEPT_S } from "./stage.js";
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32], MOST_BUNDLES = 64;
 
 export class Player {
-  // `onMessages` gets what comes next; with `anew`, after everything before was forgotten.
-  constructor(place, about, onRun, onMessages) {
-    Object.assign(this, { about, onRun, onMessages });
+  // `onMessages` gets what comes next, and whether everything before is to be forgotten.
+  constructor(place, about, { onRun, onMessages, onLost }) {
+    Object.assign(this, { about, onRun, onMessages, onLost });
     const find = (id) => place.querySelector(`#play-${id}`);
     Object.assign(this, { runs: find("run"), button: find("button"), speeds: find("speed"), slider: find("slider"), clock: find("clock") });
     this.runs.replaceChildren(...about.recordings.map((run, index) => new Option(run.name, index)));
@@ -35,7 +35,6 @@ export class Player {
     this.bundles = new Map();
     this.first = this.times[0];
     this.slider.max = this.times.at(-1) - this.first;
-    this.slider.step = Math.max(0.01, this.slider.max / 2000);
     this.onRun(this.run, index);
     return this.seek(this.first);
   }
@@ -52,8 +51,8 @@ export class Player {
     this.time = Math.min(Math.max(time, this.first), this.times.at(-1));
     this.show();
     const last = this.at(this.time), begin = this.at(this.time - KEPT_S);
-    const messages = await this.messages(begin, last);
-    if (this.job !== job) return; // somebody wants to be elsewhere by now
+    const messages = await this.attempt(begin, last);
+    if (this.job !== job || !messages) return; // somebody wants to be elsewhere by now, or there is nothing to show
     this.next = last + 1;
     this.job = null;
     this.onMessages(messages, true);
@@ -67,7 +66,7 @@ export class Player {
       const due = this.at(ahead);
       if (due >= this.next && !this.has(this.next, due)) {
         const job = (this.job = Symbol());
-        await this.messages(this.next, due);
+        await this.attempt(this.next, due);
         if (this.job === job) this.job = null;
         return; // the clock stood still meanwhile
       }
@@ -77,7 +76,7 @@ export class Player {
         for (; this.next <= due; this.next++) found.push(this.message(this.next));
         this.onMessages(found, false);
       }
-      if (this.next < this.times.length) this.load(this.bundleOf(this.next) + 1); // what comes soon
+      if (this.next < this.times.length) this.load(this.bundleOf(this.next) + 1).catch(() => {}); // what comes soon
       if (this.time >= this.times.at(-1)) this.playing = false;
     }
     this.show();
@@ -128,12 +127,27 @@ export class Player {
     if (this.bundles.has(bundle) || bundle > this.bundleOf(this.times.length - 1)) return this.bundles.get(bundle);
     const bundles = this.bundles, coming = ask(`/v1/admin/recordings/${this.index}/${bundle}`);
     bundles.set(bundle, coming);
-    bundles.set(bundle, await coming);
-    const needed = this.bundleOf(this.at(this.time - KEPT_S));
-    for (const old of bundles.keys()) {
-      if (bundles.size <= MOST_BUNDLES) break;
-      if (old < needed) bundles.delete(old);
+    try {
+      bundles.set(bundle, await coming);
+    } catch (error) {
+      bundles.delete(bundle);
+      throw error;
+    }
+    const first = this.bundleOf(this.at(this.time - KEPT_S));
+    for (const other of bundles.size > MOST_BUNDLES ? [...bundles.keys()] : []) {
+      if (other < first || other > bundle) bundles.delete(other);
     }
     return bundles.get(bundle);
+  }
+
+  // Messages, or null with a word to the user when they cannot be had: the command may have been ended.
+  async attempt(from, to) {
+    try {
+      return await this.messages(from, to);
+    } catch (error) {
+      this.playing = false;
+      this.onLost(error.message);
+      return null;
+    }
   }
 }

@@ -62,6 +62,7 @@ export class Stage {
   }
 
   step(step) {
+    Object.assign(step, { done: null, open: null }); // a recorded step may be played again
     if (step.cleared) this.clear(step.t);
     for (const note of step.notes || []) this.note(note, step.t);
     for (const row of step.leaves || []) this.leave(row, step.t);
@@ -69,7 +70,6 @@ export class Stage {
     for (const row of step.off || []) this.rest(row, step.t);
     for (const [row, tokens] of step.spans || []) this.span(row, tokens, step);
     for (const row of step.on || []) this.decode(row, step.t);
-    step.done = null;
     this.steps.push(step);
     this.bySeq.set(step.seq, step);
     this.seq = step.seq;
