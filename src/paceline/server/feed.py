@@ -14,11 +14,12 @@ import msgspec
 
 from paceline.errors import PacelineError, QueueFull
 from paceline.server.metrics import RequestMetrics
-from paceline.serving.client import EngineClient, EngineUnavailable, WatchedClient
+from paceline.serving.client import EngineClient, EngineStats, EngineUnavailable, WatchedClient
 
 INTERVAL_S = 0.2
 LONGEST_INTERVAL_S = 2.0
-MOST_SHARE = 0.005  # of a processor, that watching may take of the engine before looks become rarer
+MOST_SHARE = 0.007  # of the engine's processor time, that watching may take before looks become rarer
+FREE_SHARE = 0.001  # of the time, that it may take even of an engine that does nothing else
 JUDGED_S = 2.0  # over which that is judged
 MOST_BEHIND = 8  # messages
 MOST_WATCHING = 16
@@ -35,17 +36,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._interval_s = INTERVAL_S
-        self._before: tuple[float, float] | None = None
+        self._before: tuple[float, float, float] | None = None
 
-    def interval_s(self, cpu_s: float, now_s: float) -> float:
-        """The time to the next look; `cpu_s` is what watching has taken of the engine's processor so far."""
-        if self._before is None or cpu_s < self._before[0]:  # the first look, or an engine started anew
-            self._before = (cpu_s, now_s)
-        elif now_s - self._before[1] >= JUDGED_S:
-            share = (cpu_s - self._before[0]) / (now_s - self._before[1])
-            wanted_s = self._interval_s * share / MOST_SHARE
+    def interval_s(self, stats: EngineStats, now_s: float) -> float:
+        """The time to the next look, by what looks have taken of the engine's processor so far."""
+        if self._before is None or stats.cpu_s < self._before[1]:  # the first look, or an engine started anew
+            self._before = (stats.watch_cpu_s, stats.cpu_s, now_s)
+        elif now_s - self._before[2] >= JUDGED_S:
+            now = (stats.watch_cpu_s, stats.cpu_s, now_s)
+            watch_s, cpu_s, wall_s = (after - before for after, before in zip(now, self._before, strict=True))
+            wanted_s = self._interval_s * watch_s / max(MOST_SHARE * cpu_s, FREE_SHARE * wall_s)
             self._interval_s = min(LONGEST_INTERVAL_S, max(INTERVAL_S, wanted_s))
-            self._before = (cpu_s, now_s)
+            self._before = now
         return self._interval_s
 
 
@@ -83,7 +85,7 @@ class Feed:
         loop, pace = asyncio.get_running_loop(), Pace()
         try:
             while self._readers:
-                due_s = loop.time() + pace.interval_s(self._client.stats.watch_cpu_s, loop.time())
+                due_s = loop.time() + pace.interval_s(self._client.stats, loop.time())
                 try:
                     seen = await client.look()
                 except EngineUnavailable as error:

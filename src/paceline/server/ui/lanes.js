@@ -36,7 +36,7 @@ export class Lanes {
     this.height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, Math.floor(ROOM / lanes)));
     this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
     this.canvas.style.height = `${lanes * this.height}px`;
-    this.rate = Math.max(1, Math.round(((width - LABEL) * scale) / WINDOW_S)); // pixels for a second
+    this.rate = Math.max(1, Math.floor(((width - LABEL) * scale) / WINDOW_S)); // pixels for a second
     this.span = this.rate * WINDOW_S;
     size(this.canvas, width * scale, lanes * this.height * scale);
     size(this.tape, 2 * this.span, lanes * this.height * scale);
@@ -75,15 +75,16 @@ export class Lanes {
 
   shift(until) {
     if (until - this.from > 3 * WINDOW_S) return this.repaint(until);
-    const by = Math.round(this.x(until) - this.span);
+    const by = this.x(until) - this.span;
     this.pen.globalCompositeOperation = "copy";
     this.pen.drawImage(this.tape, -by, 0);
     this.pen.globalCompositeOperation = "source-over";
     this.from += by / this.rate;
   }
 
+  // Whole pixels, so that what is painted piece by piece has no seams.
   x(time) {
-    return (time - this.from) * this.rate;
+    return Math.floor((time - this.from) * this.rate);
   }
 
   paint(segments, marks, until) {
@@ -92,9 +93,10 @@ export class Lanes {
       pen.fillStyle = colours[kind];
       for (const segment of segments) {
         if (segment.kind !== kind) continue;
-        const to = segment.to ?? until, from = this.x(segment.painted), gap = kind === DECODE ? 0 : 1;
-        if (to > segment.painted || segment.to !== null) {
-          pen.fillRect(from, segment.row * step, Math.max(1, this.x(to) - from - (segment.to === null ? 0 : gap)), tall);
+        const to = segment.to ?? until, from = this.x(segment.painted), end = this.x(to);
+        const gap = segment.to !== null && kind !== DECODE && end - from > 3 ? 1 : 0; // between parts of a prompt
+        if (end > from || segment.painted === segment.from) {
+          pen.fillRect(from, segment.row * step, Math.max(1, end - from - gap), tall);
         }
         segment.painted = Math.max(segment.painted, to);
       }
@@ -114,8 +116,8 @@ export class Lanes {
     const top = Math.floor(this.scroll.scrollTop * scale), high = Math.ceil(this.scroll.clientHeight * scale) + 1;
     pen.clearRect(0, top, this.canvas.width, high);
     pen.imageSmoothingEnabled = false;
-    this.rule(pen, top, high);
-    const from = Math.round(this.x(now - WINDOW_S)), cut = Math.max(0, -from);
+    this.rule(pen, left, top, high);
+    const from = this.x(now - WINDOW_S), cut = Math.max(0, -from);
     pen.drawImage(this.tape, from + cut, top, this.span - cut, high, left + cut, top, this.span - cut, high);
     this.goOn(pen, left - from, top, high);
     pen.clearRect(0, top, left, high);
@@ -136,11 +138,11 @@ export class Lanes {
     }
   }
 
-  rule(pen, top, high) {
+  rule(pen, left, top, high) {
     const every = this.height >= 6 ? 1 : 8, step = every * this.height * this.scale;
     pen.fillStyle = palette().line;
     for (let y = Math.max(1, Math.floor(top / step)) * step - 1; y < top + high; y += step) {
-      pen.fillRect(LABEL * this.scale, y, this.canvas.width, 1);
+      pen.fillRect(left, y, this.canvas.width, 1);
     }
   }
 

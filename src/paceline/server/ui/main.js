@@ -18,8 +18,9 @@ const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-
 const drawer = new Drawer(byId("drawer"), stage, (request) => `${explained}/requests/${request}/explain`);
 const pick = (request) => drawer.show(request);
 const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
-let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0;
+let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0;
 const frames = []; // milliseconds of the newest frames
+const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
 window.paceline = { stage, figures, blocks, lanes, queue, drawer, frames, player: () => player }; // for tests and the curious
 
@@ -67,7 +68,7 @@ function draw(at) {
   if (stage.scene && !document.hidden) {
     const now = player ? player.time : performance.now() / 1000 - ahead;
     lanes.draw(now, engine.max_num_seqs);
-    if (fresh) drawRest(now);
+    if (fresh && at - drawn >= REST_MS) drawRest(now, at);
     frames.push(performance.now() - began);
     if (frames.length > 600) frames.shift();
   }
@@ -75,8 +76,9 @@ function draw(at) {
 }
 
 // Everything that changes with a message only.
-function drawRest(now) {
+function drawRest(now, at) {
   fresh = false;
+  drawn = at;
   drawGauges(byId("gauges"), figures, stage, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
   blocks.draw(stage.scene);
