@@ -1,7 +1,7 @@
 """What the live page costs: the engine that is watched, and the browser that draws.
 
-*Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step, looked
-at five times a second as the server does. Shares are of the processor time of the engine's thread, by the same counter
+*Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
+looked at five times a second as the server does. Shares are of the processor time of the engine's thread, by the same counter
 that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played at its
 own speed; the time the page's code takes for each frame, and the time between frames.
 
@@ -103,7 +103,9 @@ def frame_times(seconds: float) -> dict[str, Any]:
     """Of the page in Chromium, with every row in use."""
     from playwright.sync_api import sync_playwright
 
-    command = subprocess.Popen([sys.executable, "-m", "paceline", *SIMULATED], stderr=subprocess.PIPE, text=True)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *SIMULATED], stderr=subprocess.PIPE, text=True
+    )
     try:
         assert command.stderr is not None
         address = next(found[1] for line in command.stderr if (found := re.search(r"(http://\S+/ui)", line)))
@@ -130,14 +132,18 @@ def frame_times(seconds: float) -> dict[str, Any]:
 
 def _spread(values: list[float]) -> dict[str, float]:
     ordered = np.sort(values)
-    return {name: round(float(np.quantile(ordered, share)), 2) for name, share in _SHARES} | {"count": len(values)}
+    return {name: round(float(np.quantile(ordered, share)), 2) for name, share in _SHARES} | {
+        "count": len(values)
+    }
 
 
 _SHARES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--frames", action="store_true")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.browser.viewing import NARROW, WIDE, Viewer
-from tests.e2e.client_server import ENDLESS, KEY, MODEL, ClientServer, client_server
+from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
 pytestmark = pytest.mark.xdist_group("browser")
 ADMIN = "key-of-the-operator"
-NUM_BLOCKS = 96  # of 16 tokens each: four long streams do not fit beside each other
+NUM_BLOCKS = 72  # of 16 tokens each: four long streams do not fit beside each other
 PROMPT = "hello " * 60
 
 
@@ -26,9 +26,7 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(
-    viewer: Viewer, run_log: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ClientServer]:
+def server(viewer: Viewer, run_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
     flags = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "1024", "--max-num-seqs", "8")
     flags += ("--run-log", str(run_log), "--disable-log-requests")
     with client_server(tmp_path_factory.mktemp("server"), *flags, PACELINE_ADMIN_KEY=ADMIN) as running:
@@ -71,7 +69,7 @@ def stream(server: ClientServer, prompt: str, max_tokens: int) -> Iterator[Itera
 
 
 @contextmanager
-def crowd(server: ClientServer, count: int, max_tokens: int = 700) -> Iterator[None]:
+def crowd(server: ClientServer, count: int, max_tokens: int = 600) -> Iterator[None]:
     """Streams that are read by nobody, each with a prompt of its own."""
     with ExitStack() as stack:
         for number in range(count):
@@ -82,11 +80,13 @@ def crowd(server: ClientServer, count: int, max_tokens: int = 700) -> Iterator[N
 def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.scene && stage.rows.size === 0")
+        view.keep_pictures()
         with stream(server, "one", 900) as first, stream(server, "two", 900) as second:
             assert next(first) and next(second)
-            view.wait("stage.rows.size >= 1 && [...stage.active].some((each) => each.kind === 'decode')")
+            view.wait("new Set(stage.segments.map((each) => each.request)).size === 2")
             view.wait_for_pixels("lanes", "decode")
         view.wait("stage.rows.size === 0")
+        assert {len(rows) for rows in view.pictures().values()} >= {1, 2}
         view.wait("stage.marks.some((mark) => mark.kind === 'finish' || mark.kind === 'fail')")
         assert view.value("stage.disagreements") == 0 and view.value("stage.checked") > 3
 
@@ -124,9 +124,7 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.scene !== null")
         with ExitStack() as stack:
-            streams = [
-                stack.enter_context(stream(server, f"{number} {PROMPT}", 700)) for number in range(4)
-            ]
+            streams = [stack.enter_context(stream(server, f"{number} {PROMPT}", 600)) for number in range(4)]
             ids = [next(each)["id"] for each in streams]
             view.wait("stage.marks.some((mark) => mark.kind === 'recompute' && !mark.back)")
             view.wait_for_pixels("lanes", "recompute")
@@ -153,10 +151,12 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
 
 
 def test_a_lane_is_clicked_for_its_story(server: ClientServer, viewer: Viewer) -> None:
-    with viewer.view(server.url, key=ADMIN) as view, stream(server, "who", ENDLESS // 100) as answer:
-        assert next(answer)
-        view.wait("stage.rows.size === 1 && paceline.lanes.lanes > 0")
-        row, request = view.value("[...stage.rows].map(([row, held]) => [row, held.request])[0]")
+    with viewer.view(server.url, key=ADMIN) as view:
+        view.wait("stage.scene !== null")
+        with stream(server, "who", 400) as answer:
+            assert next(answer)
+            view.wait("stage.segments.length > 0 && paceline.lanes.lanes > 0")
+        row, request = view.value("[stage.segments[0].row, stage.segments[0].request]")
         box = view.page.locator("#lanes").bounding_box()
         assert box is not None
         height = view.value("paceline.lanes.height")
@@ -181,9 +181,7 @@ def test_the_dial_and_the_policy_are_turned_and_a_refusal_is_told(
         view.wait("document.getElementById('steer-shown').textContent === 'off'")
         assert page.locator("#steer-problem").is_hidden()
         page.locator("#steer-policy").select_option("priority")
-        server.wait_until(
-            lambda: ask(server, "GET", "/v1/admin/policy", key=ADMIN)["policy"] == "priority"
-        )
+        server.wait_until(lambda: ask(server, "GET", "/v1/admin/policy", key=ADMIN)["policy"] == "priority")
         page.locator("#steer-policy").select_option("fcfs")
         server.wait_until(lambda: ask(server, "GET", "/v1/admin/policy", key=ADMIN)["policy"] == "fcfs")
         view.problems[:] = [problem for problem in view.problems if "status of 400" not in problem]

@@ -65,9 +65,7 @@ class Rows:
     def close(self, decisions: object, time_s: float) -> None: ...
 
 
-def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(
-    viewer: Viewer, tmp_path: Path
-) -> None:
+def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Viewer, tmp_path: Path) -> None:
     with shown(tmp_path, *SIMULATED) as origin, viewer.view(origin) as view:
         page = view.page
         view.wait("stage.checked > 3")
