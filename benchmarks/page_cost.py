@@ -1,9 +1,9 @@
 """What the live page costs: the engine that is watched, and the browser that draws.
 
 *Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
-looked at five times a second as the server does. Shares are of the processor time of the engine's thread, by the same counter
-that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played at its
-own speed; the time the page's code takes for each frame, and the time between frames.
+looked at five times a second as the server does. Shares are of the processor time of the engine's thread, by the same
+counter that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played
+at its own speed; the time the page's code takes for each frame, and the time between frames.
 
     python -m benchmarks.page_cost [--step-ms 5] [--seconds 10] [--frames] [--json FILE]
 """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,8 @@ from paceline.core.events import StepEvents
 from paceline.scheduler.state import SchedulerState
 from paceline.sim.replay import replay
 from tests.browser.viewing import NARROW, Viewer
-from tests.e2e.model_cli import run, start
+from tests.e2e.model_cli import run
+from tests.e2e.shown_run import shown
 
 pytestmark = pytest.mark.xdist_group("browser")
 SIMULATED = (
@@ -23,27 +20,6 @@ SIMULATED = (
     *("--max-num-seqs", "16", "--num-blocks", "200", "--block-size", "16", "--host-blocks", "400"),
     *("--max-model-len", "2048", "--faults", "preempt=0.02", "--seed", "3"),
 )
-
-
-@contextmanager
-def shown(folder: Path, *arguments: str) -> Iterator[str]:
-    """The origin of the page a command serves; it ends well when it is interrupted."""
-    process = start(*arguments, "--ui", "--ui-port", "0", cache=folder, stdin=subprocess.DEVNULL)
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in iter(process.stderr.readline, b""):
-            lines.append(line.decode())
-            if found := re.search(r"(http://127\.0\.0\.1:\d+)/ui", lines[-1]):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        yield found[1]
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 class Rows:

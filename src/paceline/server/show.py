@@ -7,6 +7,7 @@ server; there is no model, no key and nothing that could be changed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from paceline.server.http.door import Door, Rules
 from paceline.server.http.exchange import Exchange
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
+from paceline.server.logs import log
 from paceline.server.page import page_routes
 from paceline.server.recording import BUNDLE, Recording
 
@@ -37,7 +39,7 @@ async def show(
     recordings: Sequence[Recording], bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
     """Serve until interrupted or terminated. `on_ready` is told the page's address."""
-    door = Door(show_routes(recordings), _rules(), _Silent())
+    door = Door(show_routes(recordings), _rules(), _Quiet())
     listener = Listener(door, bound, ServerConfig())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,14 +89,14 @@ def about_values(recordings: Sequence[Recording]) -> dict[str, object]:
     }
 
 
-class _Silent:
-    """Nobody reads a log of this."""
+class _Quiet:
+    """Nobody reads a log of this; our own mistakes are told all the same."""
 
     def ended(self, exchange: Exchange) -> None:
         return None
 
     def failed(self, exchange: Exchange, error: BaseException) -> None:
-        raise error
+        log("request failed", level=logging.ERROR, error=error, route=exchange.route)
 
 
 def _rules() -> Rules:
