@@ -74,6 +74,7 @@ def cut_values(cut: Cut) -> dict[str, Any]:
         "dropped": cut.dropped,
         "evicted": cut.evicted,
         "cleared": cut.cleared,
+        "ended": cut.ended,
         "scene": scene_values(cut.scene),
     }
 

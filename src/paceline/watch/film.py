@@ -53,6 +53,7 @@ class Noted(NamedTuple):
     rule: str
     value: int
     against: int
+    time_s: float
 
 
 @value
@@ -97,6 +98,7 @@ class Cut:
         tuple[int, ...], ...
     ]  # by layer group: blocks whose prefix was given up, as `Scene.blocks` counts
     cleared: bool  # a step failed after the newest one of these
+    ended: tuple[Noted, ...]  # endings since the newest step; the next one notes them too
     scene: Scene
 
 
@@ -155,6 +157,7 @@ class Film:
             dropped=self._dropped,
             evicted=self._newly_evicted(),
             cleared=self._cleared,
+            ended=tuple(_noted(each) for each in self._state.decisions if each.kind is DecisionKind.FINISH),
             scene=scene_of(self._state),
         )
         self._steps.clear()
@@ -192,5 +195,10 @@ class Film:
 
 def _noted(decision: Decision) -> Noted:
     return Noted(
-        decision.kind.value, decision.request, decision.reason.value, decision.value, decision.against
+        decision.kind.value,
+        decision.request,
+        decision.reason.value,
+        decision.value,
+        decision.against,
+        decision.time_s,
     )

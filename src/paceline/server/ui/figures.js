@@ -2,6 +2,7 @@
 
 const WINDOW_S = 30;
 const SHARES = [0.5, 0.9, 0.99];
+const IDLE = 0.05; // of a processor: of an engine that does less, everything is a large share
 
 export class Figures {
   constructor() {
@@ -69,9 +70,8 @@ export function milliseconds(seconds) {
 
 export const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`);
 
-export function drawGauges(place, figures, stage, numSlots) {
-  const scene = stage.scene, total = scene.num_blocks.reduce((sum, count) => sum + count, 0);
-  const held = stage.steps.length ? (total - stage.steps.at(-1).f) / Math.max(1, total) : null;
+export function drawGauges(place, figures, scene, blocks, numSlots) {
+  const total = scene.num_blocks.reduce((sum, count) => sum + count, 0), held = (blocks.held + blocks.shared) / Math.max(1, total);
   const computed = scene.preempted - scene.swapped;
   const values = [
     [`running, of ${numSlots.toLocaleString("en")} rows`, scene.rows[0].length],
@@ -104,8 +104,9 @@ function costs(figures) {
     const joules = figures.growth((each) => each.costs.energy_j).by;
     found.push(["joules / output token", tokens > 0 ? (joules / tokens).toPrecision(3) : "–"]);
   }
+  const used = figures.growth((each) => each.costs.cpu_s);
   const share = figures.share((each) => each.costs.watch_cpu_s, (each) => each.costs.cpu_s);
-  found.push(["of the engine's CPU for this page", percent(share)]);
+  found.push(["of the engine's CPU for this page", used.by > IDLE * used.seconds ? percent(share) : "idle"]);
   return found;
 }
 

@@ -79,9 +79,9 @@ function draw(at) {
 function drawRest(now, at) {
   fresh = false;
   drawn = at;
-  drawGauges(byId("gauges"), figures, stage, engine.max_num_seqs);
-  drawLatencies(byId("latencies"), figures);
   blocks.draw(stage.scene);
+  drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
+  drawLatencies(byId("latencies"), figures);
   charts.draw(stage, now, engine.max_num_seqs);
   drawTenants(byId("tenants"), stage.scene);
   queue.draw(now);

@@ -24,6 +24,8 @@ export class Stage {
     this.newMarks = [];
     this.gone = new Map(); // request -> { at, kind } of those that gave way and are not back
     this.back = new Map(); // request -> how it comes back, between the note and the join
+    this.early = new Set(); // requests whose end is known before a step notes it
+    this.leftEarly = new Map(); // request -> the row it left since the newest step
     this.scene = null;
     this.seq = 0;
     this.number = null; // of the last message
@@ -43,6 +45,7 @@ export class Stage {
       if (cut.cleared) this.clear(cut.scene.time_s);
       this.check(cut.scene);
     }
+    this.dismiss(cut);
     this.number = message.n;
     this.scene = cut.scene;
     this.forget(cut.scene.time_s - KEPT_S);
@@ -61,10 +64,27 @@ export class Stage {
     this.seq = cut.scene.seq;
   }
 
+  // Rows that were left since the newest step: an engine with nothing to do makes no step that would say so.
+  dismiss(cut) {
+    const ends = new Map(cut.ended.map((note) => [note[1], note.at(-1)]));
+    for (const note of cut.ended) {
+      if (this.early.has(note[1])) continue;
+      this.note(note);
+      this.early.add(note[1]);
+    }
+    for (const row of cut.scene.left) {
+      const request = this.rows.get(row)?.request;
+      if (request === undefined) continue;
+      this.leave(row, ends.get(request) ?? cut.scene.time_s);
+      this.leftEarly.set(request, row);
+    }
+  }
+
   step(step) {
     Object.assign(step, { done: null, open: null }); // a recorded step may be played again
     if (step.cleared) this.clear(step.t);
-    for (const note of step.notes || []) this.note(note, step.t);
+    for (const note of step.notes || []) this.note(note);
+    this.leftEarly.clear();
     for (const row of step.leaves || []) this.leave(row, step.t);
     for (const [row, request] of step.joins || []) this.join(row, request, step.t);
     for (const row of step.off || []) this.rest(row, step.t);
@@ -83,16 +103,18 @@ export class Stage {
     for (const segment of step.open || []) this.end(segment, at);
   }
 
-  note([kind, request, rule], at) {
+  note([kind, request, rule, , , at]) {
+    const row = this.rowOf.get(request) ?? this.leftEarly.get(request);
     if (kind === "resume") this.back.set(request, rule === "swap" ? SWAP : RECOMPUTE);
     if (kind === "preempt") {
       const how = rule.endsWith("swap") ? SWAP : RECOMPUTE;
       this.gone.set(request, { at, kind: how });
-      this.mark(this.rowOf.get(request), request, at, how, rule);
+      this.mark(row, request, at, how, rule);
     }
     if (kind === "finish" || kind === "fail") {
       this.gone.delete(request);
-      this.mark(this.rowOf.get(request), request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
+      if (this.early.delete(request)) return; // known already
+      this.mark(row, request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
     }
   }
 
