@@ -87,7 +87,7 @@ class View:
             self.page.wait_for_timeout(50)
 
     def _note(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        if message.type == "error":
             self.problems.append(message.text)
 
     def _check(self, url: str, origin: str) -> None:
@@ -114,6 +114,6 @@ class Viewer:
             view = View(context.new_page(), origin)
             view.page.goto(f"{origin}/ui")
             yield view
-            assert view.problems == []
+            assert not view.problems, view.problems
         finally:
             context.close()
