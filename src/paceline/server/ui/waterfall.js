@@ -40,12 +40,16 @@ function ran(segments, from, to) {
     ...first,
     ...seen.map((each) => ({
       kind: each.kind,
-      label: WORDS[each.kind] + (each.tokens ? `, ${each.tokens} tokens` : ""),
+      label: WORDS[each.kind] + counted(each.tokens),
       from: each.from,
       to: Math.min(to, each.to ?? to),
       tokens: each.tokens,
     })),
   ];
+}
+
+function counted(tokens) {
+  return tokens ? `, ${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}` : "";
 }
 
 // Neighbours of one kind as one phase.
@@ -55,7 +59,7 @@ function joined(found) {
     const last = short.at(-1);
     if (last?.kind === phase.kind) {
       Object.assign(last, { to: phase.to, parts: (last.parts ?? 1) + 1, tokens: (last.tokens ?? 0) + (phase.tokens ?? 0) });
-      last.label = `${WORDS[last.kind] ?? last.label}${last.tokens ? `, ${last.tokens} tokens` : ""} in ${last.parts} parts`;
+      last.label = `${WORDS[last.kind] ?? last.label}${counted(last.tokens)} in ${last.parts} parts`;
     } else short.push({ ...phase });
   }
   return short.slice(0, MOST);
