@@ -40,14 +40,19 @@ SIMULATED = (
 )
 
 
-class PacedRunner(NoOpRunner):
+class PacedRunner:
     """A device that takes its time."""
 
-    step_s = 0.0
+    def __init__(self, num_rows: int) -> None:
+        self.inner = NoOpRunner(num_rows)
+        self.step_s = 0.0
+
+    def reset(self, full: StepPlan) -> None:
+        self.inner.reset(full)
 
     def submit(self, plan: StepPlan) -> Pending:
         due_s = time.monotonic() + self.step_s
-        done = super().submit(plan)
+        done = self.inner.submit(plan)
         time.sleep(max(0.0, due_s - time.monotonic()))
         return done
 
@@ -55,7 +60,7 @@ class PacedRunner(NoOpRunner):
 def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
     """Processor time of watching, as a share of that of the thread, and of a look and a step alone."""
     engine, runner = _full_engine()
-    runner.step_s, runner.leaving = step_s, CHURN
+    runner.step_s, runner.inner.leaving = step_s, CHURN
     sight = Sight(engine)
     look_s, steps, next_s = [], 0, 0.0
     began_s, began_cpu = time.monotonic(), time.thread_time()
@@ -96,7 +101,7 @@ _random = np.random.default_rng(0)
 
 
 def _add(engine: Engine) -> None:
-    engine.add(_random.integers(0, 1000, PROMPT), SamplingParams(max_tokens=2000, ignore_eos=True))
+    engine.add(_random.integers(0, 1000, PROMPT, np.int32), SamplingParams(max_tokens=2000, ignore_eos=True))
 
 
 def frame_times(seconds: float) -> dict[str, Any]:

@@ -27,8 +27,10 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(viewer: Viewer, run_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    flags = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "1024", "--max-num-seqs", "8")
-    flags += ("--run-log", str(run_log), "--disable-log-requests")
+    flags = (
+        *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "1024", "--max-num-seqs", "8"),
+        *("--run-log", str(run_log), "--disable-log-requests"),
+    )
     with client_server(tmp_path_factory.mktemp("server"), *flags, PACELINE_ADMIN_KEY=ADMIN) as running:
         running.wait_for(200)
         yield running
