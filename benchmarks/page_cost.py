@@ -1,7 +1,7 @@
 """What the live page costs: the engine that is watched, and the browser that draws.
 
 *Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
-looked at five times a second as the server does. Shares are of the processor time of the engine's thread, by the same
+looked at as often as the server does. Shares are of the processor time of the engine's thread, by the same
 counter that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played
 at its own speed; the time the page's code takes for each frame, and the time between frames.
 
@@ -30,7 +30,8 @@ from paceline.core.plan import Pending, StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.server.feed import INTERVAL_S
+from paceline.server.feed import Pace
+from paceline.serving.client import EngineStats
 from paceline.serving.sight import Sight
 
 ROWS, CHURN = 1024, 1
@@ -62,14 +63,15 @@ def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
     engine, runner = _full_engine()
     runner.step_s, runner.inner.leaving = step_s, CHURN
     sight = Sight(engine)
-    look_s, steps, next_s = [], 0, 0.0
+    look_s, steps, next_s, pace = [], 0, 0.0, Pace()
     began_s, began_cpu = time.monotonic(), time.thread_time()
     while time.monotonic() - began_s < seconds:
         if time.monotonic() >= next_s:
             before = sight.cpu_s
             sight.look()
             look_s.append(sight.cpu_s - before)
-            next_s = time.monotonic() + INTERVAL_S
+            stats = EngineStats(watch_cpu_s=sight.cpu_s, cpu_s=time.thread_time() - began_cpu)
+            next_s = time.monotonic() + pace.interval_s(stats, time.monotonic())
         for _ in engine.step().finished:
             _add(engine)
         steps += 1
@@ -80,6 +82,7 @@ def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
         "steps": steps,
         "engine_cpu_share_of_wall": spent_s / (time.monotonic() - began_s),
         "watch_share_of_engine_cpu": sight.cpu_s / spent_s,
+        "looks_per_s": len(look_s) / seconds,
         "look_ms": statistics.median(look_s) * 1e3,
         "note_us": (sight.cpu_s - sum(look_s)) / steps * 1e6,
     }
