@@ -16,8 +16,9 @@ from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
 pytestmark = pytest.mark.xdist_group("browser")
 ADMIN = "key-of-the-operator"
-NUM_BLOCKS = 72  # of 16 tokens each: four long streams do not fit beside each other
-PROMPT = "hello " * 60
+NUM_BLOCKS = 36  # of 16 tokens each: two long streams do not fit beside each other
+PROMPT = "hello " * 20
+LONG = 250  # tokens of output
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(viewer: Viewer, run_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
     flags = (
-        *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "1024", "--max-num-seqs", "8"),
+        *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "512", "--max-num-seqs", "8"),
         *("--run-log", str(run_log), "--disable-log-requests"),
     )
     with client_server(tmp_path_factory.mktemp("server"), *flags, PACELINE_ADMIN_KEY=ADMIN) as running:
@@ -71,7 +72,7 @@ def stream(server: ClientServer, prompt: str, max_tokens: int) -> Iterator[Itera
 
 
 @contextmanager
-def crowd(server: ClientServer, count: int, max_tokens: int = 600) -> Iterator[None]:
+def crowd(server: ClientServer, count: int, max_tokens: int = LONG) -> Iterator[None]:
     """Streams that are read by nobody, each with a prompt of its own."""
     with ExitStack() as stack:
         for number in range(count):
@@ -83,7 +84,7 @@ def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, view
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.scene && stage.rows.size === 0")
         view.keep_pictures()
-        with stream(server, "one", 900) as first, stream(server, "two", 900) as second:
+        with stream(server, "one", LONG) as first, stream(server, "two", LONG) as second:
             assert next(first) and next(second)
             view.wait("new Set(stage.segments.map((each) => each.request)).size === 2")
             view.wait_for_pixels("lanes", "decode")
@@ -126,7 +127,7 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.scene !== null")
         with ExitStack() as stack:
-            streams = [stack.enter_context(stream(server, f"{number} {PROMPT}", 600)) for number in range(4)]
+            streams = [stack.enter_context(stream(server, f"{number} {PROMPT}", LONG)) for number in range(3)]
             ids = [next(each)["id"] for each in streams]
             view.wait("stage.marks.some((mark) => mark.kind === 'recompute' && !mark.back)")
             view.wait_for_pixels("lanes", "recompute")
@@ -155,7 +156,7 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
 def test_a_lane_is_clicked_for_its_story(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.scene !== null")
-        with stream(server, "who", 400) as answer:
+        with stream(server, "who", LONG) as answer:
             assert next(answer)
             view.wait("stage.segments.length > 0 && paceline.lanes.lanes > 0")
         row, request = view.value("[stage.segments[0].row, stage.segments[0].request]")

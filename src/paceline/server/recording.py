@@ -27,7 +27,7 @@ from paceline.watch.film import Cut
 
 INTERVAL_S = 0.1  # of the run, between two messages at its beginning
 DOUBLES_AFTER = 1_500  # messages, after which they come half as often
-BUNDLE = 32  # messages
+BUNDLE = 8  # messages: a page reads one of them between two frames
 MOST_DECISIONS = 500_000
 _BEGINNINGS = (DecisionKind.ADMIT, DecisionKind.FORK)
 _ENDINGS = (DecisionKind.FINISH, DecisionKind.REFUSE)

@@ -63,6 +63,7 @@ export class Lanes {
     this.stage.takeNews();
     for (const segment of this.stage.segments) segment.painted = segment.from;
     this.paint(this.stage.segments, this.stage.marks, this.stage.scene.time_s);
+    this.drawnAt = null;
   }
 
   // What has come since the last time goes onto the tape.
@@ -71,6 +72,7 @@ export class Lanes {
     const news = this.stage.takeNews(), until = this.stage.scene.time_s;
     if (this.x(until) > this.tape.width) this.shift(until);
     this.paint([...news.ended, ...this.stage.active], news.marks, until);
+    this.drawnAt = null;
   }
 
   shift(until) {
@@ -111,6 +113,10 @@ export class Lanes {
   draw(now, numSlots) {
     this.fit(numSlots, now);
     this.now = now;
+    // A frame in which nothing would move by a pixel is not drawn: the time between two of them is that of others.
+    const at = `${this.x(now)} ${this.scroll.scrollTop}`;
+    if (at === this.drawnAt) return;
+    this.drawnAt = at;
     const pen = this.canvas.getContext("2d"), scale = this.scale, left = this.canvas.width - this.span;
     // Only what can be seen of a tall canvas.
     const top = Math.floor(this.scroll.scrollTop * scale), high = Math.ceil(this.scroll.clientHeight * scale) + 1;
@@ -127,13 +133,17 @@ export class Lanes {
   // What goes on now, from where the tape ends.
   goOn(pen, offset, top, high) {
     const colours = palette(), step = this.height * this.scale, tall = this.tall * this.scale, end = this.x(this.now);
+    const seen = [];
+    for (const segment of this.stage.active) {
+      const y = segment.row * step;
+      if (y + step >= top && y <= top + high) seen.push(segment);
+    }
     for (const kind of [BAND, DECODE, PREFILL, REDO]) {
       pen.fillStyle = colours[kind];
-      for (const segment of this.stage.active) {
-        const y = segment.row * step;
-        if (segment.kind !== kind || y + step < top || y > top + high) continue;
+      for (const segment of seen) {
+        if (segment.kind !== kind) continue;
         const from = this.x(segment.painted);
-        if (end > from) pen.fillRect(from + offset, y, end - from, tall);
+        if (end > from) pen.fillRect(from + offset, segment.row * step, end - from, tall);
       }
     }
   }

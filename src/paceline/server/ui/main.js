@@ -18,8 +18,9 @@ const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-
 const drawer = new Drawer(byId("drawer"), stage, (request) => `${explained}/requests/${request}/explain`);
 const pick = (request) => drawer.show(request);
 const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
-let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0;
+let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0, charted = 0;
 const frames = []; // milliseconds of the newest frames
+const CHARTS_MS = 500; // a minute wide, they hardly move in between
 const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
 window.paceline = { stage, figures, blocks, lanes, queue, drawer, frames, player: () => player }; // for tests and the curious
@@ -45,6 +46,7 @@ function played(messages, anew) {
     stage.reset();
     figures.reset();
     blocks.reset();
+    charted = 0;
   }
   messages.forEach(take);
   if (anew && lanes.lanes) lanes.repaint(player.time);
@@ -82,7 +84,10 @@ function drawRest(now, at) {
   blocks.draw(stage.scene);
   drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
-  charts.draw(stage, now, engine.max_num_seqs);
+  if (at - charted >= CHARTS_MS) {
+    charted = at;
+    charts.draw(stage, now, engine.max_num_seqs);
+  }
   drawTenants(byId("tenants"), stage.scene);
   queue.draw(now);
   drawer.draw();

@@ -3,7 +3,7 @@
 import { ask } from "./feed.js";
 import { KEPT_S } from "./stage.js";
 
-const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32], MOST_BUNDLES = 64;
+const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32], MOST_BUNDLES = 256;
 
 export class Player {
   // `onMessages` gets what comes next, and whether everything before is to be forgotten.
