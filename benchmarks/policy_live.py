@@ -29,7 +29,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.live import Answer, at, environment, served, stream, write_keys
-from benchmarks.policy_study import TABLE_HEAD, Line, at_rate, largest_gap, served_per_s, with_tenant
+from benchmarks.policy_study import (
+    TABLE_HEAD,
+    Line,
+    a_small_tenant,
+    at_rate,
+    served_per_s,
+    times_line,
+    with_flood,
+    with_tenant,
+)
+from paceline.report.fairness import largest_gap
 from paceline.report.record import RunRecord
 from paceline.workload import load_workload
 from paceline.workload.model import Workload
@@ -142,43 +152,19 @@ def p(record: RunRecord, share: float, of: NDArray[np.bool_]) -> float:
     return 1e3 * float(np.nanpercentile((record.first_token_s - record.arrival_s)[of], share))
 
 
-def times_line(part: str, policy: str, what: str, asked: float | None, before: float, after: float) -> Line:
-    return Line(
-        part=part,
-        policy=policy,
-        what=what,
-        asked=f"<= {asked:g} x" if asked else "",
-        found=f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)",
-        holds=after <= asked * before if asked else None,
-    )
-
-
 # -- the parts -----------------------------------------------------------------------------------------------
 
 
 def fair_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line]:
-    """Twice saturation; then the same with one tenant asking ten times as much."""
+    """Twice saturation; then the same with one of the tenants asking for ten shares."""
     full = server.saturation(trace.head(80))
     load = at_rate(trace.head(int(2 * full * seconds)), 2 * full)
-    counts = np.bincount(load.tenant, minlength=len(load.tenants))
-    loud = int(np.argsort(counts)[len(counts) // 2 + 3])  # neither the smallest nor the largest
-    random = np.random.default_rng(5)
-    mine = np.flatnonzero(load.tenant == loud)
-    more = random.choice(mine, 9 * len(mine))
-    arrival_s = np.concatenate([load.arrival_s, random.uniform(0.0, load.duration_s, len(more))])
-    by = np.argsort(arrival_s, kind="stable")
-    index = np.concatenate([np.arange(len(load)), more])[by]
-    flooded = replace(
-        load,
-        arrival_s=arrival_s[by],
-        prompt_len=load.prompt_len[index],
-        output_len=load.output_len[index],
-        tenant=load.tenant[index],
-    )
+    loud = a_small_tenant(load)
+    flooded = with_flood(load, loud, 10 * full / len(load.tenants), seed=3)
     until_s = load.duration_s
     alone = {policy: server.run(load, policy) for policy in ("fcfs", "fair")}
     beside = {policy: server.run(flooded, policy) for policy in ("fcfs", "fair")}
-    gaps = {policy: largest_gap(record, until_s) for policy, record in alone.items()}
+    gaps = {policy: largest_gap(record, until_s) or 0.0 for policy, record in alone.items()}
     rates = {policy: served_per_s(record, until_s) for policy, record in alone.items()}
     bound = 2 * max(float(load.prompt_len.max()), 2.0 * POOL_TOKENS)
     share, loss = gaps["fair"] / gaps["fcfs"], 1.0 - rates["fair"] / rates["fcfs"]
@@ -194,7 +180,7 @@ def fair_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line]
         before, after = (p(record, 95, record.tenant != loud) for record in (alone[policy], beside[policy]))
         asked = 2.0 if policy == "fair" else None
         yield times_line(
-            "fair", policy, "others' p95 TTFT beside one with ten times its share", asked, before, after
+            "fair", policy, "others' p95 TTFT beside one of them with ten shares", asked, before, after
         )
 
 

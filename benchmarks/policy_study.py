@@ -16,7 +16,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from paceline.core.events import Rule
 from paceline.core.request import Request
 from paceline.costs.presets import device_spec, model_shape
+from paceline.report.fairness import OUTPUT_COST, largest_gap, service
 from paceline.report.record import OUTCOMES, RunRecord
 from paceline.scheduler.scheduler import Scheduler
 from paceline.sim import Machine, SimConfig, engine_config, simulate
@@ -34,7 +34,6 @@ from paceline.workload.model import Workload
 MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 POOL_TOKENS = 10_000  # of the part about shares
-OUTPUT_COST = 2.0
 FINISHED = OUTCOMES.index("finished")
 REFUSED = OUTCOMES.index("refused")
 TTFT_S, ITL_S = 1.0, 0.05
@@ -62,6 +61,13 @@ class Line:
         return f"| {' | '.join((self.part, self.policy, self.what, self.asked, self.found, holds))} |"
 
 
+def times_line(part: str, policy: str, what: str, asked: float | None, before: float, after: float) -> Line:
+    """How much longer something takes than before, in milliseconds, and how much longer it may."""
+    found = f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)"
+    holds = None if asked is None else after <= asked * before
+    return Line(part, policy, what, "" if asked is None else f"<= {asked:g} x", found, holds)
+
+
 def run(workload: Workload, policy: str, options: dict[str, Any] | None = None, **sim: Any) -> RunRecord:
     engine = engine_config(MACHINE, workload, {**ENGINE, "scheduling_policy": policy, **(options or {})})
     return simulate(SimConfig(machine=MACHINE, engine=engine, **sim), workload, label=policy)
@@ -86,49 +92,11 @@ def ttft(record: RunRecord) -> Floats:
 
 def served_per_s(record: RunRecord, until_s: float) -> float:
     """Tokens of prompts and outputs per second, up to a moment."""
-    return float(sum(service(record, np.array([until_s]))[:, 0])) / until_s
+    tenants = range(int(record.tenant.max()) + 1)
+    return sum(float(service(record, tenant, np.array([until_s]))[0]) for tenant in tenants) / until_s
 
 
 # -- shares of tenants -------------------------------------------------------------------------------------
-
-
-def service(record: RunRecord, times: Floats) -> Floats:
-    """What each tenant was served up to each moment: a prompt when it is admitted, output evenly as it comes."""
-    tenants = int(record.tenant.max()) + 1
-    total = np.zeros((tenants, len(times)))
-    admitted, first, end = (
-        np.nan_to_num(column, nan=np.inf)[:, None]
-        for column in (record.admitted_s, record.first_token_s, record.finished_s)
-    )
-    for tenant in range(tenants):
-        mine = record.tenant == tenant
-        prompts = record.prompt_len[mine, None] * (times >= admitted[mine])
-        span = np.maximum(end[mine] - first[mine], 1e-9)
-        with np.errstate(invalid="ignore"):
-            share = np.clip(np.nan_to_num((times - first[mine]) / span, nan=0.0), 0.0, 1.0)
-        outputs = OUTPUT_COST * record.output_len[mine, None] * share
-        total[tenant] = (prompts + outputs).sum(axis=0)
-    return total
-
-
-def largest_gap(record: RunRecord, until_s: float) -> float:
-    """The most that the service of two tenants grew apart while both had requests waiting."""
-    times = np.arange(0.0, until_s, 0.25)
-    given = service(record, times)
-    admitted = np.nan_to_num(record.admitted_s, nan=np.inf)
-    waiting = np.zeros(given.shape, np.bool_)
-    for tenant in range(len(given)):
-        mine = record.tenant == tenant
-        waits = (times >= record.arrival_s[mine, None]) & (times < admitted[mine, None])
-        waiting[tenant] = waits.any(axis=0)
-    gap = 0.0
-    for one, other in combinations(range(len(given)), 2):
-        both = waiting[one] & waiting[other]
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], both.astype(np.int8), [0]))))
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            apart = given[one, start:end] - given[other, start:end]
-            gap = max(gap, float(apart.max() - apart.min()))
-    return gap
 
 
 def fair_part(trace: Workload) -> Iterator[Line]:
@@ -139,7 +107,7 @@ def fair_part(trace: Workload) -> Iterator[Line]:
     gaps, rates = {}, {}
     for policy in ("fcfs", "fair"):
         record = run(load, policy, options)
-        gaps[policy], rates[policy] = largest_gap(record, until_s), served_per_s(record, until_s)
+        gaps[policy], rates[policy] = largest_gap(record, until_s) or 0.0, served_per_s(record, until_s)
     longest = int(load.prompt_len.max())
     bound = 2 * max(longest, OUTPUT_COST * POOL_TOKENS)
     yield Line(
@@ -164,6 +132,15 @@ def fair_part(trace: Workload) -> Iterator[Line]:
         found=f"{100 * loss:.1f} %",
         holds=loss <= 0.05,
     )
+    loud = a_small_tenant(load)
+    flooded = with_flood(load, loud, 10 * full / len(load.tenants), seed=3)
+    for policy in ("fcfs", "fair"):
+        before, after = (
+            1e3 * float(np.nanpercentile(ttft(record)[record.tenant != loud], 95))
+            for record in (run(load, policy, options), run(flooded, policy, options))
+        )
+        what = "others' p95 TTFT beside one of them with ten shares"
+        yield times_line("fair", policy, what, 2.0 if policy == "fair" else None, before, after)
 
 
 def flood_part(trace: Workload) -> Iterator[Line]:
@@ -186,16 +163,28 @@ def flood_part(trace: Workload) -> Iterator[Line]:
         others = np.append(looked_at, False)
         for policy in ("fcfs", "fair"):
             alone, beside = run(quiet, policy, options), run(flooded, policy, options)
-            before = float(np.nanpercentile(ttft(alone)[others[alone.tenant]], 95))
-            after = float(np.nanpercentile(ttft(beside)[others[beside.tenant]], 95))
-            yield Line(
-                part="flood",
-                policy=policy,
-                what=f"others' p95 TTFT beside a flood ({name})",
-                asked="<= 2 x" if policy == "fair" else "",
-                found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
-                holds=after <= 2 * before if policy == "fair" else None,
-            )
+            before = 1e3 * float(np.nanpercentile(ttft(alone)[others[alone.tenant]], 95))
+            after = 1e3 * float(np.nanpercentile(ttft(beside)[others[beside.tenant]], 95))
+            what = f"others' p95 TTFT beside a flood ({name})"
+            yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+
+
+def a_small_tenant(workload: Workload) -> int:
+    """One that asks for little, among those that ask for anything."""
+    counts = np.bincount(workload.tenant, minlength=len(workload.tenants))
+    asking = np.flatnonzero(counts)
+    return int(asking[np.argsort(counts[asking], kind="stable")[len(asking) // 3]])
+
+
+def with_flood(workload: Workload, tenant: int, rate: float, seed: int) -> Workload:
+    """One of the tenants asks at another rate than it did, for requests like everybody's."""
+    others = workload.tenant != tenant
+    kept = {
+        name: getattr(workload, name)[others] for name in ("arrival_s", "prompt_len", "output_len", "tenant")
+    }
+    flooded = with_tenant(replace(workload, **kept), "flood", rate, seed)
+    numbers = np.where(flooded.tenant == len(workload.tenants), tenant, flooded.tenant).astype(np.int32)
+    return replace(flooded, tenant=numbers, tenants=workload.tenants)
 
 
 def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Workload:
@@ -227,18 +216,12 @@ def priority_part(trace: Workload, minutes: float) -> Iterator[Line]:
     quiet = replace(quiet, tenant=np.zeros(len(quiet), np.int32), tenants=("interactive",))
     both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
     ageing = {**paced, "ageing_s": 600.0}
-    before = float(np.nanpercentile(ttft(run(quiet, "priority", ageing)), 99))
+    before = 1e3 * float(np.nanpercentile(ttft(run(quiet, "priority", ageing)), 99))
     for policy in ("fcfs", "priority"):
         record = run(both, policy, ageing, priorities="tenant")
-        after = float(np.nanpercentile(ttft(record)[record.tenant == 0], 99))
-        yield Line(
-            part="priority",
-            policy=policy,
-            what="interactive p99 TTFT beside batch",
-            asked="<= 1.3 x" if policy == "priority" else "",
-            found=f"{after / before:.2f} x ({1e3 * before:.0f} -> {1e3 * after:.0f} ms)",
-            holds=after <= 1.3 * before if policy == "priority" else None,
-        )
+        after = 1e3 * float(np.nanpercentile(ttft(record)[record.tenant == 0], 99))
+        what = "interactive p99 TTFT beside batch"
+        yield times_line("priority", policy, what, 1.3 if policy == "priority" else None, before, after)
     yield ageing_line(quiet, full)
 
 

@@ -181,6 +181,11 @@ class SchedulerConfig:
     output_token_cost: float = option(
         2.0, "prompt tokens that one generated token counts for under fair", low=0.0, high=1e3
     )
+    flood_tokens: int = option(
+        8192,
+        "tokens served to a tenant under fair, always with more waiting, after which it leaves room",
+        low=1,
+    )
     mode: str = option("continuous", "how batches are formed", choices=MODES)
     batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
     batch_timeout_s: float = option(0.1, "longest wait of the dynamic mode for a full batch", low=0.0)

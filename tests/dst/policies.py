@@ -25,6 +25,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "first_token_s": rng.choice((0.02, 100.0)),
         "tenant_weights": rng.choice(("", "tenant-0=2,tenant-1=0.5")),
         "output_token_cost": rng.choice((0.0, 2.0)),
+        "flood_tokens": rng.choice((20, 8192)),
     }
 
 

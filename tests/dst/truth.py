@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config import Capacity, EngineConfig
-from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.scheduler.dial.dial import Dial
 from paceline.scheduler.invariants import InvariantViolation
+from paceline.scheduler.policy.fair import SPARE
 from tests.dst.settings import Trouble
 
 NAME = "T1"
@@ -311,8 +312,16 @@ class Truth:
             self._same(
                 decision, "who computes its prefix", True, bool(shares) or decision.against == known.parent
             )
+        elif decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
+            left = self._most_rows - len(self._seats)
+            self._same(decision, "that few rows are left", True, left <= int(SPARE * self._most_rows))
         elif decision.reason is Rule.BLOCKS and not self._has_reserved:
             self._check_shortage(decision, known, plan)
+        elif decision.reason is Rule.SPARE:  # others may have passed it and taken what it had to leave
+            stated = decision.blocks_free - decision.value
+            self._same(decision, "that it needs more", True, decision.blocks_needed > stated)
+            self._same(decision, "that enough is kept", True, decision.value >= int(SPARE * self._usable))
+            self._same(decision, "that no more was free", True, self._free() <= decision.blocks_free)
 
     def _check_chunk(self, decision: Decision, plan: StepPlan) -> None:
         config = self._config.scheduler

@@ -139,9 +139,12 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}{named} was computing a beginning that it can share"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
-    kept = f" ({decision.value:,} kept for others)" if decision.value else ""
+    if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
+        return f"{start}the rows that are left are kept for tenants with less to do than its own"
+    whom = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
+    kept = f" ({decision.value:,} kept for {whom})" if decision.value else ""
     ahead = f", {named} was ahead" if who != NOBODY else ""
-    what = "needed" if decision.reason is Rule.BLOCKS else "needed for its full length"
+    what = "needed for its full length" if decision.reason is Rule.RESERVE else "needed"
     return (
         f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
         f"{waits}"

@@ -32,6 +32,7 @@ POLICY = (
     Flag(name="first_token_s", default="any time before the deadline"),
     Flag(name="tenant_weights"),
     Flag(name="output_token_cost"),
+    Flag(name="flood_tokens"),
 )
 BUDGET = Flag(name="max_num_batched_tokens", default="measured when the model is loaded")
 KV_BLOCKS = Panel(

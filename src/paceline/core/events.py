@@ -92,6 +92,9 @@ class Rule(StrEnum):
     BUDGET = "budget"
     PREFIX = "prefix"  # another request is computing what it can share
     BLOCKS = "blocks"
+    SPARE = (
+        "spare"  # its tenant floods: what would be left is kept for those within their share; they may pass
+    )
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     SHARE = "share"  # others wait: one prompt takes no more of a step
     # preempt: for what, and what becomes of its KV

@@ -93,6 +93,17 @@ def is_relative(policy: Policy) -> bool:
     return bool(getattr(policy, "relative", False))
 
 
+class Sparing(Protocol):
+    """What a policy has besides if some tenants have to leave room for others that may come."""
+
+    def spare(self, tenant: int) -> float:
+        """The share of rows and blocks that must be left free beside a request of this tenant for it to be admitted.
+
+        Who is kept waiting by that alone keeps nobody else waiting.
+        """
+        ...
+
+
 @runtime_checkable
 class Accounting(Protocol):
     """What a policy has besides if its order follows from what tenants were served. Both are told in a fixed order, so

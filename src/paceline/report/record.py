@@ -57,6 +57,11 @@ class RunRecord:
         default_factory=_no_floats
     )  # as said at arrival; empty: nobody was asked
 
+    # What each request was to the scheduler, where they differ; else empty.
+    service_class: Ints = field(default_factory=_no_ints)  # index into `classes`
+    classes: tuple[str, ...] = ()
+    preempted_by: Mapping[str, int] = field(default_factory=dict)  # how many gave way, by reason:kind
+
     # Gaps between token deliveries of one request, of all requests.
     itl_s: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
 
@@ -136,5 +141,6 @@ _COLUMNS: tuple[tuple[dict[str, DTypeLike], str], ...] = (
     (_REQUEST_COLUMNS, "request"),
     (_COST_COLUMNS, "request"),
     (_STEP_COLUMNS, "step"),
+    ({"service_class": np.int32}, "request"),
     ({"itl_s": np.float32}, "gap"),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.report.fairness import largest_gap
 from paceline.report.record import FINISHED, OUTCOMES, Floats, RunRecord
 
 Mask = NDArray[np.bool_]
@@ -62,11 +63,16 @@ class Summary:
     preemptions: int
     preemptions_per_request: float | None
     preemptions_per_s: float | None
+    preempted_by: Mapping[str, int]  # for what and how, reason:kind; empty where it is not known
     recomputed_tokens: int | None  # computed again after preemptions
     kv_block_seconds: float | None  # blocks held by requests; a shared one counts for each
     prefix_hit_share: float | None  # cached / prompt tokens, of requests that were admitted
+    fairness_gap: (
+        float | None
+    )  # tokens that the service of two tenants grew apart while both waited; outputs twice
 
     queue_delay_s: Distribution  # arrival to admission
+    queue_delay_by_class_s: Mapping[str, Distribution]  # empty where all are alike
     ttft_s: Distribution  # arrival to first token
     itl_s: Distribution  # between two token deliveries
     e2e_s: Distribution  # arrival to last token, finished requests
@@ -112,10 +118,16 @@ def summarize(
         preemptions=preemptions,
         preemptions_per_request=_ratio(preemptions, record.num_requests),
         preemptions_per_s=_ratio(preemptions, duration_s),
+        preempted_by=dict(sorted(record.preempted_by.items())),
         recomputed_tokens=_total(record.recomputed_tokens) if record.recomputed_tokens.size else None,
         kv_block_seconds=float(record.kv_block_us.sum()) / 1e6 if record.kv_block_us.size else None,
         prefix_hit_share=_prefix_hit_share(record),
+        fairness_gap=largest_gap(record),
         queue_delay_s=distribution(record.admitted_s - record.arrival_s),
+        queue_delay_by_class_s={
+            name: distribution((record.admitted_s - record.arrival_s)[record.service_class == number])
+            for number, name in enumerate(record.classes)
+        },
         ttft_s=distribution(record.first_token_s - record.arrival_s),
         itl_s=distribution(record.itl_s.astype(np.float64)),
         e2e_s=distribution((record.finished_s - record.arrival_s)[finished]),

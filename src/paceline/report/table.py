@@ -16,7 +16,6 @@ from paceline.report.record import OUTCOMES
 from paceline.report.summary import Distribution, Summary
 
 ABSENT = "-"
-FORECAST = "TTFT forecast"
 _JSON_DIGITS = 6
 
 Value = float | None
@@ -29,6 +28,7 @@ class _Measure:
     value: Callable[[Summary], Value]
     text: Callable[[float], str]
     better: int = 0  # 1: more is better, -1: less is better, 0: neither
+    is_optional: bool = False  # left out where no run has it
 
 
 def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) -> Table:
@@ -39,8 +39,8 @@ def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) 
     for summary in summaries:
         table.add_column(Text(summary.label), justify="right", overflow="fold")
     group = ""
-    for measure in _MEASURES:
-        if measure.group == FORECAST and all(measure.value(summary) is None for summary in summaries):
+    for measure in (*_MEASURES, *_by_class(summaries), *_FORECASTS):
+        if measure.is_optional and all(measure.value(summary) is None for summary in summaries):
             continue  # nobody asked
         if measure.group != group and group:
             table.add_section()
@@ -109,7 +109,41 @@ def _forecast(label: str, of: Callable[[Distribution], Value]) -> _Measure:
         found = summary.ttft_forecast_error
         return None if found is None else of(found)
 
-    return _Measure(group=FORECAST, label=f"error {label}", value=value, text=format_share, better=-1)
+    label = f"error {label}"
+    return _Measure(
+        group="TTFT forecast", label=label, value=value, text=format_share, better=-1, is_optional=True
+    )
+
+
+def _preempted(kind: str) -> _Measure:
+    """How many gave way in one of the ways there are, whatever for."""
+
+    def value(summary: Summary) -> Value:
+        if not summary.preempted_by:
+            return None
+        return sum(count for rule, count in summary.preempted_by.items() if rule.endswith(f":{kind}"))
+
+    return _Measure(group="preemption", label=f"by {kind}", value=value, text=_count, is_optional=True)
+
+
+def _by_class(summaries: Sequence[Summary]) -> list[_Measure]:
+    """Queue delay of each class that any of the runs has."""
+    names = dict.fromkeys(name for summary in summaries for name in summary.queue_delay_by_class_s)
+
+    def measure(name: str, part: str) -> _Measure:
+        def value(summary: Summary) -> Value:
+            found = summary.queue_delay_by_class_s.get(name)
+            return None if found is None else getattr(found, part)
+
+        return _Measure(
+            group="queue delay by class",
+            label=f"{name} {part} (ms)",
+            value=value,
+            text=_milliseconds,
+            better=-1,
+        )
+
+    return [measure(name, part) for name in names for part in ("p50", "p99")]
 
 
 def _latency(
@@ -156,13 +190,22 @@ _MEASURES: tuple[_Measure, ...] = (
     _of("preemption", "total", "preemptions", _count, -1),
     _of("preemption", "per request", "preemptions_per_request", format_number, -1),
     _of("preemption", "per second", "preemptions_per_s", format_number, -1),
+    _preempted("recompute"),
+    _preempted("swap"),
+    _Measure(
+        group="fairness",
+        label="service gap of tenants (tokens)",
+        value=lambda summary: summary.fairness_gap,
+        text=_count,
+        better=-1,
+        is_optional=True,
+    ),
     *_latency("queue delay", "ms", lambda summary: summary.queue_delay_s, _milliseconds),
     *_latency("TTFT", "ms", lambda summary: summary.ttft_s, _milliseconds),
     *_latency("ITL", "ms", lambda summary: summary.itl_s, _milliseconds),
     *_latency("end to end", "s", lambda summary: summary.e2e_s, format_number),
-    _forecast("p50", lambda error: error.p50),
-    _forecast("p90", lambda error: error.p90),
 )
+_FORECASTS = (_forecast("p50", lambda error: error.p50), _forecast("p90", lambda error: error.p90))
 
 
 def _pair(of: Callable[[Summary], Distribution], text: Callable[[float], str]) -> Callable[[Summary], str]:

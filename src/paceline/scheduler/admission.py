@@ -18,8 +18,9 @@ from paceline.scheduler.state import Figures, SchedulerState
 # Reasons for which a request is not admitted, in the order they are looked at.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # members of an enum are looked up slowly
-# Who waits for a prefix or for its own copy waits for no room: others may pass meanwhile.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP))
+# Who waits for a prefix or for its own copy waits for no room, and who leaves room leaves it to others: they may pass.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE))
+MOST_SPARING = 32  # requests of floods that are passed in one plan: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
 
@@ -43,6 +44,19 @@ class Admission:
         self._kept = 0  # blocks that are free and kept back for others
         self.remarks: dict[RequestId, str] = {}  # of this plan: why nobody gives its place to a request
         self.against = state.last_in
+        self._sparing = 0  # requests of this plan that leave room for others
+
+    def begin(self) -> None:
+        """A plan begins."""
+        self.remarks.clear()
+        self._sparing = 0
+
+    def may_be_passed(self, reason: Rule) -> bool:
+        """Whether those behind a request that waits for this may be asked in the same plan."""
+        if reason is Rule.SPARE:
+            self._sparing += 1
+            return self._sparing < MOST_SPARING and len(self._state.queue.tenants) > 1
+        return reason in PASSABLE
 
     def rows_left(self) -> int:
         """More may run than there should be by now: a dial or a lack of memory takes nobody's row away."""
@@ -51,9 +65,7 @@ class Admission:
 
     def refusal(self, request: Request) -> Rule | None:
         """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
-        if self.rows_left() < 1:
-            return NO_ROOM_ROWS
-        return self._refusal_on_a_row(request)
+        return self._no_row(request) or self._refusal_on_a_row(request)
 
     def lacking(self, request: Request) -> tuple[Rule | None, int]:
         """Why a waiting request could not be admitted if it had a row, and how many blocks more it would need."""
@@ -91,8 +103,9 @@ class Admission:
     def admit(self, request: Request) -> Rule | None:
         """Give a waiting request a row and its beginning; returns the reason when it has to wait."""
         state = self._state
-        if self.rows_left() < 1:
-            return NO_ROOM_ROWS
+        no_row = self._no_row(request)
+        if no_row is not None:
+            return no_row
         if request.host_places:
             return self._bring_back(request)
         beginning = self._beginning(request)
@@ -220,6 +233,20 @@ class Admission:
             return (fresh + 1,) * len(kv.groups)  # one more for the copy of the shared last block
         return kv.cost(beginning.match, request.num_tokens)
 
+    def _spare(self, request: Request) -> float:
+        """The share of rows and blocks that is to be left free beside a request; who runs alone leaves nothing."""
+        spare = getattr(self._state.policy, "spare", None)  # a `Sparing` one: asked too often for isinstance
+        if spare is None or not self._state.rows.num_live:
+            return 0.0
+        return float(spare(self._state.tenant_index(request.tenant)))
+
+    def _no_row(self, request: Request) -> Rule | None:
+        left = self.rows_left()
+        if left < 1:
+            return NO_ROOM_ROWS
+        spare = self._spare(request)
+        return Rule.SPARE if spare and left <= int(spare * self._state.most_rows) else None
+
     def _lacks(self, request: Request, cost: Needs) -> Rule | None:
         """None: room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
@@ -229,10 +256,11 @@ class Admission:
         if self._protects(request):
             return self._lacks_for_good(full, reserved, promised)
         watermark = state.config.watermark if state.rows.num_live else 0.0
+        spare = self._spare(request)
         least = self.free = 1 << 62
         for group, need, most, taken in zip(state.kv.groups, cost, full, reserved, strict=True):
             usable, free = group.pool.usable, group.free_for(None)
-            kept = promised + int(usable * watermark)
+            kept = promised + int(usable * max(watermark, spare))
             if free - need - kept < least:
                 least = free - need - kept
                 self.needed, self.free, self._kept = need, free, kept
@@ -240,7 +268,7 @@ class Admission:
                 self.needed, self.free, self._kept = most, usable - taken, 0
                 return Rule.RESERVE
             if need + kept > free:
-                return Rule.BLOCKS
+                return Rule.SPARE if spare else Rule.BLOCKS
         return None
 
     def _lacks_for_good(self, full: Needs, reserved: Needs, promised: int) -> Rule | None:

@@ -15,7 +15,7 @@ from paceline.core.events import NOBODY, DecisionKind, Rule
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler import shortage
-from paceline.scheduler.admission import NO_BUDGET, PASSABLE, Admission
+from paceline.scheduler.admission import NO_BUDGET, Admission
 from paceline.scheduler.columns import build_joins, build_spans, row_changes
 from paceline.scheduler.displacement import Displacement
 from paceline.scheduler.pace import make_pace, step_budget
@@ -53,7 +53,7 @@ class Composer:
         self.budget = self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
         self._at_length, self._held = False, _NO_ROWS
-        self.admission.remarks.clear()
+        self.admission.begin()
         self._promote()
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
@@ -364,7 +364,7 @@ class Composer:
                 self._span(request.row, min(self._left, cap))
             elif reason is not None:
                 self.admission.defer(request, reason)
-                if reason not in PASSABLE:
+                if not self.admission.may_be_passed(reason):
                     return False
                 self.passed.add(request.id)
         return self.admission.rows_left() > 0

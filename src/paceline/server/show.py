@@ -29,6 +29,7 @@ from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.logs import log
 from paceline.server.page import page_routes
+from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 
 HOST = "127.0.0.1"
@@ -115,7 +116,9 @@ def _bundle(recordings: Sequence[Recording], run: str, bundle: str) -> bytes:
 
 
 def _explain(number: int, recording: Recording) -> Route:
-    return explain_any_route(Explanations(recording), f"/v1/admin/recordings/{number}{SUFFIX}")
+    return explain_any_route(
+        Explanations(recording, RecentRequests()), f"/v1/admin/recordings/{number}{SUFFIX}"
+    )
 
 
 def _route(path: str, handler: Handler) -> Route:

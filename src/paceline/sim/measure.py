@@ -51,8 +51,12 @@ _GAP_CHUNK = 1 << 20
 class Meter:
     """All measuring of one run, of all its replicas."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(
+        self, workload: Workload, classes: tuple[tuple[str, ...], NDArray[np.int32]] | None = None
+    ) -> None:
+        """`classes` are the names of classes and which of them each request falls into; None: all are alike."""
         count = len(workload)
+        self._classes, self._service_class = classes or ((), np.empty(0, np.int32))
         self.num_ended = 0
         self.last_s = 0.0  # when the last thing happened
         self._workload = workload
@@ -115,6 +119,7 @@ class Meter:
         max_num_seqs: int,
         num_replicas: int,
         kv_total_slots: int,
+        preempted_by: Mapping[str, int] | None = None,
     ) -> RunRecord:
         """Everything so far as one value."""
         steps = np.frombuffer(bytes(self._steps), _STEP_DTYPE)
@@ -138,6 +143,9 @@ class Meter:
             kv_block_us=self._block_us,
             tenant=self._workload.tenant,
             outcome=self._outcome,
+            service_class=self._service_class,
+            classes=self._classes,
+            preempted_by=preempted_by or {},
             itl_s=self._gaps.values(),
             **{f"step_{name}": steps[name] for name in _STEP_COLUMNS},
         )

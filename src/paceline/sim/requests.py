@@ -21,6 +21,7 @@ from paceline.workload.model import Workload
 
 PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
 MAX_LEVELS = 1000
+MOST_CLASSES = 16  # that figures are kept apart for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,15 @@ def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int3
         raise InputError(f"priorities '{form}': LEVELS must lie between 1 and {MAX_LEVELS}")
     random = np.random.default_rng([seed, 0x7072696F])
     return random.integers(0, int(levels), len(workload), dtype=np.int32)
+
+
+def classes_of(form: str, priorities: NDArray[np.int32]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Names of the classes that requests fall into, and which one each falls into; nothing where all are alike."""
+    levels, index = np.unique(priorities, return_inverse=True)
+    if not 1 < len(levels) <= MOST_CLASSES:
+        return (), np.empty(0, np.int32)
+    names = {level: name for name, level in LEVELS.items()} if form == "class" else {}
+    return tuple(names.get(int(level), f"priority {level}") for level in levels), index.astype(np.int32)
 
 
 def draw_spot(form: str, workload: Workload) -> NDArray[np.bool_] | None:

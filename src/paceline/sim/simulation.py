@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +22,7 @@ from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
 from paceline.sim.measure import Meter
 from paceline.sim.replica import Replica
-from paceline.sim.requests import RequestSource, Wants, draw_priorities, draw_spot
+from paceline.sim.requests import RequestSource, Wants, classes_of, draw_priorities, draw_spot
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
 from paceline.watch.film import Watch
@@ -85,14 +86,15 @@ class Simulation:
         self.workload = with_bursts(workload, config.faults.bursts, config.seed)
         self._config = config
         self._on_progress = on_progress
-        self._meter = Meter(self.workload)
+        priorities = draw_priorities(config.priorities, self.workload, config.seed)
+        self._meter = Meter(self.workload, classes_of(config.priorities, priorities))
         self._loads = np.zeros(config.num_replicas, np.int64)
         self._router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
         self._source = RequestSource(
             self.workload,
             config.engine.kv.block_size,
-            priorities=draw_priorities(config.priorities, self.workload, config.seed),
+            priorities=priorities,
             spot=draw_spot(config.priorities, self.workload),
             wants=Wants(
                 deadline_s=config.deadline_s,
@@ -123,12 +125,16 @@ class Simulation:
     def record(self, label: str) -> RunRecord:
         config = self._config
         kv = self.replicas[0].engine.scheduler.state.kv
+        gave_way: Counter[str] = Counter()
+        for replica in self.replicas:
+            gave_way.update(replica.engine.scheduler.state.counters.preempted_by)
         return self._meter.record(
             label,
             config.described(),
             max_num_seqs=config.engine.scheduler.max_num_seqs,
             num_replicas=config.num_replicas,
             kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            preempted_by=gave_way,
         )
 
     def _arrive(self, index: int, now_s: float) -> None:

@@ -193,3 +193,25 @@ def test_json_never_holds_nan_whatever_a_summary_holds() -> None:
 def _style(cell: object) -> str:
     assert isinstance(cell, Text)
     return str(cell.style)
+
+
+def test_classes_tenants_and_ways_to_give_way_are_shown_where_there_are_any() -> None:
+    plain = printed(comparison_table([summary()]))
+    assert "by swap" not in plain and "service gap" not in plain and "by class" not in plain
+    waiting: dict[str, Any] = {"admitted_s": [1.0, 1.5], "first_token_s": [1.1, 1.6]}
+    both = summary(
+        "both",
+        tenant=[0, 1],
+        service_class=[1, 0],
+        classes=("interactive", "batch"),
+        preempted_by={"blocks:swap": 2, "place:swap": 1, "place:recompute": 4},
+        **waiting,
+    )
+    text = printed(comparison_table([summary(), both]))
+    assert line(text, "by recompute") == ["-", "4"] and line(text, "by swap") == ["-", "3"]
+    assert line(text, "fairness") == ["service", "gap", "of", "tenants", "(tokens)", "-", "0"]
+    assert line(text, "batch p50 (ms)") == ["-", "1,000"]
+    plain_values = to_json(both)
+    assert plain_values["preempted_by"] == {"blocks:swap": 2, "place:recompute": 4, "place:swap": 1}
+    by_class = plain_values["queue_delay_by_class_s"]
+    assert isinstance(by_class, dict) and by_class["interactive"]["p99"] == 1.0

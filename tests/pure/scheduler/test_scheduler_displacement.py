@@ -8,7 +8,6 @@ from paceline.config import PreemptionCosts
 from paceline.core.classes import LEVELS
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestState
-from paceline.scheduler.policy import fair
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # Waiting never pays, and neither does a copy.
@@ -138,11 +137,8 @@ def test_a_small_request_that_has_waited_takes_the_place_of_a_large_one() -> Non
     bench.run(limit=4000)
 
 
-def test_a_tenant_with_little_running_takes_the_place_of_one_that_floods(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fair, "FLOOD", 40.0)
-    bench = by_class(max_num_seqs=4, scheduling_policy="fair")
+def test_a_tenant_with_little_running_takes_the_place_of_one_that_floods() -> None:
+    bench = by_class(max_num_seqs=4, scheduling_policy="fair", flood_tokens=40)
     flood = [bench.add(prompt(8, start), 30, tenant="flood") for start in range(1, 9)]
     bench.step(6)
     quiet = bench.add(prompt(4, 20), 4, tenant="quiet")

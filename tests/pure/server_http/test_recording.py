@@ -13,6 +13,7 @@ import pytest
 from paceline.report.record import RunRecord
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
+from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 from paceline.server.show import about_values, show_routes
 from paceline.sim import simulate
@@ -58,11 +59,11 @@ def test_latencies_are_those_the_simulation_measured(run: tuple[Recording, RunRe
 
 def test_a_story_is_whole_and_unknown_requests_are_unknown(run: tuple[Recording, RunRecord]) -> None:
     recording, _ = run
-    told = asyncio.run(Explanations(recording).explain_number(7))
+    told = asyncio.run(Explanations(recording, RecentRequests()).explain_number(7))
     assert told["branches"][0]["state"] == "ended"
     assert "reached its length" in told["branches"][0]["sentences"][-1]
     with pytest.raises(UnknownRequestId):
-        asyncio.run(Explanations(recording).explain_number(10_000))
+        asyncio.run(Explanations(recording, RecentRequests()).explain_number(10_000))
 
 
 def test_what_the_page_asks_for_first(run: tuple[Recording, RunRecord]) -> None:

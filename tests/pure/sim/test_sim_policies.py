@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -53,3 +54,24 @@ def test_a_class_that_is_no_policy_is_refused_with_a_sentence(spec: str) -> None
 def test_the_page_names_every_policy() -> None:
     text = PAGE.read_text()
     assert [name for name in POLICIES if f"| `{name}` |" not in text] == []
+
+
+def test_the_table_tells_classes_tenants_and_ways_to_give_way_apart(tmp_path: Path) -> None:
+    load = ["--trace", "multi-tenant", "--num-requests", "120", "--rate", "60", "--num-blocks", "200"]
+    flags = [
+        "--priorities",
+        "random:2",
+        "--scheduling-policy",
+        "priority",
+        "--json",
+        str(tmp_path / "run.json"),
+    ]
+    done = CliRunner().invoke(app, ["sim", *load, *flags])
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads((tmp_path / "run.json").read_text())["runs"]
+    found = run["summary"]
+    assert set(found["queue_delay_by_class_s"]) == {"priority 0", "priority 1"}
+    first, last = (found["queue_delay_by_class_s"][f"priority {level}"]["mean"] for level in (0, 1))
+    assert first < last
+    assert found["preemptions"] == sum(found["preempted_by"].values()) > 0
+    assert found["fairness_gap"] > 0

@@ -22,6 +22,7 @@ POLICY_OPTIONS = frozenset(
     (
         "ageing_s",
         "first_token_s",
+        "flood_tokens",
         "long_prefill_share",
         "output_handicap_ms",
         "output_token_cost",
@@ -38,7 +39,9 @@ def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy
     if config.scheduling_policy == "fair":
         counted = before if isinstance(before, FairShare) else None
         weights = parse_weights(config.tenant_weights)
-        return FairShare(config.long_prefill_share, weights, config.output_token_cost, counted)
+        return FairShare(
+            config.long_prefill_share, weights, config.output_token_cost, config.flood_tokens, counted
+        )
     make = _MAKERS.get(config.scheduling_policy)
     if make is None:
         raise ConfigError(f"unknown scheduling policy {config.scheduling_policy!r}")

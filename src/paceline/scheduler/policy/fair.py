@@ -1,8 +1,9 @@
 """A fair share for every tenant: whoever was served least goes first, and whoever was served most gives way.
 
 Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. Who comes back to wait
-starts at the least counter among those that wait: nobody saves up service by staying away. A tenant that has much more
-running than another gives up places to it, until it has not, if it has had requests waiting for long.
+starts at the least counter among those that wait: nobody saves up service by staying away. A tenant that has had
+requests waiting for long floods: if it has much more running than another it gives up places to it, and it leaves some
+room for those that come and go.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 MAX_COUNTERS = 8192
-FLOOD = 8192.0  # tokens by weight: who was served so many while it always had more waiting asks for more than its share
+SPARE = 0.2  # of rows and blocks, that a flood leaves free
+RECENT = 8.0  # times what makes a flood: after so many tokens it expects nobody back who has stayed away
 TIMES_MORE = 4.0  # what a tenant has running, by weight, before its requests give their places to another's
 
 
@@ -29,14 +31,18 @@ class FairShare(FirstComeFirstServed):
         long_prefill_share: float,
         weights: Mapping[str, float],
         output_cost: float,
+        flood_tokens: float = 8192.0,
         before: FairShare | None = None,
     ) -> None:
         super().__init__(long_prefill_share)
         self._by_name = weights
         self._output_cost = output_cost
+        # Who was served so many by weight while it always had more waiting asks for more than its share.
+        self._flood_tokens = flood_tokens
         self._weights: dict[int, float] = {} if before is None else before._weights.copy()
         self.counters: dict[int, float] = {} if before is None else before.counters.copy()
         self._began: dict[int, float] = {}  # what its counter was when a tenant came to wait
+        self._newest: tuple[int, ...] = ()  # the two tenants that came to wait last
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
         """The tenant's counter as it will be when those of its requests that come before have been admitted."""
@@ -67,7 +73,20 @@ class FairShare(FirstComeFirstServed):
         given: NDArray[np.bool_] = (floods & (tokens / weights > TIMES_MORE * most))[which]
         return given
 
+    def spare(self, tenant: int) -> float:
+        """A flood leaves room where others have lately come and gone."""
+        if not self._has_waited_long(tenant):
+            return 0.0
+        since = self.counter(tenant) - RECENT * self._flood_tokens
+        others = (other for other in self._newest if other != tenant)
+        come_and_go = any(
+            self.counter(other) > since and not self._has_waited_long(other) for other in others
+        )
+        return SPARE if come_and_go else 0.0
+
     def began(self, tenant: int, name: str, waiting: Collection[int]) -> None:
+        if tenant not in self._newest[:1]:
+            self._newest = (tenant, *self._newest[:1])
         self._weights[tenant] = self._by_name.get(name, 1.0)
         self._began[tenant] = self.counter(tenant)
         if not waiting:
@@ -88,8 +107,12 @@ class FairShare(FirstComeFirstServed):
 
     def _floods(self, tenant: int, other: int) -> bool:
         """Whether a tenant has long had more waiting than it was served, and was served more than another."""
+        return self.counter(tenant) > self.counter(other) and self._has_waited_long(tenant)
+
+    def _has_waited_long(self, tenant: int) -> bool:
+        """Whether it was served much while it always had more waiting."""
         counter = self.counter(tenant)
-        return counter > self.counter(other) and counter - self._began.get(tenant, counter) > FLOOD
+        return counter - self._began.get(tenant, counter) > self._flood_tokens
 
     def counter(self, tenant: int) -> float:
         return self.counters.get(tenant, 0.0)
