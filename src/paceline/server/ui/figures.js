@@ -145,7 +145,7 @@ export function drawTenants(place, scene) {
       name.textContent = each.name;
       name.title = each.name;
       bar.style.setProperty("--share", `${(100 * each.rows) / rows}%`);
-      line.append(name, bar, `${each.rows} rows, ${percent(each.blocks / all)} of KV`);
+      line.append(name, bar, `${each.rows} row${each.rows === 1 ? "" : "s"}, ${percent(each.blocks / all)} of KV`);
       return line;
     }),
   );

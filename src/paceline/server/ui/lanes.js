@@ -114,7 +114,7 @@ export class Lanes {
     this.fit(numSlots, now);
     this.now = now;
     // A frame in which nothing would move by a pixel is not drawn: the time between two of them is that of others.
-    const at = `${this.x(now)} ${this.scroll.scrollTop}`;
+    const at = this.stage.segments.length ? `${this.x(now)} ${this.scroll.scrollTop}` : "empty";
     if (at === this.drawnAt) return;
     this.drawnAt = at;
     const pen = this.canvas.getContext("2d"), scale = this.scale, left = this.canvas.width - this.span;
