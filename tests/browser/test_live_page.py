@@ -205,9 +205,10 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_refused(server: ClientServer, vie
 
 
 def test_screenshots_wide_and_narrow_light_and_dark(server: ClientServer, viewer: Viewer) -> None:
-    with crowd(server, 6):
-        for name, size, dark in (("wide", WIDE, False), ("narrow", NARROW, False), ("wide-dark", WIDE, True)):
-            with viewer.view(server.url, size=size, dark=dark, key=ADMIN) as view:
+    for name, size, dark in (("wide", WIDE, False), ("narrow", NARROW, False), ("wide-dark", WIDE, True)):
+        with viewer.view(server.url, size=size, dark=dark, key=ADMIN) as view:
+            view.wait("stage.scene !== null")
+            with crowd(server, 6):
                 view.wait("stage.steps.length > 20")
                 view.wait_for_pixels("blocks", "held")
                 assert view.fits()
