@@ -27,7 +27,7 @@ serve: $(STAMP) ## Serve a model over HTTP: make serve ARGS="--port 9000"
 	@$(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
-	@$(PYTEST) tests --ignore=tests/mutants -n auto
+	@$(PYTEST) tests --ignore=tests/mutants -n auto --dist loadgroup
 	@$(PYTEST) tests/mutants
 	@$(BIN)/python -m tests.dst $(DST_ARGS)
 

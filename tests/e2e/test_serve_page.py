@@ -99,3 +99,21 @@ def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> Non
     assert joined, "nobody was seen to come"
     told = json.loads(ask(server, "GET", f"/v1/admin/requests/{min(joined)}/explain", key=ADMIN)[2])
     assert told["branches"][0]["sentences"]
+
+
+def test_an_engine_that_nobody_watches_any_more_pays_nothing(server: ClientServer) -> None:
+    assert watch(server, 2)
+    spent, steps = 0.0, 0.0
+
+    def has_stopped() -> bool:
+        """Whether two hundred steps went by for nothing."""
+        nonlocal spent, steps
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 50, "ignore_eos": True}
+        assert ask(server, "POST", "/v1/completions", body, KEY)[0] == 200
+        now = server.metric("watch_cpu_seconds_total")
+        if now != spent:
+            spent, steps = now, server.metric("engine_steps_total")
+        return server.metric("engine_steps_total") >= steps + 200
+
+    server.wait_until(has_stopped)
+    assert 0 < spent < server.metric("engine_cpu_seconds_total")

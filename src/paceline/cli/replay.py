@@ -7,20 +7,26 @@ file is no log that can be replayed. The replay itself is in `sim.replay`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.show import SHOW, page_port, show_options, show_page
 from paceline.config import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.audit.runlog import RunLog
+    from paceline.core.policy import Policy
+    from paceline.server.recording import Recording
     from paceline.sim.replay import ReplayReport
 
+PROGRESS_STEPS = 200
 HELP = """
 Run a recorded schedule again: the scheduler gets every input and every result of a run log at its recorded time,
 and each of its plans and decisions must be the recorded one. Says "identical", or names the first difference.
@@ -29,6 +35,9 @@ and each of its plans and decisions must be the recorded one. Says "identical", 
   paceline sim --rate 20 --log run.jsonl.gz
   paceline serve --run-log run.jsonl.gz
   paceline replay run.jsonl.gz
+  paceline replay run.jsonl.gz --ui
+
+--ui plays the run on the live page, step by step, as far as it is identical.
 
 The log of a server that was killed ends in the middle of a line: --allow-cut replays everything before it.
 Exits with 0 when everything is identical, 1 when something differs, 2 when the file cannot be replayed.
@@ -60,6 +69,7 @@ PANELS = (
             Flag(name="json"),
         ),
     ),
+    SHOW,
 )
 
 
@@ -68,12 +78,12 @@ def add_replay(app: typer.Typer) -> None:
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    options = ReplayOptions(**values)
+    own = {spec.name for spec in fields(ReplayOptions)}
+    options = ReplayOptions(**{name: value for name, value in values.items() if name in own})
     if not options.log:
         raise InputError("say which log to replay: paceline replay run.jsonl.gz")
 
-    from paceline.audit.runlog import CutLog, read_run_log
-    from paceline.sim.replay import replay
+    from paceline.audit.runlog import read_run_log
 
     log = read_run_log(options.log, allow_cut=options.allow_cut)
     policy = None
@@ -81,13 +91,53 @@ def _run(values: Mapping[str, Any]) -> None:
         from paceline.scheduler.policy.own import load_policy
 
         policy = load_policy(options.scheduling_policy, log.config.scheduler)
-    try:
-        report = replay(log, output=options.output or None, policy=policy)
-    except CutLog as problem:
-        raise InputError(f"{problem}; --allow-cut replays them") from problem
-    typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
+    with page_port(show_options(values)) as bound:
+        recording = None if bound is None else _recording(log)
+        report = _replayed(log, options, policy, recording)
+        typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
+        if bound is not None and recording is not None:
+            if not recording.times:
+                raise InputError(f"{options.log} has no step that could be shown")
+            show_page([recording], bound)
     if not report.is_equal:
         raise typer.Exit(1)
+
+
+def _recording(log: RunLog) -> Recording:
+    from paceline.server.recording import Recording
+
+    return Recording(log.path.name, num_rows=log.config.scheduler.max_num_seqs, device="recorded")
+
+
+def _replayed(
+    log: RunLog, options: ReplayOptions, policy: Policy | None, recording: Recording | None
+) -> ReplayReport:
+    from paceline.audit.runlog import CutLog
+    from paceline.sim.replay import replay
+
+    watch = None if recording is None else recording.watch
+    try:
+        with _progress() as on_step:
+            return replay(log, output=options.output or None, policy=policy, watch=watch, on_progress=on_step)
+    except CutLog as problem:
+        raise InputError(f"{problem}; --allow-cut replays them") from problem
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Steps so far, on a terminal; how many there are nobody knows before the end."""
+    if not sys.stderr.isatty():
+        yield lambda num_steps: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("replaying") as status:
+
+        def update(num_steps: int) -> None:
+            if num_steps % PROGRESS_STEPS == 0:
+                status.update(f"replaying: {num_steps:,} steps")
+
+        yield update
 
 
 def _sentence(log: RunLog, report: ReplayReport) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from paceline.cli.options import add_command
+from paceline.cli.show import ShowOptions, page_port, show_options, show_page
 from paceline.cli.sim_options import HELP, PANELS, SimOptions
 
 
@@ -21,9 +22,9 @@ def add_sim(app: typer.Typer) -> None:
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    own = {spec.name for spec in fields(SimOptions)}
+    own, shown = ({spec.name for spec in fields(config)} for config in (SimOptions, ShowOptions))
     options = SimOptions(**{name: value for name, value in values.items() if name in own})
-    engine = {name: value for name, value in values.items() if name not in own and value is not None}
+    engine = {name: value for name, value in values.items() if name not in own | shown and value is not None}
 
     if options.calibrate or options.compare:
         from paceline.cli.sim_calibrate import run_calibration
@@ -32,10 +33,14 @@ def _run(values: Mapping[str, Any]) -> None:
         return
 
     from paceline.cli.sim_output import Outputs, print_results, write_files
-    from paceline.cli.sim_plan import plan_runs, run_all
+    from paceline.cli.sim_plan import plan_runs, recordings_of, run_all
 
     outputs = Outputs.checked(options)
     runs = plan_runs(options, engine)
-    results = run_all(runs, outputs.log)
-    print_results(results, options)
-    write_files(results, options, outputs)
+    with page_port(show_options(values)) as bound:
+        recordings = None if bound is None else recordings_of(runs)
+        results = run_all(runs, outputs.log, recordings)
+        print_results(results, options)
+        write_files(results, options, outputs)
+        if bound is not None and recordings is not None:
+            show_page(list(recordings.values()), bound)

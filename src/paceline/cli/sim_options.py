@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import DIAL, FORMING, POLICY, depth_panel
+from paceline.cli.show import SHOW
 from paceline.config import KVConfig, SchedulerConfig, check_options, option
 from paceline.core.sampling import MAX_WISH_MS
 
@@ -24,11 +25,12 @@ model. Prints a column of measures for each mode.
 \b
   paceline sim --mode continuous,dynamic,static --rate 20
   paceline sim --trace requests.csv --rate 5,10,20,40 --plot curve.png --json curve.json
+  paceline sim --mode continuous,static --rate 20 --ui
 
 --plot draws throughput and latency over the rate, with the knee. Around a single rate, or around recorded
 arrivals, it runs {", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate as well. Beside it,
-curve.timeline.png shows the batch over time at the rate given (the highest of several). The same command
-gives the same numbers.
+curve.timeline.png shows the batch over time at the rate given (the highest of several). --ui plays the runs on the
+live page when they are done. The same command gives the same numbers.
 
 \b
   paceline sim --calibrate run.jsonl.gz                          # a cost model from a run of `serve --run-log`
@@ -219,4 +221,5 @@ PANELS = (
             Flag(name="log", metavar="FILE"),
         ),
     ),
+    SHOW,
 )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.lists import split_list
 from paceline.cli.sim_options import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
@@ -25,6 +25,9 @@ from paceline.sim import Machine, SimConfig, engine_config, host_costs, parse_fa
 from paceline.sim.cost_files import load_cost_model
 from paceline.workload import Workload, load_workload
 from paceline.workload.generators import GENERATORS
+
+if TYPE_CHECKING:
+    from paceline.server.recording import Recording
 
 SLO_NAMES = ("ttft", "itl", "e2e")
 
@@ -105,7 +108,26 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     return runs
 
 
-def run_all(runs: Sequence[Run], log: Path | None) -> list[Result]:
+def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:
+    """What the page will show of each run that was asked for, by its label."""
+    from paceline.server.recording import Recording
+
+    asked = [run for run in runs if run.asked]
+    if any(run.config.num_replicas > 1 for run in asked):
+        raise InputError("--ui shows one engine of a run; use --replicas 1")
+    return {
+        run.label: Recording(
+            run.label,
+            num_rows=run.config.engine.scheduler.max_num_seqs,
+            device=f"{run.config.machine.model.name} on {run.config.machine.device.name}, simulated",
+        )
+        for run in asked
+    }
+
+
+def run_all(
+    runs: Sequence[Run], log: Path | None, recordings: Mapping[str, Recording] | None = None
+) -> list[Result]:
     """Run them in order, with a bar for each on a terminal."""
     last_asked = {run.mode: run for run in runs if run.asked}
     results = []
@@ -116,6 +138,7 @@ def run_all(runs: Sequence[Run], log: Path | None) -> list[Result]:
                 run.workload,
                 label=run.label,
                 recorder=_recorder(run, log) if run.asked and log is not None else None,
+                watch=recordings[run.label].watch if recordings and run.asked else None,
                 on_progress=bar_for(run),
             )
             summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)

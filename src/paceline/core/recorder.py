@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.events import Decision
+from paceline.core.events import Decision, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.values import value
 
@@ -44,6 +44,18 @@ class StepWatcher(Protocol):
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None: ...
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None: ...
+
+
+class RunWatcher(StepWatcher, Protocol):
+    """Looks on from the first step of a run to its last, whether it happens or is replayed."""
+
+    def told(self, events: StepEvents) -> None:
+        """What became known to those who asked."""
+        ...
+
+    def close(self, decisions: Sequence[Decision], time_s: float) -> None:
+        """The run is over; `decisions` came after the last plan."""
+        ...
 
 
 class BothRecorders:

@@ -7,7 +7,7 @@ takes writes nobody reads and is never handed out. Knows nothing of requests, ro
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 NULL_BLOCK = 0
+REMEMBERED = 512  # of the blocks that were evicted last
 
 
 class EvictionOrder(Protocol):
@@ -70,6 +71,7 @@ class BlockPool:
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
         self.num_free = num_blocks - 1  # on the stack and waiting for eviction
         self.num_evicted = 0
+        self.evicted_last: deque[int] = deque(maxlen=REMEMBERED)  # for whoever looks on
         self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.
@@ -139,6 +141,7 @@ class BlockPool:
         """Take `count` blocks out of the eviction order; their prefixes are gone."""
         evicted = self.evictable.pick(count)
         self.num_evicted += count
+        self.evicted_last.extend(evicted)
         self._on_evict(evicted)
         blocks = np.array(evicted, np.int64)
         self.cached[blocks] = False

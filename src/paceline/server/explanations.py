@@ -21,7 +21,7 @@ _NOW = {"waiting": "is waiting for its turn now", "running": "is running now"}
 class Explanations:
     """The requests that can still be explained."""
 
-    def __init__(self, client: EngineClient, recent: RecentRequests) -> None:
+    def __init__(self, client: EngineClient | ExplainingClient, recent: RecentRequests) -> None:
         self._client = client
         self._recent = recent
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import msgspec
 
 from paceline import __version__
+from paceline.config import POLICIES
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import openai_error_frame
 from paceline.server.api.route import Route
@@ -30,6 +31,7 @@ def watch_routes(
             "version": __version__,
             "model": model_name(),
             "engine": asdict(client.info),
+            "policies": POLICIES,
             "latency_bounds": latency_bounds(requests),
         }
         return Answer(body=msgspec.json.encode(values))

@@ -85,6 +85,8 @@ class EngineStats:
     fairness_gap: float | None = None  # between tenants that wait, in tokens; None: nobody keeps accounts
     next_place_s: float | None = None  # until a running request is thought to end; None: nobody knows
     rejected_frames: int = 0  # messages between the processes that were not understood, on either side
+    watch_cpu_s: float = 0.0  # of the engine's process, spent on showing it to a page; part of `cpu_s`
+    cpu_s: float = 0.0  # of the engine's process, all threads
     dial: DialStatus = field(default_factory=DialStatus)
 
 

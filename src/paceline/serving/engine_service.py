@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +129,8 @@ class EngineService:
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
         self._sight.rest()
         rejected = self._channel.rejects.total
-        self._outbox.put_stats(stats_of(self._engine, self._busy_s, rejected))
+        stats = stats_of(self._engine, self._busy_s, rejected)
+        self._outbox.put_stats(replace(stats, watch_cpu_s=self._sight.cpu_s, cpu_s=time.process_time()))
 
     def _deliver(self) -> None:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""

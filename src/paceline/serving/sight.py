@@ -1,47 +1,69 @@
 """What a watching page is shown, made in the engine's process: a film while somebody looks, each cut as JSON.
 
 The first look begins a film; who does not look again for a few seconds ends it, so that an engine nobody watches pays
-nothing, whatever became of the page. Blocks travel as two bits each. Knows nothing of pages.
+nothing, whatever became of the page. What watching costs this process is counted and told with every look. Blocks
+travel as two bits each. Knows nothing of pages.
 """
 
 from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.events import Decision
+from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
+from paceline.serving.energy import Energy
 from paceline.watch.film import Cut, Film, StepGlimpse
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
-_PLACES = np.array([1, 4, 16, 64], np.uint8)  # of four blocks in a byte
+_WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
 class Sight:
-    """Looks at one engine."""
+    """Looks at one engine, through a film that it takes off again, and knows what that has cost."""
 
     def __init__(self, engine: Engine) -> None:
+        self.cpu_s = 0.0  # of this thread, spent on watching since the start
         self._engine = engine
+        self._energy = Energy()
         self._film: Film | None = None
         self._looked_s = 0.0
 
     def look(self) -> bytes:
         """What happened since the last look, and how things stand now."""
+        started_s = time.thread_time()
         self._looked_s = time.monotonic()
         is_first = self._film is None
         if self._film is None:
-            self._film = self._engine.watcher = Film(self._engine.scheduler.state)
-        return msgspec.json.encode({"first": is_first, **cut_values(self._film.cut())})
+            self._film = Film(self._engine.scheduler.state)
+            self._engine.watcher = self
+        costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
+        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(self._film.cut())})
+        self.cpu_s += time.thread_time() - started_s
+        return seen
 
     def rest(self) -> None:
         """Stop when nobody has looked for a while."""
         if self._film is not None and time.monotonic() - self._looked_s > PATIENCE_S:
             self._film = self._engine.watcher = None
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        started_s = time.thread_time()
+        assert self._film is not None
+        self._film.submitted(plan, decisions, time_s)
+        self.cpu_s += time.thread_time() - started_s
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        assert self._film is not None
+        self._film.completed(seq, time_s, failed=failed)
 
 
 def cut_values(cut: Cut) -> dict[str, Any]:
@@ -50,7 +72,9 @@ def cut_values(cut: Cut) -> dict[str, Any]:
         "steps": [_step_values(step) for step in cut.steps],
         "done": [list(done) for done in cut.done],
         "dropped": cut.dropped,
+        "evicted": cut.evicted,
         "cleared": cut.cleared,
+        "ended": cut.ended,
         "scene": scene_values(cut.scene),
     }
 
@@ -70,6 +94,7 @@ def scene_values(scene: Scene) -> dict[str, Any]:
         "num_waiting": scene.num_waiting,
         "num_blocks": [len(kinds) for kinds in scene.blocks],
         "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in scene.blocks],
+        "saved": scene.saved,
         "evicted": scene.evicted,
         "preempted": scene.preempted,
         "swapped": scene.swapped,
@@ -83,8 +108,8 @@ def packed(kinds: NDArray[np.uint8]) -> bytes:
     """Four blocks in a byte, the first in the lowest bits."""
     padded = np.zeros(-(-len(kinds) // 4) * 4, np.uint8)
     padded[: len(kinds)] = kinds
-    words: NDArray[np.uint8] = (padded.reshape(-1, 4) * _PLACES).sum(1, dtype=np.uint8)
-    return words.tobytes()
+    words = padded.view(_WORD)
+    return (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8).tobytes()
 
 
 def _step_values(step: StepGlimpse) -> dict[str, Any]:

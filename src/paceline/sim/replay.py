@@ -40,7 +40,9 @@ from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, 
 from paceline.factory import build_scheduler
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+from paceline.watch.film import Watch
 
+Progress = Callable[[int], None]  # steps replayed
 MAX_SHOWN = 120  # characters of a value in a message
 NOTHING = "nothing"
 
@@ -89,13 +91,16 @@ def replay(
     output: str | Path | TextIO | None = None,
     policy: Policy | None = None,
     observer: ReplayObserver | None = None,
+    watch: Watch | None = None,
+    on_progress: Progress = lambda num_steps: None,
 ) -> ReplayReport:
     """Run a log again and compare. `output` takes the log of the replay: the same bytes if nothing differs.
 
-    `policy` is for a run that was given a policy of its own instead of one its config names.
+    `policy` is for a run that was given a policy of its own instead of one its config names. `watch` makes somebody
+    who looks on, as far as the replay gets.
     """
     log.check_decisions()
-    replayer = _Replayer(log, policy, observer)
+    replayer = _Replayer(log, policy, observer, watch)
     if isinstance(output, str | Path) and Path(output).resolve() == log.path.resolve():
         raise InputError(f"{output} is the log to replay; write the replay to another file")
     file = None if output is None else LineFile(output)
@@ -108,12 +113,14 @@ def replay(
         for logged in log:
             replayer.step(logged)
             num_steps += 1
+            on_progress(num_steps)
         logged = log.end
         replayer.finish(log.end)
     except _Differs as found:
         assert logged is not None
         difference = found.at(logged)
     finally:
+        replayer.close()
         if file is not None:
             file.close()
     return ReplayReport(num_steps=num_steps, complete=log.end is not None, difference=difference)
@@ -148,7 +155,9 @@ class _Underway:
 class _Replayer:
     """One scheduler, fed from one log."""
 
-    def __init__(self, log: RunLog, policy: Policy | None, observer: ReplayObserver | None) -> None:
+    def __init__(
+        self, log: RunLog, policy: Policy | None, observer: ReplayObserver | None, watch: Watch | None
+    ) -> None:
         self._observer = observer
         self.write: Callable[[str], None] = lambda line: None
         self._clock = ManualClock(-math.inf)
@@ -165,6 +174,8 @@ class _Replayer:
         self._encoder = LineEncoder()
         self._generations = Generations()
         self._underway: dict[int, _Underway] = {}
+        self._last: Sequence[Decision] = ()  # decisions after the last plan
+        self._watcher = None if watch is None else watch(self._state)
 
     def step(self, logged: LoggedStep) -> None:
         """Everything up to the plan of one step, compared with its line."""
@@ -198,6 +209,8 @@ class _Replayer:
         self._underway[plan.seq] = _Underway(logged, text, result)
         if self._observer is not None:
             self._observer.planned(self._state, plan, logged)
+        if self._watcher is not None:
+            self._watcher.submitted(plan, decisions, self._state.now_s)
 
     def finish(self, end: LoggedEnd | None) -> None:
         """What came after the last plan. A log that was not closed ends with the steps it has."""
@@ -207,10 +220,16 @@ class _Replayer:
             return
         if self._feed(end) is not None:
             raise _Differs("inputs", "no further plan", "a plan")
-        text = self._encoder.end(*self._taken(end))
+        inputs, self._last = self._taken(end)
+        text = self._encoder.end(inputs, self._last)
         if text != end.text:
             raise _Differs("line", end.text, text)
         self.write(text)
+
+    def close(self) -> None:
+        """It went as far as it goes."""
+        if self._watcher is not None:
+            self._watcher.close(self._last, self._state.now_s)
 
     def _feed(self, logged: LoggedStep | LoggedEnd) -> StepPlan | None:
         """Feed the inputs of a line. Returns its plan, if one of the inputs shows that it was made here."""
@@ -273,6 +292,9 @@ class _Replayer:
         assert step.result is not None, "the step failed and has no result"
         self._scheduler.update(step.result)
         self._completed(step)
+        events = self._scheduler.take_events()  # nobody asked; they must not pile up
+        if self._watcher is not None:
+            self._watcher.told(events)
 
     def _failed(self) -> None:
         self._scheduler.recover()
@@ -284,6 +306,8 @@ class _Replayer:
     def _completed(self, step: _Underway) -> None:
         _compare(f"t_done of step {step.logged.seq}", step.logged.t_done, plain(self._state.now_s))
         self.write(step.text)
+        if self._watcher is not None:
+            self._watcher.completed(step.logged.seq, self._state.now_s, failed=step.result is None)
 
 
 class _RecordedHooks:

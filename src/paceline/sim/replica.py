@@ -10,7 +10,7 @@ from paceline.config import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.hooks import NoHooks
-from paceline.core.recorder import StepRecorder
+from paceline.core.recorder import RunWatcher, StepRecorder
 from paceline.core.request import Request, RequestId
 from paceline.errors import (
     DeadlineImpossible,
@@ -75,7 +75,12 @@ class Replica:
             make_checker=InvariantChecker if config.check else None,
         )
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)
+        self._watcher: RunWatcher | None = None
         self._step = self.engine.step_overlapped if self.engine.depth else self.engine.step
+
+    def watch(self, watcher: RunWatcher) -> None:
+        """Let somebody look on, from before the first step."""
+        self._watcher = self.engine.watcher = watcher
 
     def add(self, request: Request, now_s: float) -> None:
         """A request arrives; one that can never run, or finds the queue full, is refused."""
@@ -123,6 +128,8 @@ class Replica:
 
     def close(self) -> None:
         self._collect(self.engine.drain())
+        if self._watcher is not None:
+            self._watcher.close(tuple(self.engine.scheduler.state.decisions), self.clock.now())
         self.engine.close()
 
     def _next_chance_s(self) -> float | None:
@@ -143,6 +150,8 @@ class Replica:
         return now_s + RETRY_S
 
     def _collect(self, events: StepEvents) -> None:
+        if self._watcher is not None:
+            self._watcher.told(events)
         for tokens in events.tokens:
             self._meter.tokens(tokens)
             self._loads[self.number] += len(tokens.requests)

@@ -25,6 +25,7 @@ from paceline.sim.requests import RequestSource, Wants, classes_of, draw_priorit
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
 from paceline.watch.measure import Meter
+from paceline.watch.film import Watch
 from paceline.workload.model import Workload
 
 Progress = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds
@@ -41,13 +42,16 @@ def simulate(
     *,
     label: str = "run",
     recorder: StepRecorder | None = None,
+    watch: Watch | None = None,
     on_progress: Progress = _silent,
 ) -> RunRecord:
-    """Run `workload` to its end. A recorder gets the log of the engine, of which there must then be one."""
+    """Run `workload` to its end. Who records or watches does so to one engine, of which there must then be one."""
     if not len(workload):
         raise InputError(f"{workload.name}: there are no requests to simulate")
     if recorder is not None and config.num_replicas > 1:
         raise InputError("a run log records one engine; use one replica")
+    if watch is not None and config.num_replicas > 1:
+        raise InputError("one engine can be watched at a time; use one replica")
     try:
         simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
     except MemoryError as error:
@@ -55,6 +59,9 @@ def simulate(
             "the simulated engines do not fit into this machine's memory; lower --replicas, --max-num-seqs, "
             "--max-model-len or --num-blocks"
         ) from error
+    if watch is not None:
+        (replica,) = simulation.replicas
+        replica.watch(watch(replica.engine.scheduler.state))
     try:
         simulation.run()
     except InvariantViolation as violation:

@@ -1,22 +1,27 @@
 """What happened in an engine since the last cut: steps, who came onto a row and left it, and what was decided.
 
 Attached to an engine while somebody watches and taken off afterwards; an engine nobody watches pays nothing. A step
-costs a few tuples and its changes, never its batch. What is not fetched in time is dropped from its oldest end and
-counted. It must not know who watches, nor how a cut travels.
+costs one tuple; what it says is put together when somebody looks. What is not fetched in time is dropped from its
+oldest end and counted. It must not know who watches, nor how a cut travels.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan
+from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.scene import Scene, scene_of
 
+Watch = Callable[[SchedulerState], RunWatcher]  # makes somebody who looks on at the engine of that state
 MOST_STEPS = 4096  # between two cuts
 # What a lane or a story shows; who waited for what is asked for by request.
 TOLD = frozenset(
@@ -46,11 +51,12 @@ class Joined(NamedTuple):
 class Noted(NamedTuple):
     """One decision, as far as a picture shows it."""
 
-    kind: str
+    kind: str  # a DecisionKind
     request: int
-    rule: str
+    rule: str  # a Rule
     value: int
     against: int
+    time_s: float
 
 
 @value
@@ -91,7 +97,11 @@ class Cut:
     steps: tuple[StepGlimpse, ...]
     done: tuple[Done, ...]
     dropped: int  # steps that were not fetched in time
+    evicted: tuple[
+        tuple[int, ...], ...
+    ]  # by layer group: blocks whose prefix was given up, by place in `Scene.blocks`
     cleared: bool  # a step failed after the newest one of these
+    ended: tuple[Noted, ...]  # endings since the newest step; the next one notes them too
     scene: Scene
 
 
@@ -100,44 +110,36 @@ class Film:
 
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
         self._state = state
-        self._most = most
-        self._steps: deque[StepGlimpse] = deque()
+        self.most = most
+        self._steps: deque[_Note] = deque()
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
+        self._evicted = [group.pool.num_evicted for group in state.kv.groups]  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
-        state, work = self._state, plan.work
-        if len(self._steps) >= self._most:
+        state = self._state
+        if len(self._steps) >= self.most:
             self._steps.popleft()
             self._dropped += 1
-        pools = [group.pool for group in state.kv.groups]
+        joined = plan.joins.row
         self._steps.append(
-            StepGlimpse(
-                seq=plan.seq,
-                time_s=time_s,
-                cleared=self._cleared,
-                decode_rows=work.decode_rows,
-                prefill_tokens=work.prefill_tokens,
-                padding=plan.pad_tokens + plan.padding_rows,
-                swap_blocks=work.swap_blocks,
-                budget=state.flights[-1].budget if state.flights else 0,
-                running=state.rows.num_live,
-                waiting=len(state.queue),
-                blocks_free=sum(pool.num_free for pool in pools),
-                leaves=tuple(plan.leaves.tolist()),
-                joins=self._joined(plan),
-                spans=tuple(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)),
-                decode_added=tuple(plan.decode_rows.added.tolist()),
-                decode_removed=tuple(plan.decode_rows.removed.tolist()),
-                notes=tuple(_noted(decision) for decision in decisions if decision.kind in TOLD),
+            _Note(
+                plan,
+                decisions,
+                time_s,
+                self._cleared,
+                state.flights[-1].budget if state.flights else 0,
+                state.rows.num_live,
+                len(state.queue),
+                sum([group.pool.num_free for group in state.kv.groups]),
+                state.rows.request_id[joined] if len(joined) else joined,
             )
         )
-
         self._cleared = False
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
-        if len(self._done) >= self._most:
+        if len(self._done) >= self.most:
             self._done.popleft()
         self._done.append(Done(seq, time_s, failed))
         self._cleared = self._cleared or failed
@@ -145,10 +147,12 @@ class Film:
     def cut(self) -> Cut:
         """Hand out what was noted and begin anew."""
         cut = Cut(
-            steps=tuple(self._steps),
+            steps=tuple([_glimpse(note) for note in self._steps]),
             done=tuple(self._done),
             dropped=self._dropped,
+            evicted=self._newly_evicted(),
             cleared=self._cleared,
+            ended=tuple(_noted(each) for each in self._state.decisions if each.kind is DecisionKind.FINISH),
             scene=scene_of(self._state),
         )
         self._steps.clear()
@@ -156,25 +160,64 @@ class Film:
         self._dropped = 0
         return cut
 
-    def _joined(self, plan: StepPlan) -> tuple[Joined, ...]:
-        joins = plan.joins
-        if not len(joins.row):
-            return ()
-        rows = joins.row.tolist()
-        sources = dict(zip(plan.row_copies.target.tolist(), plan.row_copies.source.tolist(), strict=True))
-        requests = self._state.rows.request_id[joins.row].tolist()
-        columns = zip(
-            joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist(), strict=True
-        )
-        return tuple(
-            Joined(row, request, num_prompt, num_tokens, num_computed, sources.get(row, -1))
-            for row, request, (num_prompt, num_tokens, num_computed) in zip(
-                rows, requests, columns, strict=True
-            )
-        )
+    def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
+        """The newest of them where there were very many."""
+        pools = [group.pool for group in self._state.kv.groups]
+        found = []
+        for pool, seen in zip(pools, self._evicted, strict=True):
+            last = list(pool.evicted_last) if pool.num_evicted > seen else []
+            found.append(tuple(block - 1 for block in last[-(pool.num_evicted - seen) :]))
+        self._evicted = [pool.num_evicted for pool in pools]
+        return tuple(found)
+
+
+class _Note(NamedTuple):
+    """What is kept of a step until somebody looks: values, and figures that the next step changes."""
+
+    plan: StepPlan
+    decisions: Sequence[Decision]
+    time_s: float
+    cleared: bool
+    budget: int
+    running: int
+    waiting: int
+    blocks_free: int
+    joined: NDArray[np.signedinteger[Any]]  # the requests that came, in the order of the plan's joins
+
+
+def _glimpse(note: _Note) -> StepGlimpse:
+    plan, work = note.plan, note.plan.work
+    return StepGlimpse(
+        seq=plan.seq,
+        time_s=note.time_s,
+        cleared=note.cleared,
+        decode_rows=work.decode_rows,
+        prefill_tokens=work.prefill_tokens,
+        padding=plan.pad_tokens + plan.padding_rows,
+        swap_blocks=work.swap_blocks,
+        budget=note.budget,
+        running=note.running,
+        waiting=note.waiting,
+        blocks_free=note.blocks_free,
+        leaves=tuple(plan.leaves.tolist()),
+        joins=_joined(plan, note.joined.tolist()) if len(plan.joins.row) else (),
+        spans=tuple(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)),
+        decode_added=tuple(plan.decode_rows.added.tolist()),
+        decode_removed=tuple(plan.decode_rows.removed.tolist()),
+        notes=tuple([_noted(decision) for decision in note.decisions if decision.kind in TOLD]),
+    )
+
+
+def _joined(plan: StepPlan, requests: list[int]) -> tuple[Joined, ...]:
+    joins, copies = plan.joins, plan.row_copies
+    rows = joins.row.tolist()
+    sources = dict(zip(copies.target.tolist(), copies.source.tolist(), strict=True))
+    columns = (joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist())
+    return tuple(
+        Joined(*column, sources.get(column[0], -1)) for column in zip(rows, requests, *columns, strict=True)
+    )
 
 
 def _noted(decision: Decision) -> Noted:
-    return Noted(
-        decision.kind.value, decision.request, decision.reason.value, decision.value, decision.against
-    )
+    kind, request, reason, value, _, time_s = decision[:6]
+    return Noted(kind, request, reason, value, decision.against, time_s)

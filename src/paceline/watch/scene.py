@@ -59,6 +59,7 @@ class Scene:
     blocks: tuple[
         NDArray[np.uint8], ...
     ]  # by layer group: FREE, CACHED, HELD or SHARED; the null block is left out
+    saved: int  # blocks that sharing saves: references beyond the first
     evicted: int  # blocks whose prefix was given up, since the start
     preempted: int
     swapped: int
@@ -90,10 +91,11 @@ def scene_of(state: SchedulerState) -> Scene:
         time_s=state.clock.now(),
         rows=np.stack([np.asarray(column, np.int64) for column in columns]),
         left=tuple(state.leaves),
-        tenants=tuple(_tenant(state, row) for row in live.tolist()),
+        tenants=_tenants(state, live.tolist()),
         waiting=_waiting(state),
         num_waiting=len(state.queue),
         blocks=tuple(_blocks(group.pool.refs, group.pool.cached) for group in groups),
+        saved=sum(_saved(group.pool.refs) for group in groups),
         evicted=sum(group.pool.num_evicted for group in groups),
         preempted=counters.preempted,
         swapped=counters.swapped,
@@ -123,12 +125,17 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
     )
 
 
-def _tenant(state: SchedulerState, row: int) -> str:
-    request = state.rows.requests[row]
-    return "" if request is None else account_of(request.tenant)
+def _tenants(state: SchedulerState, live: list[int]) -> tuple[str, ...]:
+    requests = state.rows.requests
+    full = ["" if (request := requests[row]) is None else request.tenant for row in live]
+    accounts = {tenant: account_of(tenant) for tenant in set(full)}
+    return tuple([accounts[tenant] for tenant in full])
+
+
+def _saved(refs: NDArray[np.int32]) -> int:
+    return int(refs[1:].sum()) - int(np.count_nonzero(refs[1:]))
 
 
 def _blocks(refs: NDArray[np.int32], cached: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    kinds = np.minimum(refs, 2).astype(np.uint8)
-    kinds = np.where(kinds > 0, kinds + np.uint8(HELD - 1), cached.astype(np.uint8))
-    return np.asarray(kinds[1:], np.uint8)
+    held, shared = (refs[1:] > 0).view(np.uint8), (refs[1:] > 1).view(np.uint8)
+    return HELD * held + shared + (cached[1:].view(np.uint8) > held) * np.uint8(CACHED)

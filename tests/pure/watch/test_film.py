@@ -113,3 +113,32 @@ def test_the_waiting_come_in_the_policys_order() -> None:
     assert scene.num_waiting == len(scene.waiting) > 10
     ids = [waiting.request for waiting in scene.waiting]
     assert ids == sorted(ids)
+
+
+def test_prefixes_that_are_given_up_are_told_once() -> None:
+    bench = Bench(engine_config())
+    film = bench.engine.watcher = Film(bench.scheduler.state)
+    pool = bench.scheduler.state.kv.groups[0].pool
+    for index in range(40):  # prompts of their own fill the cache, until it has to forget
+        bench.add(prompt(20, index), 4)
+    bench.run()
+    cut = film.cut()
+    assert pool.num_evicted > 0
+    (evicted,) = cut.evicted
+    assert list(evicted) == [block - 1 for block in pool.evicted_last][-pool.num_evicted :]
+    assert all(0 <= block < len(cut.scene.blocks[0]) for block in evicted)
+    assert film.cut().evicted == ((),)
+
+
+def test_endings_are_told_before_a_step_notes_them() -> None:
+    bench = Bench(engine_config())
+    film = bench.engine.watcher = Film(bench.scheduler.state)
+    first = bench.add(prompt(8), 3)
+    bench.run()
+    cut = film.cut()
+    assert [note.request for note in cut.ended] == [first] and cut.scene.left
+    assert not any(note.kind == DecisionKind.FINISH.value for step in cut.steps for note in step.notes)
+    bench.add(prompt(8, 1), 3)
+    bench.step()
+    cut = film.cut()
+    assert [note.request for note in cut.steps[0].notes if note.kind == DecisionKind.FINISH.value] == [first]

@@ -181,6 +181,8 @@ class Door:
             exchange.watch()
         result = await route.handler(call)
         if isinstance(result, Events):
+            if not route.takes_body:
+                exchange.watch()  # a stream that nobody asked for with a body ends with its reader all the same
             await send_events(exchange, result, self.rules.stream_keep_alive_s)
         elif isinstance(result, Download):
             exchange.watch()

@@ -1,13 +1,13 @@
-// The block map: every block of the KV cache as one cell. Two bits a block come in; see serving/sight.py.
+// The block map: every block of the KV cache as one cell. Two bits a block come in; see serving/sight.py. Only cells that
+// changed are drawn. A block whose prefix was given up is framed for a moment.
 
-import { palette } from "./lanes.js";
+import { onTheme, palette } from "./colours.js";
 
-const KINDS = ["free", "cached", "held", "shared"];
+const KINDS = ["free", "cached", "held", "shared"], ROOM = 300, MOST_SIDE = 12, FLASH_MS = 1200;
 
 export function unpack(text, count) {
-  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const kinds = new Uint8Array(count);
-  for (let block = 0; block < count; block++) kinds[block] = (bytes[block >> 2] >> ((block & 3) * 2)) & 3;
+  const packed = atob(text), kinds = new Uint8Array(count);
+  for (let block = 0; block < count; block++) kinds[block] = (packed.charCodeAt(block >> 2) >> ((block & 3) * 2)) & 3;
   return kinds;
 }
 
@@ -16,40 +16,74 @@ export class BlockMap {
     this.canvas = canvas;
     this.note = note;
     this.counts = {};
+    this.evicted = new Map(); // "group:block" -> when its frame goes
+    this.reset();
+    onTheme(() => this.reset());
+  }
+
+  reset() {
+    this.drawn = null; // kinds by group, as they are on the canvas
+  }
+
+  flash(evicted) {
+    const until = performance.now() + FLASH_MS;
+    evicted?.forEach((blocks, group) => blocks.forEach((block) => this.evicted.set(`${group}:${block}`, until)));
+  }
+
+  fit(counts) {
+    const total = counts.reduce((sum, count) => sum + count, 0), width = this.canvas.clientWidth, scale = devicePixelRatio || 1;
+    const same = this.drawn && width === this.width && scale === this.scale && String(counts) === String(this.sizes);
+    if (same) return;
+    Object.assign(this, { width, scale, sizes: counts, total });
+    this.side = Math.max(1, Math.min(MOST_SIDE, Math.floor(Math.sqrt((width * ROOM) / Math.max(1, total)))));
+    this.across = Math.max(1, Math.floor(width / this.side));
+    this.tops = [];
+    let line = 0;
+    for (const count of counts) {
+      this.tops.push(line);
+      line += Math.ceil(count / this.across) + 1;
+    }
+    const height = Math.max(1, line - 1) * this.side;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.canvas.style.height = `${height}px`;
+    this.canvas.getContext("2d").scale(scale, scale);
+    this.drawn = counts.map((count) => new Uint8Array(count).fill(255));
   }
 
   draw(scene) {
     const groups = scene.blocks.map((text, index) => unpack(text, scene.num_blocks[index]));
-    const total = groups.reduce((sum, kinds) => sum + kinds.length, 0);
-    const width = this.canvas.clientWidth, room = 300, scale = devicePixelRatio || 1;
-    const side = Math.max(1, Math.min(12, Math.floor(Math.sqrt((width * room) / Math.max(1, total)))));
-    const across = Math.max(1, Math.floor(width / side));
-    const lines = groups.reduce((sum, kinds) => sum + Math.ceil(kinds.length / across), groups.length - 1);
-    const height = Math.max(side, lines * side);
-    if (this.canvas.width !== width * scale || this.canvas.height !== height * scale) {
-      this.canvas.width = width * scale;
-      this.canvas.height = height * scale;
-      this.canvas.style.height = `${height}px`;
+    this.fit(scene.num_blocks);
+    const pen = this.canvas.getContext("2d"), colours = palette(), counts = [0, 0, 0, 0], now = performance.now();
+    for (const [key, until] of this.evicted) {
+      const [group, block] = key.split(":").map(Number);
+      if (this.drawn[group]) this.drawn[group][block] = 254; // to be drawn again, framed or not
+      if (until < now) this.evicted.delete(key);
     }
-    const pen = this.canvas.getContext("2d"), colours = palette(this.canvas), gap = side > 3 ? 1 : 0;
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    const counts = [0, 0, 0, 0];
-    let top = 0;
-    for (const kinds of groups) {
-      for (let kind = 0; kind < 4; kind++) {
-        pen.fillStyle = colours[KINDS[kind]];
-        for (let block = 0; block < kinds.length; block++) {
-          if (kinds[block] !== kind) continue;
-          counts[kind] += 1;
-          pen.fillRect((block % across) * side, top + Math.floor(block / across) * side, side - gap, side - gap);
-        }
+    groups.forEach((kinds, group) => {
+      const drawn = this.drawn[group];
+      for (let block = 0; block < kinds.length; block++) {
+        counts[kinds[block]] += 1;
+        if (kinds[block] === drawn[block]) continue;
+        this.cell(pen, group, block, colours[KINDS[kinds[block]]], drawn[block] === 254 && this.evicted.has(`${group}:${block}`));
+        drawn[block] = kinds[block];
       }
-      top += (Math.ceil(kinds.length / across) + 1) * side;
-    }
+    });
     this.counts = Object.fromEntries(KINDS.map((name, kind) => [name, counts[kind]]));
+    const number = (value) => value.toLocaleString("en");
     this.note.textContent =
-      `${counts[2] + counts[3]} of ${total} held, ${counts[3]} by more than one request; ` +
-      `${counts[1]} free ones still hold a prefix; ${scene.evicted} prefixes given up`;
+      `${number(counts[2] + counts[3])} of ${number(this.total)} held, ${number(counts[3])} shared (which saves ${number(scene.saved)}); ` +
+      `${number(counts[1])} free ones still hold a prefix; ${number(scene.evicted)} prefixes given up`;
+  }
+
+  cell(pen, group, block, colour, framed) {
+    const side = this.side, x = (block % this.across) * side, y = (this.tops[group] + Math.floor(block / this.across)) * side;
+    const edge = side > 3 ? 1 : 0;
+    pen.fillStyle = framed ? palette().evicted : colour;
+    pen.fillRect(x, y, side - edge, side - edge);
+    if (framed && side > 5) {
+      pen.fillStyle = colour;
+      pen.fillRect(x + 2, y + 2, side - edge - 4, side - edge - 4);
+    }
   }
 }

@@ -1,66 +1,72 @@
-// Two charts of the last minute: what steps were made of, and how many ran and waited.
+// Three charts of the last minute: what steps were made of, tokens a second, and how many ran and waited.
 
 import uPlot from "./uplot.js";
-import { palette } from "./lanes.js";
+import { onTheme, palette } from "./colours.js";
 
-const HEIGHT = 160, SPAN_S = 60;
+const HEIGHT = 150, SPAN_S = 60, MOST_POINTS = 600;
 
 export class Charts {
-  constructor(steps, batch) {
-    this.places = [steps, batch];
+  constructor(...places) {
+    this.places = places; // of steps, rates, batch
     this.charts = null;
-  }
-
-  make() {
-    const colours = palette(this.places[0]);
-    const axis = { stroke: colours.quiet, grid: { stroke: colours.line, width: 0.5 }, ticks: { show: false }, size: 46 };
-    const seconds = { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => `${Math.round(tick)} s`) };
-    const series = (label, stroke, more = {}) => ({ label, stroke, width: 1.5, points: { show: false }, ...more });
-    const options = (lines) => ({
-      width: 300,
-      height: HEIGHT,
-      legend: { live: false },
-      cursor: { drag: { x: false, y: false } },
-      scales: { x: { time: false, range: [-SPAN_S, 0] }, y: { range: (_, low, high) => [0, Math.max(1, high)] } },
-      axes: [seconds, axis],
-      series: [{ label: "ago" }, ...lines],
-    });
-    const filled = (colour) => ({ fill: colour + "55" });
-    this.charts = [
-      new uPlot(
-        options([
-          series("prompt + decode", colours.prefill, filled(colours.prefill)),
-          series("decode", colours.decode, filled(colours.decode)),
-          series("budget", colours.quiet, { dash: [4, 4], width: 1 }),
-        ]),
-        [[0], [0], [0], [0]],
-        this.places[0],
-      ),
-      new uPlot(
-        options([series("running", colours.decode, filled(colours.decode)), series("waiting", colours.prefill)]),
-        [[0], [0], [0]],
-        this.places[1],
-      ),
-    ];
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    onTheme(() => {
       for (const chart of this.charts || []) chart.destroy();
       this.charts = null;
     });
   }
 
-  draw(stage, now) {
+  make() {
+    const colours = palette();
+    const axis = { stroke: colours.quiet, grid: { stroke: colours.line, width: 0.5 }, ticks: { show: false }, size: 46, font: "11px system-ui" };
+    const seconds = { ...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((tick) => (tick ? `${Math.round(tick)} s` : "now")) };
+    const series = (label, stroke, more = {}) => ({ label, stroke, width: 1.5, points: { show: false }, ...more });
+    const filled = (label, colour) => series(label, colour, { fill: colour + "44" });
+    const options = (lines) => ({
+      width: 300,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { show: false },
+      scales: { x: { time: false, range: [-SPAN_S, 0] }, y: { range: (_, low, high) => [0, Math.max(1, high * 1.05)] } },
+      axes: [seconds, axis],
+      series: [{ label: "ago" }, ...lines],
+    });
+    const kinds = [
+      [filled("prompt", colours.prefill), filled("decode", colours.decode), series("budget", colours.quiet, { dash: [4, 4], width: 1 })],
+      [filled("prompt", colours.prefill), filled("decode", colours.decode)],
+      [filled("running", colours.decode), series("waiting", colours.prefill), series("rows", colours.quiet, { dash: [4, 4], width: 1 })],
+    ];
+    this.charts = kinds.map((lines, index) => new uPlot(options(lines), [[0], ...lines.map(() => [0])], this.places[index]));
+  }
+
+  draw(stage, now, numSlots) {
     if (!this.charts) this.make();
-    const steps = thinned(stage.steps, 600), ago = steps.map((step) => step.t - now);
+    const steps = thinned(stage.steps, MOST_POINTS), ago = steps.map((step) => step.t - now);
+    const seconds = perSecond(stage.steps, now);
     const data = [
       [ago, steps.map((step) => step.p + step.d), steps.map((step) => step.d), steps.map((step) => step.b || null)],
-      [ago, steps.map((step) => step.r), steps.map((step) => step.w)],
+      [seconds.map((each) => each.ago), seconds.map((each) => each.p + each.d), seconds.map((each) => each.d)],
+      [ago, steps.map((step) => step.r), steps.map((step) => step.w), steps.map(() => numSlots)],
     ];
     this.charts.forEach((chart, index) => {
       const width = this.places[index].clientWidth;
       if (chart.width !== width) chart.setSize({ width, height: HEIGHT });
-      chart.setData(ago.length ? data[index] : data[index].map(() => [0]), true);
+      chart.setData(data[index][0].length ? data[index] : data[index].map(() => [0]), true);
     });
   }
+}
+
+// Tokens that steps computed in each second that is over.
+function perSecond(steps, now) {
+  const found = [];
+  for (let ago = -SPAN_S; ago < 0; ago++) found.push({ ago: ago + 0.5, p: 0, d: 0 });
+  for (const step of steps) {
+    const second = found[Math.floor(step.t - now) + SPAN_S];
+    if (!second) continue;
+    second.p += step.p;
+    second.d += step.d;
+  }
+  const first = found.findIndex((each) => each.p + each.d);
+  return first < 0 ? [] : found.slice(first);
 }
 
 // At most so many, evenly, with the one that computes most of each group: a peak is not lost.

@@ -1,14 +1,17 @@
-// One request: its way over the last minute as a waterfall, and its story in the engine's own sentences.
+// One request: its way as a waterfall, and its story in the engine's own sentences.
 
 import { ask } from "./feed.js";
-import { palette } from "./lanes.js";
+import { milliseconds } from "./figures.js";
+import { phases } from "./waterfall.js";
+
+const AGAIN_MS = 1000;
 
 export class Drawer {
-  constructor(place, stage) {
-    this.place = place;
-    this.stage = stage;
+  constructor(place, stage, pathOf) {
+    Object.assign(this, { place, stage, pathOf });
     this.request = null;
-    [this.title, this.line, this.story] = ["title", "line", "story"].map((name) => place.querySelector(`#drawer-${name}`));
+    this.told = null;
+    [this.title, this.state, this.falls, this.story] = ["title", "state", "falls", "story"].map((name) => place.querySelector(`#drawer-${name}`));
     place.querySelector("#drawer-close").addEventListener("click", () => this.close());
     addEventListener("keydown", (event) => event.key === "Escape" && this.close());
   }
@@ -20,47 +23,58 @@ export class Drawer {
 
   async show(request) {
     this.request = request;
+    this.told = null;
     this.place.hidden = false;
     this.title.textContent = `Request ${request}`;
-    this.story.replaceChildren(item("…"));
-    this.draw();
+    this.state.textContent = "";
+    this.story.replaceChildren(line("…"));
+    this.falls.replaceChildren();
+    this.place.querySelector("#drawer-close").focus({ preventScroll: true });
+    while (this.request === request && (await this.ask(request))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
+  }
+
+  // Whether there may be more to tell later.
+  async ask(request) {
     try {
-      const told = await ask(`/v1/admin/requests/${request}/explain`);
-      if (this.request !== request) return;
+      const told = await ask(this.pathOf(request));
+      if (this.request !== request) return false;
+      this.told = told;
       if (told.id) this.title.textContent = `Request ${request} · ${told.id}`;
-      this.story.replaceChildren(...told.branches.flatMap((branch) => branch.sentences.map((sentence) => item(sentence))));
+      const ended = told.branches.every((branch) => branch.state === "ended");
+      this.state.textContent = told.branches.map((branch) => branch.state).join(", ");
+      this.story.replaceChildren(...told.branches.flatMap((branch) => branch.sentences.map(line)));
+      this.draw();
+      return !ended;
     } catch (error) {
-      this.story.replaceChildren(item(error.message));
+      if (this.request === request && !this.told) this.story.replaceChildren(line(error.message));
+      return this.request === request && !this.told && error.status !== 404;
     }
   }
 
   draw() {
-    if (this.request === null) return;
-    const parts = this.stage.segments.filter((segment) => segment.request === this.request);
-    const marks = this.stage.marks.filter((mark) => mark.request === this.request);
-    const now = this.stage.scene.time_s, width = this.line.clientWidth, scale = devicePixelRatio || 1;
-    const from = Math.min(now, ...parts.map((part) => part.from)), to = Math.max(from + 0.1, ...parts.map((part) => part.to ?? now));
-    this.line.width = width * scale;
-    this.line.height = 40 * scale;
-    const pen = this.line.getContext("2d"), colours = palette(this.line);
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    const x = (time) => ((time - from) / (to - from)) * width;
-    for (const part of parts) {
-      pen.fillStyle = colours[part.kind];
-      pen.fillRect(x(part.from), 6, Math.max(1, x(part.to ?? now) - x(part.from) - 1), 20);
-    }
-    for (const mark of marks) {
-      pen.fillStyle = colours[mark.kind];
-      pen.fillRect(x(mark.at) - 1, 2, 3, 28);
-    }
-    pen.fillStyle = colours.quiet;
-    pen.font = "10px system-ui";
-    pen.fillText(`${(to - from).toFixed(2)} s`, 2, 38);
+    if (this.request === null || !this.told || !this.stage.scene) return;
+    const own = this.stage.segments.filter((segment) => segment.request === this.request);
+    const found = this.told.branches.flatMap((branch) => phases(branch.decisions, own, this.stage.scene.time_s));
+    const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));
+    this.falls.replaceChildren(
+      ...found.map((phase) => {
+        const row = document.createElement("div"), label = document.createElement("span"), bar = document.createElement("i");
+        label.textContent = phase.label;
+        bar.className = phase.kind;
+        bar.style.marginLeft = `${(100 * (phase.from - from)) / (to - from)}%`;
+        bar.style.width = `${Math.max(0.5, (100 * (phase.to - phase.from)) / (to - from))}%`;
+        const track = document.createElement("u"), time = document.createElement("time");
+        track.append(bar);
+        time.textContent = milliseconds(Math.max(0, phase.to - phase.from));
+        row.append(label, track, time);
+        return row;
+      }),
+    );
   }
 }
 
-function item(text) {
-  const line = document.createElement("li");
-  line.textContent = text;
-  return line;
+function line(text) {
+  const item = document.createElement("li");
+  item.textContent = text;
+  return item;
 }

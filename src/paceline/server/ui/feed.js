@@ -12,14 +12,16 @@ export function headers() {
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
-export async function ask(path) {
-  const answer = await fetch(path, { headers: headers() });
-  const body = await answer.json();
-  if (!answer.ok) throw Object.assign(new Error(body.error?.message || answer.statusText), { status: answer.status });
-  return body;
+// The JSON a path answers with; what the server refuses is thrown with its own sentence. With a body it is a PUT.
+export async function ask(path, body = undefined) {
+  const change = { method: "PUT", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body) };
+  const answer = await fetch(path, body === undefined ? { headers: headers() } : change);
+  const found = await answer.json();
+  if (!answer.ok) throw Object.assign(new Error(found.error?.message || answer.statusText), { status: answer.status });
+  return found;
 }
 
-// Calls `onMessage` with each message and `onState` with "live", "key" or "lost"; goes on until it is told to stop.
+// Calls `onMessage` with each message and `onState` with "live", "key" or "lost"; goes on as long as the page is open.
 export async function follow(path, onMessage, onState) {
   for (let pause = 500; ; pause = Math.min(pause * 2, 8000)) {
     try {
@@ -32,6 +34,7 @@ export async function follow(path, onMessage, onState) {
       onState("live", "");
       pause = 500;
       for await (const data of events(answer.body)) onMessage(data);
+      onState("lost", "the server has ended the feed");
     } catch (error) {
       onState("lost", error.message);
     }

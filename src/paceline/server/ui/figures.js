@@ -1,27 +1,46 @@
 // Figures of the last half minute: rates from counters, percentiles from histograms that only grow.
 
 const WINDOW_S = 30;
+const SHARES = [0.5, 0.9, 0.99];
+const IDLE = 0.05; // of a processor: of an engine that does less, everything is a large share
 
 export class Figures {
   constructor() {
     this.bounds = {};
-    this.kept = []; // { at, server, scene }
+    this.reset();
+  }
+
+  reset() {
+    this.kept = []; // { at, server, costs, and some of the scene }
   }
 
   add(message) {
     if (message.engine.unavailable) return;
-    const at = message.engine.scene.time_s;
-    this.kept.push({ at, server: message.server, scene: message.engine.scene });
+    const { scene, costs } = message.engine, at = scene.time_s;
+    const { prompt_tokens: prompt, cached_tokens: cached } = scene;
+    this.kept.push({ at, server: message.server, costs, prompt, cached, running: scene.rows[0].length });
     while (this.kept.length > 2 && this.kept[0].at < at - WINDOW_S) this.kept.shift();
   }
 
-  get span() {
-    return this.kept.length > 1 ? this.kept.at(-1).at - this.kept[0].at : 0;
+  // How much something grew in the last seconds.
+  growth(read, overS = WINDOW_S) {
+    const last = this.kept.at(-1), first = this.kept.find((each) => each.at >= last.at - overS) || this.kept[0];
+    return { by: read(last) - read(first), seconds: last.at - first.at };
   }
 
-  rate(read, overS = 5) {
-    const last = this.kept.at(-1), first = this.kept.find((each) => each.at >= last.at - overS) || this.kept[0];
-    return last.at > first.at ? (read(last) - read(first)) / (last.at - first.at) : 0;
+  rate(read) {
+    const { by, seconds } = this.growth(read, 5);
+    return seconds > 0 ? by / seconds : 0;
+  }
+
+  // Two counters that grow together, one as a share of the other; null while neither does.
+  share(part, whole) {
+    const all = this.growth(whole).by;
+    return all > 0 ? this.growth(part).by / all : null;
+  }
+
+  mean(read) {
+    return this.kept.reduce((sum, each) => sum + read(each), 0) / Math.max(1, this.kept.length);
   }
 
   percentile(name, share) {
@@ -49,24 +68,22 @@ export function milliseconds(seconds) {
   return `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 }
 
-export function drawGauges(place, figures, stage, about) {
-  const scene = stage.scene, slots = about.engine.max_num_seqs;
-  const held = scene.num_blocks.reduce((sum, count) => sum + count, 0) - (stage.steps.at(-1)?.f ?? 0);
-  const total = scene.num_blocks.reduce((sum, count) => sum + count, 0);
-  const both = (name) => `${milliseconds(figures.percentile(name, 0.5))} / ${milliseconds(figures.percentile(name, 0.99))}`;
-  const hits = scene.prompt_tokens ? `${Math.round((100 * scene.cached_tokens) / scene.prompt_tokens)} %` : "–";
+export const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`);
+
+export function drawGauges(place, figures, scene, blocks, numSlots) {
+  const total = scene.num_blocks.reduce((sum, count) => sum + count, 0), held = (blocks.held + blocks.shared) / Math.max(1, total);
+  const computed = scene.preempted - scene.swapped;
   const values = [
-    ["running of " + slots, scene.rows[0].length],
+    [`running, of ${numSlots.toLocaleString("en")} rows`, scene.rows[0].length],
+    ["rows in use, mean", percent(figures.mean((each) => each.running) / Math.max(1, numSlots))],
     ["waiting", scene.num_waiting],
     ["output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
-    ["TTFT p50 / p99", both("ttft")],
-    ["between tokens p50 / p99", both("itl")],
-    ["end to end p50 / p99", both("e2e")],
-    ["KV blocks held", stage.steps.length ? `${Math.round((100 * held) / Math.max(1, total))} %` : "–"],
-    ["prompt tokens cached", hits],
-    ["gave way (swapped)", `${scene.preempted} (${scene.swapped})`],
+    ["KV blocks held", percent(held)],
+    ["prompt tokens found cached", percent(figures.share((each) => each.cached, (each) => each.prompt))],
+    ["gave way: again / swapped", `${computed.toLocaleString("en")} / ${scene.swapped.toLocaleString("en")}`],
     ["finished", scene.finished],
   ];
+  if (figures.kept.at(-1).costs) values.push(...costs(figures));
   while (place.children.length < values.length) {
     const gauge = document.createElement("div");
     gauge.className = "gauge";
@@ -80,16 +97,55 @@ export function drawGauges(place, figures, stage, about) {
   });
 }
 
+// What it takes: energy where the device tells, and what this page costs the engine.
+function costs(figures) {
+  const found = [], tokens = figures.growth((each) => each.server.tokens[0]).by;
+  if (figures.kept.at(-1).costs.energy_j !== null) {
+    const joules = figures.growth((each) => each.costs.energy_j).by;
+    found.push(["joules / output token", tokens > 0 ? (joules / tokens).toPrecision(3) : "–"]);
+  }
+  const used = figures.growth((each) => each.costs.cpu_s);
+  const share = figures.share((each) => each.costs.watch_cpu_s, (each) => each.costs.cpu_s);
+  found.push(["of the engine's CPU for this page", used.by > IDLE * used.seconds ? percent(share) : "idle"]);
+  return found;
+}
+
+export function drawLatencies(place, figures) {
+  const lines = [["first token", "ttft"], ["between tokens", "itl"], ["end to end", "e2e"]];
+  if (!place.rows.length) {
+    for (const [label] of [[""], ...lines]) {
+      const row = place.insertRow(), title = document.createElement("th");
+      title.textContent = label;
+      row.append(title);
+      for (const share of SHARES) {
+        const cell = document.createElement(label ? "td" : "th");
+        cell.textContent = label ? "–" : `p${100 * share}`;
+        row.append(cell);
+      }
+    }
+  }
+  lines.forEach(([, name], line) =>
+    SHARES.forEach((share, column) => {
+      place.rows[line + 1].cells[column + 1].textContent = milliseconds(figures.percentile(name, share));
+    }),
+  );
+}
+
 export function drawTenants(place, scene) {
-  const shares = new Map(scene.tenants.map((name) => [name, 0]));
-  scene.tenant_of.forEach((tenant) => shares.set(scene.tenants[tenant], shares.get(scene.tenants[tenant]) + 1));
-  const lines = [...shares].sort((one, other) => other[1] - one[1]).slice(0, 12);
+  const blocks = scene.rows[scene.columns.indexOf("blocks")], shares = scene.tenants.map((name) => ({ name, rows: 0, blocks: 0 }));
+  scene.tenant_of.forEach((tenant, index) => {
+    shares[tenant].rows += 1;
+    shares[tenant].blocks += blocks[index];
+  });
+  const all = Math.max(1, blocks.reduce((sum, count) => sum + count, 0)), rows = Math.max(1, scene.tenant_of.length);
+  const lines = shares.sort((one, other) => other.rows - one.rows).slice(0, 12);
   place.replaceChildren(
-    ...lines.map(([name, rows]) => {
-      const line = document.createElement("div"), bar = document.createElement("meter");
-      bar.max = scene.tenant_of.length;
-      bar.value = rows;
-      line.append(name, bar, `${rows} rows`);
+    ...lines.map((each) => {
+      const line = document.createElement("div"), name = document.createElement("span"), bar = document.createElement("i");
+      name.textContent = each.name;
+      name.title = each.name;
+      bar.style.setProperty("--share", `${(100 * each.rows) / rows}%`);
+      line.append(name, bar, `${each.rows} row${each.rows === 1 ? "" : "s"}, ${percent(each.blocks / all)} of KV`);
       return line;
     }),
   );

@@ -1,85 +1,172 @@
-// The line: one lane per row, time to the right. Reads the stage and the colours of the page; knows no messages.
+// The line: one lane per row, time to the right. What has happened is painted once, on a tape that only moves; a frame
+// copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
-import { DECODE, FINISH, PREFILL, RECOMPUTE, SWAP } from "./stage.js";
+import { onTheme, palette } from "./colours.js";
+import { BAND, DECODE, FINISH, PREFILL, REDO } from "./stage.js";
 
-const WINDOW_S = 20, LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3;
+const WINDOW_S = 20, LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
+const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "computes again", [DECODE]: "decode" };
 
 export class Lanes {
   constructor(canvas, stage, onPick) {
     this.canvas = canvas;
+    this.scroll = canvas.parentElement;
     this.stage = stage;
-    this.lanes = 1;
+    this.tape = document.createElement("canvas");
+    this.gutter = document.createElement("canvas");
+    this.lanes = 0;
+    this.now = 0;
+    onTheme(() => (this.lanes = 0));
     canvas.addEventListener("click", (event) => {
-      const request = this.at(event.offsetX, event.offsetY);
-      if (request !== null) onPick(request);
+      const hit = this.at(event.offsetX, event.offsetY);
+      if (hit) onPick(hit.request);
+    });
+    canvas.addEventListener("mousemove", (event) => {
+      const hit = this.at(event.offsetX, event.offsetY), tokens = hit?.tokens ? `, ${hit.tokens} tokens` : "";
+      canvas.title = hit ? `row ${hit.row}, request ${hit.request}: ${WORDS[hit.kind]}${tokens}; click for its story` : "";
     });
   }
 
   // As many lanes as there ever were rows in use: lanes do not jump when one is left.
-  fit(numSlots) {
-    const used = Math.max(0, ...this.stage.rows.keys(), ...this.stage.segments.map((segment) => segment.row)) + 1;
-    this.lanes = Math.min(numSlots, Math.max(this.lanes, used, 4));
-    this.height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, Math.floor(420 / this.lanes)));
-    const scale = devicePixelRatio || 1, width = this.canvas.clientWidth, height = this.lanes * this.height + 4;
-    if (this.canvas.width !== width * scale || this.canvas.height !== height * scale) {
-      this.canvas.width = width * scale;
-      this.canvas.height = height * scale;
-      this.canvas.style.height = `${height}px`;
-    }
-    this.width = width;
-    return scale;
+  fit(numSlots, now) {
+    const lanes = Math.min(numSlots, Math.max(this.stage.mostRow + 1, 4)), scale = devicePixelRatio || 1;
+    const width = this.canvas.clientWidth;
+    if (lanes === this.lanes && width === this.width && scale === this.scale) return;
+    Object.assign(this, { lanes, width, scale });
+    this.height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, Math.floor(ROOM / lanes)));
+    this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
+    this.canvas.style.height = `${lanes * this.height}px`;
+    this.rate = Math.max(1, Math.floor(((width - LABEL) * scale) / WINDOW_S)); // pixels for a second
+    this.span = this.rate * WINDOW_S;
+    size(this.canvas, width * scale, lanes * this.height * scale);
+    size(this.tape, 2 * this.span, lanes * this.height * scale);
+    this.label();
+    this.repaint(now);
   }
 
+  label() {
+    size(this.gutter, LABEL * this.scale, this.lanes * this.height * this.scale);
+    const pen = this.gutter.getContext("2d"), every = Math.max(1, Math.ceil(13 / this.height));
+    pen.scale(this.scale, this.scale);
+    pen.font = "10px system-ui";
+    pen.fillStyle = palette().quiet;
+    for (let lane = 0; lane < this.lanes; lane += every) {
+      pen.fillText(String(lane), 2, lane * this.height + Math.min(this.tall, 10));
+    }
+  }
+
+  // The whole tape again, from what is known: after a change of size, theme or place in time.
+  repaint(now) {
+    this.from = now - 1.5 * WINDOW_S; // the time at the tape's left end
+    this.pen = this.tape.getContext("2d");
+    this.pen.clearRect(0, 0, this.tape.width, this.tape.height);
+    this.stage.takeNews();
+    for (const segment of this.stage.segments) segment.painted = segment.from;
+    this.paint(this.stage.segments, this.stage.marks, this.stage.scene.time_s);
+    this.drawnAt = null;
+  }
+
+  // What has come since the last time goes onto the tape.
+  commit() {
+    if (!this.lanes) return;
+    const news = this.stage.takeNews(), until = this.stage.scene.time_s;
+    if (this.x(until) > this.tape.width) this.shift(until);
+    this.paint([...news.ended, ...this.stage.active], news.marks, until);
+    this.drawnAt = null;
+  }
+
+  shift(until) {
+    if (until - this.from > 3 * WINDOW_S) return this.repaint(until);
+    const by = this.x(until) - this.span;
+    this.pen.globalCompositeOperation = "copy";
+    this.pen.drawImage(this.tape, -by, 0);
+    this.pen.globalCompositeOperation = "source-over";
+    this.from += by / this.rate;
+  }
+
+  // Whole pixels, so that what is painted piece by piece has no seams.
   x(time) {
-    return LABEL + (this.width - LABEL) * (1 - (this.now - time) / WINDOW_S);
+    return Math.floor((time - this.from) * this.rate);
+  }
+
+  paint(segments, marks, until) {
+    const colours = palette(), pen = this.pen, step = this.height * this.scale, tall = this.tall * this.scale;
+    for (const kind of [BAND, DECODE, PREFILL, REDO]) {
+      pen.fillStyle = colours[kind];
+      for (const segment of segments) {
+        if (segment.kind !== kind) continue;
+        const to = segment.to ?? until, from = this.x(segment.painted), end = this.x(to);
+        const gap = segment.to !== null && kind !== DECODE && end - from > 3 ? 1 : 0; // between parts of a prompt
+        if (end > from || segment.painted === segment.from) {
+          pen.fillRect(from, segment.row * step, Math.max(1, end - from - gap), tall);
+        }
+        segment.painted = Math.max(segment.painted, to);
+      }
+    }
+    for (const mark of marks) {
+      const wide = (mark.kind === FINISH ? 2 : 4) * this.scale, x = this.x(mark.at) - (mark.back ? 0 : wide);
+      pen.fillStyle = colours[mark.kind];
+      pen.fillRect(x, mark.row * step, mark.back ? 2 * this.scale : wide, step);
+    }
   }
 
   draw(now, numSlots) {
-    const scale = this.fit(numSlots), pen = this.canvas.getContext("2d");
+    this.fit(numSlots, now);
     this.now = now;
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, this.width, this.lanes * this.height + 4);
-    const colours = palette(this.canvas), tall = Math.max(1, this.height - Math.min(3, this.height / 3));
-    pen.font = "10px system-ui";
-    pen.fillStyle = colours.line;
-    for (let lane = 0; lane < this.lanes; lane++) {
-      if (this.height >= 6 || lane % 8 === 0) pen.fillRect(LABEL, lane * this.height + tall, this.width - LABEL, 0.5);
-    }
-    pen.fillStyle = colours.quiet;
-    const every = Math.max(1, Math.ceil(12 / this.height));
-    for (let lane = 0; lane < this.lanes; lane += every) pen.fillText(String(lane), 2, lane * this.height + Math.min(tall, 10));
-    pen.save();
-    pen.beginPath();
-    pen.rect(LABEL, 0, this.width - LABEL, this.lanes * this.height + 4);
-    pen.clip();
-    for (const kind of [DECODE, PREFILL]) {
-      pen.fillStyle = colours[kind];
-      for (const segment of this.stage.segments) {
-        if (segment.kind !== kind) continue;
-        const from = this.x(segment.from), to = this.x(segment.to ?? now);
-        if (to >= LABEL) pen.fillRect(from, segment.row * this.height, Math.max(1, to - from - 0.5), tall);
-      }
-    }
-    for (const mark of this.stage.marks) {
-      pen.fillStyle = colours[mark.kind];
-      const wide = mark.kind === FINISH ? 2 : 3;
-      pen.fillRect(this.x(mark.at) - wide / 2, mark.row * this.height - 1, wide, tall + 2);
-    }
-    pen.restore();
+    // A frame in which nothing would move by a pixel is not drawn: the time between two of them is that of others.
+    const at = this.stage.segments.length ? `${this.x(now)} ${this.scroll.scrollTop}` : "empty";
+    if (at === this.drawnAt) return;
+    this.drawnAt = at;
+    const pen = this.canvas.getContext("2d"), scale = this.scale, left = this.canvas.width - this.span;
+    // Only what can be seen of a tall canvas.
+    const top = Math.floor(this.scroll.scrollTop * scale), high = Math.ceil(this.scroll.clientHeight * scale) + 1;
+    pen.clearRect(0, top, this.canvas.width, high);
+    pen.imageSmoothingEnabled = false;
+    this.rule(pen, left, top, high);
+    const from = this.x(now - WINDOW_S), cut = Math.max(0, -from);
+    pen.drawImage(this.tape, from + cut, top, this.span - cut, high, left + cut, top, this.span - cut, high);
+    this.goOn(pen, left - from, top, high);
+    pen.clearRect(0, top, left, high);
+    pen.drawImage(this.gutter, 0, top, left, high, 0, top, left, high);
   }
 
-  // The request whose lane is at a place of the canvas, or null.
+  // What goes on now, from where the tape ends.
+  goOn(pen, offset, top, high) {
+    const colours = palette(), step = this.height * this.scale, tall = this.tall * this.scale, end = this.x(this.now);
+    const seen = [];
+    for (const segment of this.stage.active) {
+      const y = segment.row * step;
+      if (y + step >= top && y <= top + high) seen.push(segment);
+    }
+    for (const kind of [BAND, DECODE, PREFILL, REDO]) {
+      pen.fillStyle = colours[kind];
+      for (const segment of seen) {
+        if (segment.kind !== kind) continue;
+        const from = this.x(segment.painted);
+        if (end > from) pen.fillRect(from + offset, segment.row * step, end - from, tall);
+      }
+    }
+  }
+
+  rule(pen, left, top, high) {
+    const every = this.height >= 6 ? 1 : 8, step = every * this.height * this.scale;
+    pen.fillStyle = palette().line;
+    for (let y = Math.max(1, Math.floor(top / step)) * step - 1; y < top + high; y += step) {
+      pen.fillRect(left, y, this.canvas.width, 1);
+    }
+  }
+
+  // The segment at a place of the canvas, or the last of its lane.
   at(x, y) {
-    const lane = Math.floor(y / this.height), time = this.now - (1 - (x - LABEL) / (this.width - LABEL)) * WINDOW_S;
+    if (!this.lanes) return null;
+    const lane = Math.floor(y / this.height), time = this.now - ((this.width - x) * this.scale) / this.rate;
     const inLane = this.stage.segments.filter((segment) => segment.row === lane);
-    const hit = inLane.findLast((segment) => segment.from <= time && time <= (segment.to ?? this.now));
-    return (hit || inLane.at(-1))?.request ?? null;
+    const under = inLane.filter((segment) => segment.from <= time && time <= (segment.to ?? this.now));
+    return under.findLast((segment) => segment.kind !== BAND) || under.at(-1) || inLane.at(-1) || null;
   }
 }
 
-const NAMES = ["line", "quiet", "ink", "accent", PREFILL, DECODE, RECOMPUTE, SWAP, FINISH, "held", "shared", "cached", "free", "panel"];
-
-export function palette(element) {
-  const style = getComputedStyle(element);
-  return Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`)]));
+function size(canvas, width, height) {
+  canvas.width = Math.max(1, Math.round(width));
+  canvas.height = Math.max(1, Math.round(height));
 }

@@ -1,55 +1,101 @@
-// The page: messages go into the stage and the figures, pictures are drawn from them once a frame.
+// The page: messages, live or recorded, go into the stage and the figures; pictures are drawn from them once a frame.
 
 import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { chat } from "./chat.js";
 import { Drawer } from "./drawer.js";
 import { ask, follow, keyring } from "./feed.js";
-import { Figures, drawGauges, drawTenants } from "./figures.js";
+import { Figures, drawGauges, drawLatencies, drawTenants } from "./figures.js";
 import { Lanes } from "./lanes.js";
+import { Player } from "./player.js";
+import { Queue } from "./queue.js";
 import { Stage } from "./stage.js";
+import { Steering } from "./steer.js";
 
 const byId = (id) => document.getElementById(id);
-const stage = new Stage(), figures = new Figures(), charts = new Charts(byId("chart-steps"), byId("chart-batch"));
-const drawer = new Drawer(byId("drawer"), stage), blocks = new BlockMap(byId("blocks"), byId("block-note"));
-const lanes = new Lanes(byId("lanes"), stage, (request) => drawer.show(request));
-let about = null, ahead = null, fresh = false;
+const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
+const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
+const drawer = new Drawer(byId("drawer"), stage, (request) => `${explained}/requests/${request}/explain`);
+const pick = (request) => drawer.show(request);
+const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
+let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0, charted = 0;
+const frames = []; // milliseconds of the newest frames
+const CHARTS_MS = 500; // a minute wide, they hardly move in between
+const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
-window.paceline = { stage, figures, blocks, lanes, drawer }; // for tests, and for the curious
+window.paceline = { stage, figures, blocks, lanes, queue, drawer, frames, player: () => player }; // for tests and the curious
 
-function received(message) {
+function take(message) {
   stage.apply(message);
   figures.add(message);
+  blocks.flash(message.engine.evicted);
+}
+
+function received(message) {
+  take(message);
   if (message.engine.unavailable) return tell("lost", message.engine.unavailable);
+  tell("live", "");
+  lanes.commit();
   const late = performance.now() / 1000 - message.engine.scene.time_s;
-  ahead = ahead === null ? late : Math.min(ahead + 0.001, late); // a late message does not turn time back
+  ahead = ahead === null || message.engine.first ? late : Math.min(ahead + 0.001, late); // a late message does not turn time back
+  fresh = true;
+}
+
+function played(messages, anew) {
+  if (anew) {
+    stage.reset();
+    figures.reset();
+    blocks.reset();
+    charted = 0;
+  }
+  messages.forEach(take);
+  if (anew && lanes.lanes) lanes.repaint(player.time);
+  else lanes.commit();
   fresh = true;
 }
 
 function tell(state, note) {
-  const link = byId("link");
+  const link = byId("link"), words = { live: "live", key: "needs a key", recorded: "recorded" };
+  if (link.dataset.state === state && state === "live") return;
   link.dataset.state = state;
-  link.textContent = state === "live" ? "live" : state === "key" ? "needs a key" : note || "connecting";
+  link.textContent = words[state] || note || "connecting";
   byId("key").hidden = state !== "key";
   if (state === "key") byId("key-note").textContent = keyring.get() ? note : "";
 }
 
-function draw() {
-  if (stage.scene && about && !document.hidden) {
-    const now = performance.now() / 1000 - ahead;
-    lanes.draw(now, about.engine.max_num_seqs);
-    if (fresh) {
-      fresh = false;
-      drawGauges(byId("gauges"), figures, stage, about);
-      blocks.draw(stage.scene);
-      charts.draw(stage, now);
-      drawTenants(byId("tenants"), stage.scene);
-      drawer.draw();
-      const first = stage.scene.waiting.slice(0, 8).map(([request, , tokens]) => `${request} (${tokens})`);
-      byId("waiting").textContent = first.length ? `Next, with their tokens: ${first.join(", ")}` : "Nobody waits.";
-    }
+function draw(at) {
+  const began = performance.now();
+  player?.tick(Math.min(0.25, (at - before) / 1000));
+  before = at;
+  if (stage.scene && !document.hidden) {
+    const now = player ? player.time : performance.now() / 1000 - ahead;
+    lanes.draw(now, engine.max_num_seqs);
+    if (fresh && at - drawn >= REST_MS) drawRest(now, at);
+    frames.push(performance.now() - began);
+    if (frames.length > 600) frames.shift();
   }
   requestAnimationFrame(draw);
+}
+
+// Everything that changes with a message only.
+function drawRest(now, at) {
+  fresh = false;
+  drawn = at;
+  blocks.draw(stage.scene);
+  drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
+  drawLatencies(byId("latencies"), figures);
+  if (at - charted >= CHARTS_MS) {
+    charted = at;
+    charts.draw(stage, now, engine.max_num_seqs);
+  }
+  drawTenants(byId("tenants"), stage.scene);
+  queue.draw(now);
+  drawer.draw();
+}
+
+function describe(model) {
+  const parts = [model, engine.device, engine.dtype, `${engine.max_num_seqs.toLocaleString("en")} rows`, `version ${about.version}`];
+  byId("about").textContent = parts.filter(Boolean).join(" · ");
 }
 
 async function start() {
@@ -61,8 +107,24 @@ async function start() {
     return setTimeout(start, 1000);
   }
   figures.bounds = about.latency_bounds;
-  byId("about").textContent = `${about.model} · ${about.engine.device} · ${about.engine.dtype} · ${about.engine.max_num_seqs} rows · version ${about.version}`;
-  follow("/v1/admin/watch", received, tell);
+  document.body.dataset.mode = about.recordings ? "recorded" : "live";
+  if (about.recordings) {
+    tell("recorded", "");
+    const onLost = (note) => tell("lost", note);
+    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost });
+  } else {
+    engine = about.engine;
+    describe(about.model);
+    steering ??= new Steering(byId("steering"), about.policies);
+    follow("/v1/admin/watch", received, tell);
+  }
+}
+
+function chosen(run, index) {
+  engine = run.engine;
+  explained = `/v1/admin/recordings/${index}`;
+  drawer.close();
+  describe(run.name);
 }
 
 byId("key").addEventListener("submit", (event) => {

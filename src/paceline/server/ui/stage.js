@@ -1,22 +1,37 @@
 // What is on stage: rows and their requests, folded from the steps of each message, and checked against the state the
-// message carries. Keeps the last minute for the pictures. Draws nothing.
+// message carries. Keeps the last minute for the pictures, and what no picture has taken yet. Draws nothing.
 
 export const KEPT_S = 60;
-export const PREFILL = "prefill", DECODE = "decode", RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish";
+export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode"; // of segments
+export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
+const GOOD_ENDS = new Set(["stop", "length"]);
 
 export class Stage {
   constructor() {
-    this.rows = new Map(); // row -> { request, joined, decodingSince }
-    this.segments = []; // { row, request, from, to, kind, tokens }; `to` is null while it goes on
-    this.marks = []; // { row, request, at, kind, rule }
+    this.onStep = null; // told each step's number, for whoever compares
+    this.reset();
+  }
+
+  reset() {
+    this.rows = new Map(); // row -> { request, joined, band, open, again }
+    this.rowOf = new Map(); // request -> row
+    this.segments = []; // { row, request, from, to, kind, tokens, seq }; `to` is null while it goes on
+    this.marks = []; // { row, request, at, kind, rule, back }
     this.steps = []; // { seq, t, done, d, p, b, r, w, f }
     this.bySeq = new Map();
+    this.active = new Set(); // segments that go on
+    this.ended = []; // segments that have ended and marks that came, since a picture took them
+    this.newMarks = [];
+    this.gone = new Map(); // request -> { at, kind } of those that gave way and are not back
+    this.back = new Map(); // request -> how it comes back, between the note and the join
+    this.early = new Set(); // requests whose end is known before a step notes it
+    this.leftEarly = new Map(); // request -> the row it left since the newest step
     this.scene = null;
     this.seq = 0;
     this.number = null; // of the last message
     this.checked = 0;
     this.disagreements = 0;
-    this.finished = new Map(); // request -> { from, to, row, rule }, of the last minute
+    this.mostRow = 0; // the highest row ever in use
   }
 
   apply(message) {
@@ -30,6 +45,7 @@ export class Stage {
       if (cut.cleared) this.clear(cut.scene.time_s);
       this.check(cut.scene);
     }
+    this.dismiss(cut);
     this.number = message.n;
     this.scene = cut.scene;
     this.forget(cut.scene.time_s - KEPT_S);
@@ -37,75 +53,130 @@ export class Stage {
 
   // Anew from the state of a message: what came before is not known.
   begin(cut) {
-    for (const row of [...this.rows.keys()]) this.leave(row, cut.scene.time_s);
+    const now = cut.scene.time_s;
+    for (const row of [...this.rows.keys()]) this.leave(row, now);
+    for (const segment of [...this.active]) this.end(segment, now);
     const [rows, requests, , , , , , , decoding] = cut.scene.rows;
     rows.forEach((row, index) => {
-      this.join(row, requests[index], cut.scene.time_s);
-      if (decoding[index]) this.decode(row, cut.scene.time_s);
+      this.join(row, requests[index], now);
+      if (decoding[index]) this.decode(row, now);
     });
     this.seq = cut.scene.seq;
   }
 
+  // Rows that were left since the newest step: an engine with nothing to do makes no step that would say so.
+  dismiss(cut) {
+    const ends = new Map(cut.ended.map((note) => [note[1], note.at(-1)]));
+    for (const note of cut.ended) {
+      if (this.early.has(note[1])) continue;
+      this.note(note);
+      this.early.add(note[1]);
+    }
+    for (const row of cut.scene.left) {
+      const request = this.rows.get(row)?.request;
+      if (request === undefined) continue;
+      this.leave(row, ends.get(request) ?? cut.scene.time_s);
+      this.leftEarly.set(request, row);
+    }
+  }
+
   step(step) {
+    Object.assign(step, { done: null, open: null }); // a recorded step may be played again
     if (step.cleared) this.clear(step.t);
-    for (const note of step.notes || []) this.note(note, step.t);
+    for (const note of step.notes || []) this.note(note);
+    this.leftEarly.clear();
     for (const row of step.leaves || []) this.leave(row, step.t);
     for (const [row, request] of step.joins || []) this.join(row, request, step.t);
     for (const row of step.off || []) this.rest(row, step.t);
     for (const [row, tokens] of step.spans || []) this.span(row, tokens, step);
     for (const row of step.on || []) this.decode(row, step.t);
-    const kept = { ...step, done: null };
-    this.steps.push(kept);
-    this.bySeq.set(step.seq, kept);
+    this.steps.push(step);
+    this.bySeq.set(step.seq, step);
     this.seq = step.seq;
+    this.onStep?.(step.seq, this);
   }
 
   complete(seq, at) {
     const step = this.bySeq.get(seq);
     if (!step) return;
     step.done = at;
-    for (const segment of step.open || []) segment.to = at;
+    for (const segment of step.open || []) this.end(segment, at);
   }
 
-  note([kind, request, rule], at) {
-    if (kind !== "preempt" && kind !== "finish" && kind !== "fail") return;
-    for (const [row, held] of this.rows) {
-      if (held.request !== request) continue;
-      const what = kind === "preempt" ? (rule.endsWith("swap") ? SWAP : RECOMPUTE) : FINISH;
-      this.marks.push({ row, request, at, kind: what, rule });
-      if (kind !== "preempt") this.finished.set(request, { from: held.joined, to: at, row, rule });
-      return;
+  note([kind, request, rule, , , at]) {
+    const row = this.rowOf.get(request) ?? this.leftEarly.get(request);
+    if (kind === "resume") this.back.set(request, rule === "swap" ? SWAP : RECOMPUTE);
+    if (kind === "preempt") {
+      const how = rule.endsWith("swap") ? SWAP : RECOMPUTE;
+      this.gone.set(request, { at, kind: how });
+      this.mark(row, request, at, how, rule);
+    }
+    if (kind === "finish" || kind === "fail") {
+      this.gone.delete(request);
+      if (this.early.delete(request)) return; // known already
+      this.mark(row, request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
     }
   }
 
+  mark(row, request, at, kind, rule, back = false) {
+    if (row === undefined) return; // it had none: it ended while it waited
+    const mark = { row, request, at, kind, rule, back };
+    this.marks.push(mark);
+    this.newMarks.push(mark);
+  }
+
   join(row, request, at) {
-    this.rows.set(row, { request, joined: at, open: null });
+    const how = this.back.get(request), band = this.open(BAND, row, request, at);
+    this.rows.set(row, { request, joined: at, band, open: null, again: how === RECOMPUTE });
+    this.rowOf.set(request, row);
+    this.mostRow = Math.max(this.mostRow, row);
+    if (how) this.mark(row, request, at, how, "resume", true);
+    this.back.delete(request);
+    this.gone.delete(request);
   }
 
   leave(row, at) {
+    const held = this.rows.get(row);
+    if (!held) return;
     this.rest(row, at);
+    this.end(held.band, at);
     this.rows.delete(row);
+    if (this.rowOf.get(held.request) === row) this.rowOf.delete(held.request);
   }
 
   decode(row, at) {
     const held = this.rows.get(row);
     if (!held || held.open) return;
-    held.open = { row, request: held.request, from: at, to: null, kind: DECODE, tokens: 0 };
-    this.segments.push(held.open);
+    held.again = false;
+    held.open = this.open(DECODE, row, held.request, at);
   }
 
   rest(row, at) {
     const held = this.rows.get(row);
-    if (held?.open) held.open.to = at;
+    if (held?.open) this.end(held.open, at);
     if (held) held.open = null;
   }
 
   span(row, tokens, step) {
     const held = this.rows.get(row);
     if (!held) return;
-    const segment = { row, request: held.request, from: step.t, to: null, kind: PREFILL, tokens };
-    this.segments.push(segment);
+    const segment = this.open(held.again ? REDO : PREFILL, row, held.request, step.t);
+    Object.assign(segment, { tokens, seq: step.seq });
     (step.open ||= []).push(segment);
+  }
+
+  open(kind, row, request, from) {
+    const segment = { kind, row, request, from, to: null, tokens: 0, painted: from };
+    this.segments.push(segment);
+    this.active.add(segment);
+    return segment;
+  }
+
+  end(segment, at) {
+    if (segment.to !== null) return;
+    segment.to = at;
+    this.active.delete(segment);
+    this.ended.push(segment);
   }
 
   clear(at) {
@@ -116,10 +187,19 @@ export class Stage {
   check(scene) {
     const [rows, requests] = scene.rows;
     const left = new Set(scene.left);
-    const live = [...this.rows].filter(([row]) => !left.has(row));
-    const same = live.length === rows.length && rows.every((row, at) => this.rows.get(row)?.request === requests[at]);
+    let live = 0;
+    for (const row of this.rows.keys()) if (!left.has(row)) live += 1;
+    const same = live === rows.length && rows.every((row, at) => this.rows.get(row)?.request === requests[at]);
     this.checked += 1;
     if (!same || this.seq !== scene.seq) this.disagreements += 1;
+  }
+
+  // What a picture has not drawn yet; asked for once.
+  takeNews() {
+    const news = { ended: this.ended, marks: this.newMarks };
+    this.ended = [];
+    this.newMarks = [];
+    return news;
   }
 
   forget(before) {
@@ -127,10 +207,6 @@ export class Stage {
     this.marks = this.marks.filter((mark) => mark.at > before);
     const old = this.steps.findIndex((step) => step.t > before);
     for (const step of this.steps.splice(0, old < 0 ? this.steps.length : old)) this.bySeq.delete(step.seq);
-    for (const [request, end] of this.finished) if (end.to < before) this.finished.delete(request);
-  }
-
-  column(name) {
-    return this.scene.rows[this.scene.columns.indexOf(name)];
+    if (this.gone.size > 10_000) this.gone.clear(); // of requests that ended without a note
   }
 }

@@ -1,0 +1,171 @@
+"""What the live page costs: the engine that is watched, and the browser that draws.
+
+*Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
+looked at as often as the server does. Shares are of the processor time of the engine's thread, by the same
+counter that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played
+at its own speed; the time the page's code takes for each frame, and the time between frames.
+
+    python -m benchmarks.page_cost [--step-ms 5] [--seconds 10] [--frames] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.step_cost import PROMPT, NoOpRunner
+from paceline.config import Capacity, EngineConfig, KVConfig, SchedulerConfig
+from paceline.core.plan import Pending, StepPlan
+from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.factory import build_engine
+from paceline.server.feed import Pace
+from paceline.serving.client import EngineStats
+from paceline.serving.sight import Sight
+
+ROWS, CHURN = 1024, 1
+SIMULATED = (
+    *("sim", "--model", "qwen3-0.6b", "--trace", "uniform:50-600x200-600", "--num-requests", "6000"),
+    *("--rate", "150", "--max-num-seqs", str(ROWS), "--ui", "--ui-port", "0"),
+)
+
+
+class PacedRunner:
+    """A device that takes its time."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.inner = NoOpRunner(num_rows)
+        self.step_s = 0.0
+
+    def reset(self, full: StepPlan) -> None:
+        self.inner.reset(full)
+
+    def submit(self, plan: StepPlan) -> Pending:
+        due_s = time.monotonic() + self.step_s
+        done = self.inner.submit(plan)
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        return done
+
+
+def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
+    """Processor time of watching, as a share of that of the thread, and of a look and a step alone."""
+    engine, runner = _full_engine()
+    runner.step_s, runner.inner.leaving = step_s, CHURN
+    sight = Sight(engine)
+    look_s, steps, next_s, pace = [], 0, 0.0, Pace()
+    began_s, began_cpu = time.monotonic(), time.thread_time()
+    while time.monotonic() - began_s < seconds:
+        if time.monotonic() >= next_s:
+            before = sight.cpu_s
+            sight.look()
+            look_s.append(sight.cpu_s - before)
+            stats = EngineStats(watch_cpu_s=sight.cpu_s, cpu_s=time.thread_time() - began_cpu)
+            next_s = time.monotonic() + pace.interval_s(stats, time.monotonic())
+        for _ in engine.step().finished:
+            _add(engine)
+        steps += 1
+    spent_s = time.thread_time() - began_cpu
+    return {
+        "rows": ROWS,
+        "step_ms": step_s * 1e3,
+        "steps": steps,
+        "engine_cpu_share_of_wall": spent_s / (time.monotonic() - began_s),
+        "watch_share_of_engine_cpu": sight.cpu_s / spent_s,
+        "looks_per_s": len(look_s) / seconds,
+        "look_ms": statistics.median(look_s) * 1e3,
+        "note_us": (sight.cpu_s - sum(look_s)) / steps * 1e6,
+    }
+
+
+def _full_engine() -> tuple[Engine, PacedRunner]:
+    scheduler = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=65_536, max_model_len=4096)
+    config = EngineConfig(scheduler=scheduler, kv=KVConfig(block_size=16, num_blocks=65_536), depth=0)
+    runner = PacedRunner(Capacity.of(config).num_rows)
+    engine = build_engine(config, runner)
+    for _ in range(ROWS):
+        _add(engine)
+    for _ in range(8):
+        engine.step()
+    return engine, runner
+
+
+_random = np.random.default_rng(0)
+
+
+def _add(engine: Engine) -> None:
+    engine.add(_random.integers(0, 1000, PROMPT, np.int32), SamplingParams(max_tokens=2000, ignore_eos=True))
+
+
+def frame_times(seconds: float) -> dict[str, Any]:
+    """Of the page in Chromium, with every row in use."""
+    from playwright.sync_api import sync_playwright
+
+    command = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *SIMULATED], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert command.stderr is not None
+        address = next(found[1] for line in command.stderr if (found := re.search(r"(http://\S+/ui)", line)))
+        with sync_playwright() as playwright:
+            flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+            page = browser.new_page(viewport={"width": 1440, "height": 1000})
+            page.goto(address)
+            page.wait_for_timeout(1000)
+            page.evaluate("paceline.player().seek(paceline.player().first + 15)")
+            page.wait_for_timeout(3000)
+            page.evaluate(
+                "{ window.gaps = []; let last = 0; const next = (at) => { if (last) gaps.push(at - last); last = at;"
+                " requestAnimationFrame(next); }; requestAnimationFrame(next); paceline.frames.length = 0; }"
+            )
+            page.wait_for_timeout(1000 * seconds)
+            rows, frames, gaps = page.evaluate("[paceline.stage.rows.size, paceline.frames, gaps]")
+            browser.close()
+    finally:
+        command.terminate()
+        command.wait()
+    return {"rows": rows, "frame_ms": _spread(frames), "between_frames_ms": _spread(gaps)}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = np.sort(values)
+    return {name: round(float(np.quantile(ordered, share)), 2) for name, share in _SHARES} | {
+        "count": len(values)
+    }
+
+
+_SHARES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--frames", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, Python {platform.python_version()}"}
+    found["engine"] = engine_shares(given.step_ms / 1e3, given.seconds)
+    if given.frames:
+        found["page"] = frame_times(given.seconds)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`--ui`: a run that is over, on the live page. Shared by the commands that make or repeat runs.
+
+Owns the two flags, when the port is taken and what is printed. What a recording is and how it is served is the
+server's business; nothing heavy is imported before somebody asks for a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.options import Flag, Panel
+from paceline.config import check_options, option
+
+if TYPE_CHECKING:
+    import socket
+
+    from paceline.server.recording import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowOptions:
+    """What a command takes that can show its run."""
+
+    ui: bool = option(False, "play the run on the live page afterwards, on this machine; Ctrl-C ends it")
+    ui_port: int = option(8001, "port of that page, on 127.0.0.1; 0 is a free one", low=0, high=65_535)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+SHOW = Panel(title="Live page", config=ShowOptions, flags=(Flag(name="ui"), Flag(name="ui_port")))
+
+
+def show_options(values: Mapping[str, Any]) -> ShowOptions:
+    return ShowOptions(**{spec.name: values[spec.name] for spec in fields(ShowOptions)})
+
+
+@contextmanager
+def page_port(options: ShowOptions) -> Iterator[socket.socket | None]:
+    """The page's socket, if there is to be a page: a port in use is told before a long run."""
+    if not options.ui:
+        yield None
+        return
+    from paceline.server.http.listener import bind_tcp
+    from paceline.server.show import HOST
+
+    with bind_tcp(HOST, options.ui_port, flag="--ui-port") as bound:
+        yield bound
+
+
+def show_page(recordings: Sequence[Recording], bound: socket.socket) -> None:
+    """Serve recordings until Ctrl-C."""
+    import uvloop
+
+    from paceline.server.show import show
+
+    def tell(address: str) -> None:
+        sys.stdout.flush()
+        print(f"The run is on {address}  (Ctrl-C ends)", file=sys.stderr, flush=True)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(show(recordings, bound, tell))

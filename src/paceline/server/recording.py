@@ -1,0 +1,138 @@
+"""A run as the live page shows it afterwards: the messages it would have seen, and why everything was decided.
+
+Watches one engine, in a simulation or in the replay of a log, from its first step to its last. Messages are those of
+`feed`, with times of the run's own clock; they are kept packed, in bundles a page fetches as it comes to them. Knows
+nothing of files, sockets or pages.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from paceline.audit.ring import DecisionRing
+from paceline.core.events import Decision, DecisionKind, Finished, StepEvents, TokenEvents
+from paceline.core.plan import StepPlan
+from paceline.core.request import RequestId
+from paceline.scheduler.state import SchedulerState
+from paceline.server.feed import LATENCIES, message
+from paceline.server.metrics import RequestMetrics
+from paceline.serving.client import Told
+from paceline.serving.sight import cut_values
+from paceline.watch.cutter import Cutter
+from paceline.watch.film import Cut
+
+INTERVAL_S = 0.1  # of the run, between two messages at its beginning
+DOUBLES_AFTER = 1_500  # messages, after which they come half as often
+BUNDLE = 8  # messages: a page reads one of them between two frames
+MOST_DECISIONS = 500_000
+_BEGINNINGS = (DecisionKind.ADMIT, DecisionKind.FORK)
+_ENDINGS = (DecisionKind.FINISH, DecisionKind.REFUSE)
+
+
+class Recording:
+    """One run. Filled while it is watched, read when that is over."""
+
+    def __init__(self, name: str, *, num_rows: int, device: str) -> None:
+        self.name = name
+        self.num_rows = num_rows
+        self.device = device
+        self.times: list[float] = []  # of the messages, on the run's clock
+        self.bundles: list[bytes] = []  # gzip of a JSON array of messages
+        self.requests = RequestMetrics()
+        self._pending: list[bytes] = []
+        self._ring = DecisionRing(MOST_DECISIONS)
+        self._latencies = _Latencies(self.requests)
+        self._cutter: Cutter | None = None
+
+    def watch(self, state: SchedulerState) -> Recording:
+        """Begin, as the watcher of the engine that has this state."""
+        self._cutter = Cutter(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
+        return self
+
+    async def explain(self, number: int) -> Told:
+        """What was decided about a request, for `Explanations`."""
+        known = self._ring.of(RequestId(number))
+        return Told(known, bool(known) and not any(each.kind in _ENDINGS for each in known))
+
+    # -- what a watcher is told ----------------------------------------------------------------------------
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        assert self._cutter is not None
+        self._keep(decisions)
+        self._cutter.submitted(plan, decisions, time_s)
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        assert self._cutter is not None
+        self._cutter.completed(seq, time_s, failed=failed)
+
+    def told(self, events: StepEvents) -> None:
+        for tokens in events.tokens:
+            self._latencies.tokens(tokens)
+        for finished in events.finished:
+            self._latencies.finished(finished)
+
+    def close(self, decisions: Sequence[Decision], time_s: float) -> None:
+        assert self._cutter is not None
+        self._keep(decisions)
+        if self.times:
+            self._cutter.cut(time_s)
+        self._pack()
+
+    def _keep(self, decisions: Sequence[Decision]) -> None:
+        self._ring.add(decisions)
+        for decision in decisions:
+            if decision.kind in _BEGINNINGS:
+                self._latencies.began(decision.request, decision.time_s - decision.seconds)
+
+    def _take(self, cut: Cut) -> None:
+        seen = msgspec.json.encode({"first": not self.times, "costs": None, **cut_values(cut)})
+        self.times.append(cut.scene.time_s)
+        self._pending.append(message(len(self.times), self.requests, seen))
+        if len(self._pending) == BUNDLE:
+            self._pack()
+
+    def _pack(self) -> None:
+        if self._pending:
+            self.bundles.append(gzip.compress(b"[" + b",".join(self._pending) + b"]", 1, mtime=0))
+            self._pending = []
+
+
+class _Latencies:
+    """The same histograms a server fills, from columns of tokens."""
+
+    def __init__(self, requests: RequestMetrics) -> None:
+        self._requests = requests
+        self._arrival_s = np.full(1024, np.nan)  # by request
+        self._last_s = np.full(1024, np.nan)
+
+    def began(self, request: int, arrival_s: float) -> None:
+        if request >= len(self._arrival_s):
+            grown = np.full(max(request + 1, 2 * len(self._arrival_s)), np.nan)
+            last = grown.copy()
+            grown[: len(self._arrival_s)], last[: len(self._last_s)] = self._arrival_s, self._last_s
+            self._arrival_s, self._last_s = grown, last
+        self._arrival_s[request] = arrival_s
+
+    def tokens(self, events: TokenEvents) -> None:
+        first = events.index == 0
+        self._count("ttft", events.time_s - self._arrival_s[events.requests[first]])
+        self._count("itl", events.time_s - self._last_s[events.requests[~first]])
+        self._last_s[events.requests] = events.time_s
+        self._requests.generation_tokens += len(events.requests)
+
+    def finished(self, finished: Finished) -> None:
+        self._requests.prompt_tokens += finished.num_prompt
+        if 0 <= finished.request < len(self._arrival_s):
+            self._count("e2e", np.array([finished.time_s - self._arrival_s[finished.request]]))
+
+    def _count(self, name: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        histogram = self._requests.histograms[LATENCIES[name]][1]
+        places, times = np.unique(
+            np.searchsorted(histogram.bounds, values[~np.isnan(values)]), return_counts=True
+        )
+        for place, count in zip(places.tolist(), times.tolist(), strict=True):
+            histogram.counts[place] += count

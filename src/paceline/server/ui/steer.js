@@ -1,0 +1,67 @@
+// The dial and the policy: how they stand, and changing them. What the server refuses is shown in its own words.
+
+import { ask } from "./feed.js";
+
+const DIAL = "/v1/admin/dial", POLICY = "/v1/admin/policy", EVERY_MS = 5000;
+
+export class Steering {
+  constructor(place, policies) {
+    this.place = place;
+    const find = (id) => place.querySelector(`#steer-${id}`);
+    Object.assign(this, { position: find("position"), shown: find("shown"), kind: find("kind"), target: find("target") });
+    Object.assign(this, { policy: find("policy"), note: find("note"), problem: find("problem") });
+    this.policy.replaceChildren(...policies.map((name) => new Option(name)));
+    this.position.addEventListener("input", () => (this.shown.textContent = this.position.value));
+    this.position.addEventListener("change", () => this.turn({ position: Number(this.position.value) }));
+    find("hold").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.turn({ [this.kind.value]: Number(this.target.value) });
+    });
+    find("off").addEventListener("click", () => this.turn({ off: true }));
+    this.policy.addEventListener("change", () => this.change(this.policy.value));
+    this.look();
+    setInterval(() => document.hidden || this.look(), EVERY_MS);
+  }
+
+  async turn(wish) {
+    await this.attempt(async () => this.showDial(await ask(DIAL, wish)));
+  }
+
+  async change(name) {
+    await this.attempt(async () => this.showPolicy(await ask(POLICY, { policy: name })));
+  }
+
+  async attempt(change) {
+    try {
+      await change();
+      this.problem.textContent = "";
+    } catch (error) {
+      this.problem.textContent = error.message;
+      await this.look(); // the controls go back to what holds
+    }
+  }
+
+  async look() {
+    try {
+      this.showDial(await ask(DIAL));
+      this.showPolicy(await ask(POLICY));
+      this.place.hidden = false;
+    } catch (error) {
+      this.note.textContent = error.message;
+    }
+  }
+
+  showDial(dial) {
+    if (document.activeElement !== this.position) {
+      this.position.value = dial.position;
+      this.shown.textContent = dial.state === "off" ? "off" : dial.position.toFixed(2);
+    }
+    this.note.textContent = dial.sentences.join(" ");
+  }
+
+  showPolicy(found) {
+    if (document.activeElement === this.policy) return;
+    if (![...this.policy.options].some((option) => option.value === found.policy)) this.policy.add(new Option(found.policy));
+    this.policy.value = found.policy;
+  }
+}

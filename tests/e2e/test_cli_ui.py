@@ -1,0 +1,74 @@
+"""`paceline sim --ui` and `paceline replay --ui`: what they serve, to whom, and how they end."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.model_cli import run
+from tests.e2e.shown_run import shown
+
+SMALL = ("sim", "--trace", "fixed:60x20", "--num-requests", "30", "--rate", "40", "--max-num-seqs", "8")
+
+
+def get(origin: str, path: str, host: str = "localhost") -> Any:
+    request = urllib.request.Request(origin + path, headers={"Host": host, "Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        body = answer.read()
+        assert (answer.headers["content-encoding"] == "gzip") == body.startswith(b"\x1f\x8b")
+    if body.startswith(b"\x1f\x8b"):
+        body = gzip.decompress(body)
+    return json.loads(body) if path.startswith("/v1") else body
+
+
+def test_runs_of_several_modes_are_served_with_their_stories(tmp_path: Path) -> None:
+    with shown(tmp_path, *SMALL, "--mode", "continuous,static") as origin:
+        assert b"<canvas" in get(origin, "/ui")
+        about = get(origin, "/v1/admin/about")
+        assert [each["name"] for each in about["recordings"]] == ["continuous", "static"]
+        assert about["recordings"][0]["engine"]["max_num_seqs"] == 8
+        for number, recording in enumerate(about["recordings"]):
+            last = (len(recording["times"]) - 1) // about["bundle"]
+            messages = get(origin, f"/v1/admin/recordings/{number}/{last}")
+            assert messages[-1]["n"] == len(recording["times"])
+            assert messages[-1]["engine"]["scene"]["finished"] == 30
+            told = get(origin, f"/v1/admin/recordings/{number}/requests/3/explain")
+            assert told["branches"][0]["state"] == "ended"
+        for path in ("/v1/admin/recordings/2/0", "/v1/admin/recordings/0/99999", "/v1/admin/watch"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                get(origin, path)
+        with pytest.raises(
+            urllib.error.HTTPError
+        ) as refused:  # a page elsewhere that was rebound to this one
+            get(origin, "/v1/admin/about", host="evil.example")
+        assert refused.value.code in (400, 403, 421)
+
+
+def test_a_log_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    assert run(*SMALL, "--log", str(log), cache=tmp_path).returncode == 0
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:40]) + lines[40][:30])
+    with shown(tmp_path, "replay", str(log), "--allow-cut") as origin:
+        (recording,) = get(origin, "/v1/admin/about")["recordings"]
+        assert recording["name"] == "run.jsonl"
+        messages = get(origin, "/v1/admin/recordings/0/0")
+        assert 0 < messages[-1]["engine"]["scene"]["seq"] <= 39
+
+
+def test_mistakes_are_told_before_the_run(tmp_path: Path) -> None:
+    several = run(*SMALL, "--ui", "--ui-port", "0", "--replicas", "2", cache=tmp_path)
+    assert several.returncode == 2 and "--replicas 1" in several.stderr and not several.stdout
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        busy = run(*SMALL, "--ui", "--ui-port", port, cache=tmp_path)
+    assert busy.returncode == 78 and "--ui-port" in busy.stderr and not busy.stdout

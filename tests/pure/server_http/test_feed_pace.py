@@ -1,0 +1,49 @@
+"""How often the feed looks at the engine: often while that is cheap, less often where it is dear."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.server.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace
+from paceline.serving.client import EngineStats
+
+
+def settled(look_s: float, busy: float) -> float:
+    """The time between looks at last, when each takes so long of an engine that is busy for a share of the time."""
+    pace, now_s, watch_s, interval_s = Pace(), 100.0, 0.0, 0.0
+    while now_s < 160.0:
+        stats = EngineStats(watch_cpu_s=watch_s, cpu_s=watch_s + busy * (now_s - 100.0))
+        interval_s = pace.interval_s(stats, now_s)
+        watch_s += look_s
+        now_s += interval_s
+    return interval_s
+
+
+def test_cheap_looks_are_frequent() -> None:
+    assert settled(0.0005, busy=0.5) == INTERVAL_S
+    assert settled(0.0001, busy=0.0) == INTERVAL_S
+
+
+@pytest.mark.parametrize("busy", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("look_s", [0.0008, 0.002, 0.004])
+def test_dear_looks_take_no_more_than_their_share(look_s: float, busy: float) -> None:
+    interval_s = settled(look_s, busy)
+    assert look_s / interval_s <= MOST_SHARE * (busy + look_s / interval_s) * 1.1
+    assert INTERVAL_S <= interval_s < LONGEST_INTERVAL_S
+
+
+def test_an_engine_with_nothing_to_do_is_looked_at_all_the_same() -> None:
+    assert settled(0.001, busy=0.0) == pytest.approx(0.001 / FREE_SHARE, rel=0.1)
+
+
+def test_nobody_waits_forever_for_a_picture() -> None:
+    assert settled(1.0, busy=0.5) == LONGEST_INTERVAL_S
+
+
+def test_an_engine_that_was_started_anew_is_judged_anew() -> None:
+    pace = Pace()
+    pace.interval_s(EngineStats(watch_cpu_s=1.0, cpu_s=50.0), 0.0)
+    dear = pace.interval_s(EngineStats(watch_cpu_s=2.0, cpu_s=51.0), 10.0)
+    assert dear > INTERVAL_S
+    assert pace.interval_s(EngineStats(watch_cpu_s=0.0, cpu_s=0.1), 20.0) == dear
+    assert pace.interval_s(EngineStats(watch_cpu_s=0.0001, cpu_s=9.0), 40.0) == INTERVAL_S

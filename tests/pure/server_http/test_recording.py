@@ -1,0 +1,75 @@
+"""A run that was watched: its messages are those of a live page, its stories whole, its latencies those of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.report.record import RunRecord
+from paceline.server.explanations import Explanations
+from paceline.server.failures import UnknownRequestId
+from paceline.server.recent_requests import RecentRequests
+from paceline.server.recording import BUNDLE, Recording
+from paceline.server.show import about_values, show_routes
+from paceline.sim import simulate
+from tests.pure.sim.sim_helpers import random_workload, sim_config
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Recording, RunRecord]:
+    recording = Recording("run", num_rows=8, device="made up")
+    record = simulate(sim_config(), random_workload(80, 1), watch=recording.watch)
+    return recording, record
+
+
+def messages(recording: Recording) -> list[dict[str, Any]]:
+    return [message for bundle in recording.bundles for message in json.loads(gzip.decompress(bundle))]
+
+
+def test_messages_are_numbered_whole_and_in_bundles(run: tuple[Recording, RunRecord]) -> None:
+    recording, _ = run
+    found = messages(recording)
+    assert [message["n"] for message in found] == list(range(1, len(recording.times) + 1))
+    assert len(recording.bundles) == -(-len(found) // BUNDLE)
+    assert [message["engine"]["scene"]["time_s"] for message in found] == pytest.approx(recording.times)
+    assert found[0]["engine"]["first"] and not any(message["engine"]["first"] for message in found[1:])
+    steps = [step["seq"] for message in found for step in message["engine"]["steps"]]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    done = [each[0] for message in found for each in message["engine"]["done"]]
+    assert sorted(done) == steps
+    assert found[-1]["engine"]["scene"]["finished"] == 80
+
+
+def test_latencies_are_those_the_simulation_measured(run: tuple[Recording, RunRecord]) -> None:
+    recording, record = run
+    told = messages(recording)[-1]["server"]
+    assert sum(told["ttft"]) == sum(told["e2e"]) == 80
+    histogram = recording.requests.histograms["time_to_first_token_seconds"][1]
+    ttft = record.first_token_s - record.arrival_s
+    expected = np.bincount(np.searchsorted(histogram.bounds, ttft), minlength=len(histogram.counts))
+    assert told["ttft"] == expected.tolist()
+    assert sum(told["itl"]) == int(record.output_len.sum()) - 80
+    assert told["tokens"][0] == int(record.output_len.sum())
+
+
+def test_a_story_is_whole_and_unknown_requests_are_unknown(run: tuple[Recording, RunRecord]) -> None:
+    recording, _ = run
+    told = asyncio.run(Explanations(recording, RecentRequests()).explain_number(7))
+    assert told["branches"][0]["state"] == "ended"
+    assert "reached its length" in told["branches"][0]["sentences"][-1]
+    with pytest.raises(UnknownRequestId):
+        asyncio.run(Explanations(recording, RecentRequests()).explain_number(10_000))
+
+
+def test_what_the_page_asks_for_first(run: tuple[Recording, RunRecord]) -> None:
+    recording, _ = run
+    about = about_values([recording, recording])
+    json.dumps(about)
+    paths = [route.path for route in show_routes([recording, recording])]
+    assert "/v1/admin/recordings/{run}/{bundle}" in paths and "/ui" in paths
+    assert len(paths) == len(set(paths))
