@@ -24,8 +24,8 @@ from paceline.sim.replica import Replica
 from paceline.sim.requests import RequestSource, Wants, classes_of, draw_priorities, draw_spot
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
-from paceline.watch.measure import Meter
 from paceline.watch.film import Watch
+from paceline.watch.measure import Meter
 from paceline.workload.model import Workload
 
 Progress = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds
