@@ -28,6 +28,13 @@ class Explanations:
     async def explain(self, request_id: str, caller: Caller) -> dict[str, Any]:
         """The story of each branch. Raises UnknownRequestId."""
         found = self._recent.find(request_id, caller)
+        if found.refusal:
+            told = {
+                "index": 0,
+                "state": "refused",
+                "sentences": [f"was refused at the door: {found.refusal}"],
+            }
+            return _explanation(found.id, [{**told, "decisions": []}])
         return await self._tell(found.id, found.numbers)
 
     async def explain_number(self, number: int) -> dict[str, Any]:
@@ -44,7 +51,11 @@ class Explanations:
                 branches.append({"index": index, "number": number, **_branch(told)})
         if not branches:
             raise UnknownRequestId("nothing is known about this request any more")
-        return {"id": name, "object": "request.explanation", "branches": branches}
+        return _explanation(name, branches)
+
+
+def _explanation(name: str, branches: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": name, "object": "request.explanation", "branches": branches}
 
 
 def _branch(told: Told) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class LiveRequests:
         if wish == Wish():
             raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
         known = self._recent.find(request_id, caller, for_admin=True)
+        if known.refusal:
+            raise RequestEnded("the request was refused at the door; there is nothing to change")
         if wish.priority is not None:
             check_number(caller, wish.priority)
         if not isinstance(self._client, ChangingClient):

@@ -17,6 +17,7 @@ from paceline.server.call import Caller
 from paceline.server.failures import UnknownRequestId
 
 MOST_REQUESTS = 8192  # some 300 bytes each
+LONGEST_REFUSAL = 300  # characters
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
@@ -29,13 +30,14 @@ def own_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recent:
-    """A request that was handed to the engine."""
+    """A request that was handed to the engine, or refused before."""
 
     id: str
     tenant: str
     service_class: str
     numbers: tuple[int, ...]  # one for each of its branches
     until_s: float  # when the server ends it at the latest
+    refusal: str = ""  # why it never reached the engine
 
 
 class RecentRequests:
@@ -57,13 +59,31 @@ class RecentRequests:
         timeout_s: float | None = None,
     ) -> None:
         """A request has been handed to the engine under these numbers; it may take no longer than `timeout_s`."""
-        self._known[request_id] = Recent(
-            id=request_id,
-            tenant=caller.tenant,
-            service_class=service_class,
-            numbers=tuple(numbers),
-            until_s=math.inf if timeout_s is None else time.monotonic() + timeout_s,
+        self._keep(
+            Recent(
+                id=request_id,
+                tenant=caller.tenant,
+                service_class=service_class,
+                numbers=tuple(numbers),
+                until_s=math.inf if timeout_s is None else time.monotonic() + timeout_s,
+            )
         )
+
+    def refused(self, request_id: str, caller: Caller, why: str) -> None:
+        """A request was turned away at the door."""
+        self._keep(
+            Recent(
+                id=request_id,
+                tenant=caller.tenant,
+                service_class=DEFAULT_CLASS,
+                numbers=(),
+                until_s=0.0,
+                refusal=why[:LONGEST_REFUSAL],
+            )
+        )
+
+    def _keep(self, request: Recent) -> None:
+        self._known[request.id] = request
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
@@ -71,10 +91,8 @@ class RecentRequests:
         """A request of this caller, or of anybody where an admin may know. Raises UnknownRequestId."""
         found = self._known.get(own_id(request_id))
         may_know = found is not None and (found.tenant == caller.tenant or (for_admin and caller.is_admin))
-        if found is None or not found.numbers or not may_know:
-            raise UnknownRequestId(
-                "this key has sent no request of that id that reached the engine, or it was too long ago"
-            )
+        if found is None or not may_know or not (found.numbers or found.refusal):
+            raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
         return found
 
     def id_of(self, number: int) -> str:

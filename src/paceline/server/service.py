@@ -171,6 +171,13 @@ class Service:
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
+        try:
+            return await self._start(call, body)
+        except (QueueFull, DeadlineInfeasible) as error:  # it can be asked later why
+            self.recent.refused(call.id, call.caller, str(error))
+            raise
+
+    async def _start(self, call: Call, body: ParsedBody) -> Generation:
         urgency = self._urgency(call, body)
         known = self._loaded()
         quote = self._quote(call, body, urgency.service_class)

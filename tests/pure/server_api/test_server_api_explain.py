@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
+from paceline.errors import QueueFull
 from paceline.server.call import Caller
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
@@ -124,3 +125,20 @@ def test_an_engine_that_remembers_nothing_says_so() -> None:
             await kept.explain("r", ME)
 
     asyncio.run(test())
+
+
+def test_who_was_refused_at_the_door_can_ask_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = api()
+
+    def full(*given: Any) -> None:
+        raise QueueFull("no place is free")
+
+    monkeypatch.setattr(made.service.admission, "reserve", full)
+    with pytest.raises(QueueFull) as caught:
+        chat(made)
+    found = explain(made, "id1")
+    [branch] = found["branches"]
+    assert (branch["state"], branch["decisions"]) == ("refused", [])
+    assert branch["sentences"] == [f"was refused at the door: {caught.value}"]
+    with pytest.raises(UnknownRequestId):
+        explain(made, "id1", caller=OTHER)
