@@ -171,7 +171,7 @@ def draw(measured: Sequence[Measured], folder: Path, *, has_bounds: bool) -> lis
         Picture(
             path=folder / "throughput-latency.png",
             heading="Throughput and latency",
-            caption="The ring is the knee: the highest load before p99 TTFT has doubled.",
+            caption="Where p99 TTFT doubles, a ring marks the highest load before it: the knee.",
         ),
         Picture(
             path=folder / "cdfs.png",

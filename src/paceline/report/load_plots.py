@@ -38,7 +38,7 @@ def plot_goodput(
         raise InputError("there are no points to plot; measure at least one load")
     ordered = sorted(points, key=lambda point: point.load)
     loads = [point.load for point in ordered]
-    with style.figure_file(path, width=8.0, height=4.8, title=title) as figure:
+    with style.figure_file(path, width=10.5, height=4.8, title=title) as figure:
         axes = figure.subplots()
         if is_rate:
             axes.plot(

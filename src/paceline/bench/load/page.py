@@ -19,13 +19,13 @@ STYLE = """
   :root { --ink: #e8eaed; --soft: #a0a6b1; --line: #353a43; --back: #16181c; --card: #1e2126 }
 }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 70rem; padding: 2rem 1.2rem 4rem; background: var(--back); color: var(--ink);
+body { margin: 0 auto; max-width: 76rem; padding: 2rem 1.2rem 4rem; background: var(--back); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem }
 p { margin: .3rem 0; color: var(--soft) }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; background: var(--card) }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .45rem .8rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem }
+th, td { padding: .45rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
 th { font-weight: 600; color: var(--soft) } tr:last-child td { border-bottom: 0 }
 th:first-child, td:first-child { text-align: left }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere } .facts td:first-child { width: 12rem }
