@@ -6,9 +6,10 @@ What needs torch is imported where it is used: the simulator builds engines too,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.audit.ring import DecisionRing
@@ -26,6 +27,7 @@ from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
 from paceline.core.recorder import BothRecorders, StepRecorder
+from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.open import Checkpoint
     from paceline.text.tokenizer import Tokenizer
 
+MEASURED_STEPS = 3  # of which the shortest counts
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -220,7 +223,8 @@ def _on_cpu(
     config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
-        costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens)
+        decoding = partial(_decode_seconds, lambda small: CPURunner(small, decoder, ends))
+        costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
@@ -230,6 +234,32 @@ def _on_cpu(
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
     return config, runner, hardware, notices
+
+
+def _decode_seconds(make_runner: Callable[[EngineConfig], Runner], rows: int, context: int) -> float:
+    """How long a step takes in which so many rows decode that read so much; on a small engine of its own."""
+    length, block_size = context + MEASURED_STEPS + 2, 16
+    blocks = rows * (-(-length // block_size)) + 1
+    config = EngineConfig(
+        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=rows * context, max_model_len=length, watermark=0.0
+        ),
+        depth=0,
+    )
+    engine = build_engine(config, make_runner(config))
+    for _ in range(rows):
+        engine.add(
+            [1] * context, SamplingParams(max_tokens=MEASURED_STEPS + 1, temperature=0.0, ignore_eos=True)
+        )
+    engine.step()  # the prompts, all at once
+    taken = []
+    for _ in range(MEASURED_STEPS):
+        started_s = time.perf_counter()
+        engine.step()
+        taken.append(time.perf_counter() - started_s)
+    engine.close()
+    return min(taken)
 
 
 def _on_gpu(

@@ -52,12 +52,10 @@ def run(module: str, arguments: Sequence[str]) -> None:
 
         os._exit(engine_main.main())
     from paceline.cli.main import main
-    from paceline.server.explanations import Explanations
-    from paceline.server.live_requests import LiveRequests
+    from paceline.server.recent_requests import RecentRequests
     from paceline.serving import child
 
-    for memory in (Explanations, LiveRequests):  # bounded ones are full before anything is counted
-        memory.__init__.__defaults__ = (FEW,)
+    RecentRequests.__init__.__defaults__ = (FEW,)  # it is full before anything is counted
     with patch.object(child, "COMMAND", (sys.executable, "-m", module, ENGINE)):
         main()
 

@@ -90,6 +90,9 @@ def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     sentences: list[str] = []
     for branch in values["branches"]:
         own = f", branch {branch['index']}" if len(values["branches"]) > 1 else ""
-        sentences.append(f"request {branch['number']} of the engine{own}:")
+        number = branch.get("number")  # who was refused at the door never had one
+        sentences.append(
+            f"request {number} of the engine{own}:" if number is not None else f"request {values['id']}:"
+        )
         sentences += branch["sentences"]
     return values, sentences

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ MAX_STEP_S = 0.25
 MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
 DEFAULT_ROWS = 128
 SMALLEST_BUDGET, LARGEST_BUDGET = 16, 2048
+DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode together, and what they read
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
@@ -68,10 +69,16 @@ def step_budget(fixed_s: float, per_token_s: float) -> int:
     return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
-def line_costs(fixed_s: float, per_token_s: float, most: int) -> StepCosts:
-    """What steps of up to `most` tokens take, for a pace; attention is left to what the steps themselves teach."""
+def line_costs(
+    fixed_s: float, per_token_s: float, most: int, decoding: Callable[[int, int], float]
+) -> StepCosts:
+    """What steps of up to `most` tokens take, for a pace; `decoding` times so many rows that read so much."""
     sizes = (*range(SMALLEST_BUDGET, most, FINENESS), most)
-    return StepCosts(sizes=sizes, seconds=tuple(fixed_s + per_token_s * size for size in sizes))
+    few, many = (decoding(DECODING_ROWS, context) for context in CONTEXTS)
+    context_s = max(0.0, (many - few) / (DECODING_ROWS * (CONTEXTS[1] - CONTEXTS[0])))
+    row_s = (few - fixed_s) / DECODING_ROWS - per_token_s - context_s * CONTEXTS[0]
+    seconds = tuple(fixed_s + per_token_s * size for size in sizes)
+    return StepCosts(sizes=sizes, seconds=seconds, context_s=context_s, row_s=max(0.0, row_s))
 
 
 def measure_step(decoder: Decoder) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from paceline.server.generation import Generation
 from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.live_requests import LiveRequests
 from paceline.server.prompt_size import check_prompt
+from paceline.server.recent_requests import RecentRequests
 from paceline.server.urgency import Urgency, urgency_of
 from paceline.serving.client import (
     EngineClient,
@@ -107,9 +108,10 @@ class Service:
         self.observer: Observer = observer or NoObserver()
         capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
-        self.explanations = Explanations(client)
+        self.recent = RecentRequests()
+        self.explanations = Explanations(client, self.recent)
         self.counter = counter or Counter(client)
-        self.changes = LiveRequests(client)
+        self.changes = LiveRequests(client, self.recent)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -169,6 +171,13 @@ class Service:
 
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         """From a checked body to a request under way. The caller closes what it gets."""
+        try:
+            return await self._start(call, body)
+        except (QueueFull, DeadlineInfeasible) as error:  # it can be asked later why
+            self.recent.refused(call.id, call.caller, str(error))
+            raise
+
+    async def _start(self, call: Call, body: ParsedBody) -> Generation:
         urgency = self._urgency(call, body)
         known = self._loaded()
         quote = self._quote(call, body, urgency.service_class)
@@ -312,8 +321,7 @@ class Service:
                 stream.close()
             raise
         numbers = _numbers(started)
-        self.explanations.note(call.id, call.caller, numbers)
-        self.changes.note(call.id, call.caller, urgency.service_class, numbers, timeout_s)
+        self.recent.note(call.id, call.caller, numbers, urgency.service_class, timeout_s)
         return started
 
 

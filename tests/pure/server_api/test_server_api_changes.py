@@ -53,7 +53,7 @@ def api(**settings: Any) -> tuple[Api, ChangingFake]:
     made = Api(says("hello"), **settings)
     client = ChangingFake(made.client.script)
     made.client = made.service.client = client
-    made.service.changes = LiveRequests(client)
+    made.service.changes = LiveRequests(client, made.service.recent)
     return made, client
 
 
@@ -222,16 +222,8 @@ def test_a_body_that_makes_no_sense_is_refused(
     assert caught.value.param == param and not client.changes
 
 
-def test_only_so_many_requests_are_kept() -> None:
-    client = ChangingFake(says("x"))
-    live = LiveRequests(client, most=2)
-    for number in range(3):
-        live.note(str(number), ME, "standard", [number])
-    assert len(live._known) == 2 and "0" not in live._known
-
-
 def test_an_engine_that_cannot_change_says_so() -> None:
     made = Api(says("hello"))
-    made.service.changes.note("id1", ME, "standard", [1])
+    made.service.recent.note("id1", ME, [1])
     with pytest.raises(EngineUnavailable):
         asyncio.run(made.open(ROUTE, {"paused": True}, method="PATCH", path={"id": "id1"}, caller=ME))

@@ -9,9 +9,11 @@ import pytest
 
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
+from paceline.errors import QueueFull
 from paceline.server.call import Caller
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
+from paceline.server.recent_requests import RecentRequests
 from paceline.serving.client import EngineUnavailable, Told
 from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
 
@@ -40,7 +42,7 @@ class RememberingClient(FakeClient):
 def api() -> Api:
     made = Api(says("hello"))
     made.client = made.service.client = client = RememberingClient(made.client.script)
-    made.service.explanations = Explanations(client)
+    made.service.explanations = Explanations(client, made.service.recent)
     return made
 
 
@@ -103,9 +105,10 @@ def test_a_request_that_runs_and_one_that_nothing_was_decided_about_yet() -> Non
 
 def test_only_the_newest_requests_are_kept() -> None:
     async def test() -> None:
-        kept = Explanations(RememberingClient(says("x")), most=2)
+        recent = RecentRequests(most=2)
+        kept = Explanations(RememberingClient(says("x")), recent)
         for number in range(3):
-            kept.note(f"r{number}", ME, [number])
+            recent.note(f"r{number}", ME, [number])
         assert (await kept.explain("r2", ME))["branches"]
         with pytest.raises(UnknownRequestId):
             await kept.explain("r0", ME)
@@ -115,9 +118,27 @@ def test_only_the_newest_requests_are_kept() -> None:
 
 def test_an_engine_that_remembers_nothing_says_so() -> None:
     async def test() -> None:
-        kept = Explanations(FakeClient(says("x")))
-        kept.note("r", ME, [1])
+        recent = RecentRequests()
+        kept = Explanations(FakeClient(says("x")), recent)
+        recent.note("r", ME, [1])
         with pytest.raises(EngineUnavailable, match="does not explain"):
             await kept.explain("r", ME)
 
     asyncio.run(test())
+
+
+def test_who_was_refused_at_the_door_can_ask_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = api()
+
+    def full(*given: Any) -> None:
+        raise QueueFull("no place is free")
+
+    monkeypatch.setattr(made.service.admission, "reserve", full)
+    with pytest.raises(QueueFull) as caught:
+        chat(made)
+    found = explain(made, "id1")
+    [branch] = found["branches"]
+    assert (branch["state"], branch["decisions"]) == ("refused", [])
+    assert branch["sentences"] == [f"was refused at the door: {caught.value}"]
+    with pytest.raises(UnknownRequestId):
+        explain(made, "id1", caller=OTHER)

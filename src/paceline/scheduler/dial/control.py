@@ -19,6 +19,7 @@ GAIN, RELAXING = 0.7, 0.4  # of the way that would bring it to the target, and o
 LARGEST_MOVE = 0.12  # of the dial, at once
 LONGEST_REST = 256  # judgements between two attempts to relax
 FAR = 0.7  # logarithm below which nobody rests: half the target is another load than the one that was noisy
+FEWER = 4  # a quarter of the values will do to see that
 TRIES = 3  # judgements at the end of the dial after which a target counts as out of reach
 
 
@@ -65,7 +66,8 @@ class Controller:
         if error >= -law.too_short or not binds:
             self.word = DialWord.HOLDING if error >= -law.too_short else DialWord.SLACK
             return position
-        if (self._rest and error > -FAR) or num_seen < law.fewest:
+        far = error < -FAR
+        if (self._rest and not far) or num_seen < (law.fewest // FEWER if far else law.fewest):
             self.word = DialWord.HOLDING
             return position
         slope = ROWS_SLOPE if position < ROWS_PART else law.slope

@@ -19,6 +19,11 @@ from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
 from paceline.scheduler.dial.window import Window
 
 P99 = 0.99
+ENOUGH_STEPS, P90 = (
+    100,
+    0.9,
+)  # a p99 of fewer steps is the longest of them, which may have stalled: then a p90 is looked at
+FEW_STEPS = 8  # without which nothing is judged
 SECOND_S, GAPS_APART, LEAST_APART_S = (
     1.0,
     30.0,
@@ -26,7 +31,7 @@ SECOND_S, GAPS_APART, LEAST_APART_S = (
 )  # between two judgements: a second, or so many targets if less
 # Of each target: judgements to a slice of the window, values without which nothing is judged and nothing is relaxed.
 SLICES = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
-FEWEST = {DialKind.ITL: (200, 400), DialKind.TTFT: (50, 150)}
+FEWEST = {DialKind.ITL: (50, 400), DialKind.TTFT: (50, 150)}
 LARGEST_RELAXING = {DialKind.ITL: 0.06, DialKind.TTFT: 0.03}
 AHEAD = 0.97  # of a target, for the first place where step costs are known: steps vary
 BINDING = 0.01  # share of tokens whose step was cut by the limits: only then is it they that make the p99
@@ -138,9 +143,12 @@ class Dial:
         of_gaps = kind is DialKind.ITL
         window, beside = (self._gaps, None) if of_gaps else (self._firsts, waits)
         num_seen = window.total + (0 if beside is None else len(beside))
-        seen_s = window.quantile(P99, beside) if num_seen >= FEWEST[kind][0] else None
+        enough = num_seen >= FEWEST[kind][0] and (not of_gaps or window.times >= FEW_STEPS)
+        seen_s = window.quantile(P99, beside) if enough else None
         if seen_s is None:
             return None
+        if of_gaps and window.times < ENOUGH_STEPS:
+            seen_s = self._of_few_steps(seen_s)
         self._due_s = now_s + self._apart_s
         before, word_before = self.position, self.word
         if controller is not None:
@@ -168,6 +176,13 @@ class Dial:
         return Judgement(
             before=before, after=self.position, seen_s=seen_s, word_before=word_before, word=self.word
         )
+
+    def _of_few_steps(self, p99_s: float) -> float:
+        """What a p99 of few steps tells: that it is too long only where one step in ten is."""
+        target_s = self.setting.target_s
+        if target_s is None or p99_s <= target_s:
+            return p99_s
+        return max(self._gaps.quantile(P90) or 0.0, target_s)
 
     def status(self) -> DialStatus:
         config, limits = self.config, self.limits

@@ -21,6 +21,7 @@ HEADROOM = 1.5  # the longest step: so much longer than the largest size of the 
 ROWS_SLOPE = (
     math.log(ROWS_SPAN) / ROWS_PART
 )  # how the logarithm of the rows grows with the position, in their part
+TYPICAL_CONTEXT = 256  # tokens that a row reads, where it is guessed what one more costs
 PLACES = 4  # decimals of a position: what is on record is all there is
 
 
@@ -45,7 +46,7 @@ class Range:
         costs, most = config.step_costs, config.max_num_batched_tokens
         self.by_time = costs is not None
         self._most, self.rows = most, config.max_num_seqs
-        self._row_s = 0.0 if costs is None else costs.row_s
+        self._row_s = 0.0 if costs is None else costs.row_s + costs.context_s * TYPICAL_CONTEXT
         if costs is not None:
             last = max(bisect_right(costs.sizes, most) - 1, 0)
             low, high = max(costs.seconds[0], 1e-6), costs.seconds[last] * HEADROOM

@@ -29,6 +29,7 @@ class Window:
         self._slices: NDArray[np.int64] = np.zeros((NUM_SLICES, NUM_SIZES + 1), np.int64)
         self._counts: NDArray[np.int64] = np.zeros(NUM_SIZES + 1, np.int64)  # of all slices
         self._marked = [0] * NUM_SLICES
+        self._times = [0] * NUM_SLICES
         self._now = 0
         self.total = 0
 
@@ -44,6 +45,7 @@ class Window:
             self._slices[self._now] += found
             self._counts += found
         self.total += len(seconds)
+        self._times[self._now] += 1
         if marked:
             self._marked[self._now] += len(seconds)
 
@@ -54,13 +56,19 @@ class Window:
         self._counts -= oldest
         self.total -= int(oldest.sum())
         oldest[:] = 0
-        self._marked[self._now] = 0
+        self._marked[self._now] = self._times[self._now] = 0
 
     def clear(self) -> None:
         self._slices[:] = 0
         self._counts[:] = 0
         self._marked = [0] * NUM_SLICES
+        self._times = [0] * NUM_SLICES
         self.total = 0
+
+    @property
+    def times(self) -> int:
+        """How often values were added: values that came together are not independent of each other."""
+        return sum(self._times)
 
     @property
     def marked_share(self) -> float:

@@ -1,0 +1,100 @@
+"""Whose requests the engine knows by which numbers: the newest of all callers, a bounded number of them.
+
+What is explained and changed is found here. Who names a request of somebody else hears what they would hear of one that
+never was. Knows nothing of what became of a request.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.classes import DEFAULT_CLASS
+from paceline.server.call import Caller
+from paceline.server.failures import UnknownRequestId
+
+MOST_REQUESTS = 8192  # some 300 bytes each
+LONGEST_REFUSAL = 300  # characters
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+def own_id(request_id: str) -> str:
+    """The id of a request without what the API it came by puts before it."""
+    for prefix in _PREFIXES:
+        request_id = request_id.removeprefix(prefix)
+    return request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recent:
+    """A request that was handed to the engine, or refused before."""
+
+    id: str
+    tenant: str
+    service_class: str
+    numbers: tuple[int, ...]  # one for each of its branches
+    until_s: float  # when the server ends it at the latest
+    refusal: str = ""  # why it never reached the engine
+
+
+class RecentRequests:
+    """The requests that can still be found."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        self._most = most
+        self._known: OrderedDict[str, Recent] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(
+        self,
+        request_id: str,
+        caller: Caller,
+        numbers: Iterable[int],
+        service_class: str = DEFAULT_CLASS,
+        timeout_s: float | None = None,
+    ) -> None:
+        """A request has been handed to the engine under these numbers; it may take no longer than `timeout_s`."""
+        self._keep(
+            Recent(
+                id=request_id,
+                tenant=caller.tenant,
+                service_class=service_class,
+                numbers=tuple(numbers),
+                until_s=math.inf if timeout_s is None else time.monotonic() + timeout_s,
+            )
+        )
+
+    def refused(self, request_id: str, caller: Caller, why: str) -> None:
+        """A request was turned away at the door."""
+        self._keep(
+            Recent(
+                id=request_id,
+                tenant=caller.tenant,
+                service_class=DEFAULT_CLASS,
+                numbers=(),
+                until_s=0.0,
+                refusal=why[:LONGEST_REFUSAL],
+            )
+        )
+
+    def _keep(self, request: Recent) -> None:
+        self._known[request.id] = request
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def find(self, request_id: str, caller: Caller, *, for_admin: bool = False) -> Recent:
+        """A request of this caller, or of anybody where an admin may know. Raises UnknownRequestId."""
+        found = self._known.get(own_id(request_id))
+        may_know = found is not None and (found.tenant == caller.tenant or (for_admin and caller.is_admin))
+        if found is None or not may_know or not (found.numbers or found.refusal):
+            raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
+        return found
+
+    def id_of(self, number: int) -> str:
+        """The id of the request one of whose branches has this number, or nothing."""
+        return next((each.id for each in reversed(self._known.values()) if number in each.numbers), "")
