@@ -73,7 +73,7 @@ def all_routes() -> list[Route]:
     from paceline.server.service import ServiceSettings
 
     settings = ServiceSettings()
-    nothing = cast(Any, SimpleNamespace(settings=settings))
+    nothing = cast(Any, SimpleNamespace(settings=settings, explanations=None))
     batches = [*file_routes(nothing), *batch_routes(nothing, settings.limits, ENDPOINTS, strict=False)]
     application = Application(ServerConfig(), nothing, Keyring([]))
     return [*routes(nothing, batches), *application.main.table.routes]

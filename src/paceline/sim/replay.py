@@ -246,8 +246,7 @@ class _Replayer:
             if index >= len(self._state.journal):
                 raise _Differs(name, entry, NOTHING)
             _compare(name, entry, encode_input(self._state.journal[index]))
-        if self._observer is not None:
-            self._observer.told(self._scheduler.take_events())
+        self._tell()
         return plan
 
     def _taken(self, logged: LoggedStep | LoggedEnd) -> tuple[Inputs, Sequence[Decision]]:
@@ -292,9 +291,15 @@ class _Replayer:
         assert step.result is not None, "the step failed and has no result"
         self._scheduler.update(step.result)
         self._completed(step)
-        events = self._scheduler.take_events()  # nobody asked; they must not pile up
+        self._tell()
+
+    def _tell(self) -> None:
+        """Events go to whoever looks on; they are taken all the same: they must not pile up."""
+        events = self._scheduler.take_events()
         if self._watcher is not None:
             self._watcher.told(events)
+        if self._observer is not None:
+            self._observer.told(events)
 
     def _failed(self) -> None:
         self._scheduler.recover()
