@@ -54,7 +54,7 @@ class DemoView:
 
     def warming_up(self, num_requests: int) -> None:
         self._mode = "warm-up"
-        self._say(f"How fast is this machine? {num_requests} requests at once, continuous batching.")
+        self._say(f"Warming up with {num_requests} requests at once, continuous batching.")
 
     def begins(self, mode: str, workload: Workload) -> None:
         if not self._mode or self._mode == "warm-up":

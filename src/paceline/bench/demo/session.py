@@ -28,6 +28,7 @@ MODES = ("static", "dynamic", "continuous")
 DUMMY = "dummy"  # as a model: a small shape with made-up weights, for tests
 LOAD = 1.1  # of what continuous batching can do: every mode shows how much it gets done
 FEWEST = 12  # requests
+JUST_WARM = 4  # requests before the first mode where the rate is given and nothing has to be found out
 BLOCK = 16
 STATIC_FLUSH_S, DYNAMIC_TIMEOUT_S = 1.0, 0.25  # how long a batch that is not full waits
 
@@ -89,8 +90,9 @@ def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
 
 def _traffic(plan: DemoPlan, loaded: LoadedModel, viewer: DemoViewer) -> Traffic:
     vocab_size = loaded.checkpoint.spec.vocab_size
-    viewer.warming_up(plan.warm_up)
-    warm = at_once(plan.warm_up, plan.seed + 1)
+    count = plan.warm_up if plan.rate is None else JUST_WARM
+    viewer.warming_up(count)
+    warm = at_once(count, plan.seed + 1)
     run = Driver(loaded, warm, prompt_tokens(warm, vocab_size, plan.seed + 2)).run(viewer.stepped)
     rate = plan.rate if plan.rate is not None else LOAD * _requests_per_s(run)
     workload = burst_traffic(max(FEWEST, round(rate * plan.seconds)), rate, plan.seed)
