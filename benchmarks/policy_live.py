@@ -9,7 +9,7 @@ everything is there from the start. Times are the client's.
                                      [--tenants vtc_arena_multiclient_trace.csv]
 
 Without a file the tenants come from the built-in generator, which is fitted to the same trace. Lengths are an eighth
-of the trace's, which is what a small model on a CPU answers in the time there is.
+of the trace's, of the conversations a 32nd: what a small model on a CPU answers in the time there is.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from paceline.workload.model import Workload
 ROWS, BLOCK, POOL_TOKENS = 32, 16, 1280
 SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))
 OPTIONS = ("--max-num-seqs", str(ROWS), "--max-waiting-requests", "8192", "--disable-log-requests")
-SHRINK = 8
+SHRINK, SHRINK_CHATS = 8, 32
 WITHIN_S = 600.0  # for an answer: the queue of a server beyond saturation is as long as the run
 NUM_IDS = 40_000  # token ids that prompts are drawn from
 FLOOD_LIMIT = 8  # answers under way at once, of every key in the part with limits
 
 
-def shrunk(workload: Workload) -> Workload:
+def shrunk(workload: Workload, by: int) -> Workload:
     return replace(
         workload,
-        prompt_len=np.maximum(workload.prompt_len // SHRINK, 2).astype(np.int32),
-        output_len=np.maximum(workload.output_len // SHRINK, 2).astype(np.int32),
+        prompt_len=np.maximum(workload.prompt_len // by, 2).astype(np.int32),
+        output_len=np.maximum(workload.output_len // by, 2).astype(np.int32),
     )
 
 
@@ -233,7 +233,8 @@ def main() -> None:
     parser.add_argument("--options", default="", help="more options of the server, as in a shell")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    tenants, trace = shrunk(load_workload(arguments.tenants)), shrunk(load_workload(arguments.trace))
+    tenants = shrunk(load_workload(arguments.tenants), SHRINK)
+    trace = shrunk(load_workload(arguments.trace), SHRINK_CHATS)
     lines = []
     with tempfile.TemporaryDirectory() as name:
         folder, more = Path(name), shlex.split(arguments.options)
