@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -72,6 +73,29 @@ class Sandbox:
         self._script("python3", "")
         self._script("python", "")
 
+    @cached_property
+    def run_log(self) -> bytes:
+        """A recorded run."""
+        self._run("sim", "--rate", "8", "--num-requests", "60", "--log", "run.jsonl.gz")
+        return (self.folder / "run.jsonl.gz").read_bytes()
+
+    @cached_property
+    def cost_model(self) -> bytes:
+        """What was fitted to it."""
+        assert self.run_log
+        self._run("sim", "--calibrate", "run.jsonl.gz")
+        return (self.folder / "run.costs.json").read_bytes()
+
+    def _run(self, *arguments: str) -> None:
+        subprocess.run(
+            [self.folder / "bin" / "paceline", *arguments],
+            cwd=self.folder,
+            env=environment(self.folder, **self.variables),
+            check=True,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+
     @property
     def variables(self) -> dict[str, str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
@@ -106,9 +130,15 @@ class Sandbox:
         text = DEFAULT_URL.sub(url, command.text)
         if command.is_program:
             return f"python3 - <<'PROGRAM'\n{text}PROGRAM"
-        text = re.sub(r"\bpaceline (dial|policy|top)\b", rf"paceline \1 --url {url}", text)
-        if "--num-requests" not in text:
+        text = re.sub(r"\bpaceline (dial|policy|top|bench serve)\b", rf"paceline \1 --url {url}", text)
+        if "--num-requests" not in text and not re.search("--calibrate|--compare", text):
             text = text.replace("paceline sim ", "paceline sim --num-requests 12 ")
+        if "paceline top" in text and "--once" not in text:  # it would go on until somebody ends it
+            text += " --once"
+        text = text.replace(" --ui", "")  # the same: the page itself is looked at in a browser
+        if "paceline tune" in text:
+            text += " --num-requests 20 --max-trials 6 --seconds 20"
+        text = text.replace("--verify ", "--verify-seconds 2 --verify ")
         return text.replace("sleep 1;", "sleep 0.1;")
 
     def _script(self, name: str, arguments: str) -> None:

@@ -20,11 +20,17 @@ OTHER_PROGRAM = "a program that is not a part of the development set-up"
 NEEDS_GPU = "needs a GPU, or hours without one"
 TAKES_MINUTES = "takes minutes on a CPU"
 OPERATOR = "changes the machine or a server on it"
+ELSEWHERE = "run by test_guide_benchmarks.py, against a server with known timings"
 # By the beginning of the command; one that no page has any more is a mistake.
 NOT_RUN: dict[str, str] = {
     "make serve": SETS_UP,
     "make test": SETS_UP,
     "git clone": SETS_UP,
+    "pip install": SETS_UP,
+    "promtool ": OTHER_PROGRAM,
+    "paceline bench serve --rate 2 --num-prompts 20": ELSEWHERE,
+    "paceline bench sweep": ELSEWHERE,
+    "paceline bench compare": ELSEWHERE,
     "from langchain_openai": OTHER_PROGRAM,
     "lm-eval run": OTHER_PROGRAM,
     "HF_HUB_OFFLINE=1 guidellm": OTHER_PROGRAM,
@@ -58,7 +64,11 @@ def furnish(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
     (folder / "my-model").symlink_to(sandbox.model)
     (folder / "decisions").symlink_to(server.folder / "decisions")
     (folder / "mytrace.csv").write_text(TRACE)
+    (folder / "requests.csv").write_text(TRACE)
     (folder / "questions.jsonl").write_text(QUESTIONS)
+    for name in ("run", "other"):
+        (folder / f"{name}.jsonl.gz").write_bytes(sandbox.run_log)
+    (folder / "run.costs.json").write_bytes(sandbox.cost_model)
     write_ledger(folder / "ledger.db")
 
 
