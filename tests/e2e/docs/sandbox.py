@@ -134,10 +134,13 @@ class Sandbox:
         if "--num-requests" not in text and not re.search("--calibrate|--compare", text):
             text = text.replace("paceline sim ", "paceline sim --num-requests 12 ")
         if "paceline top" in text and "--once" not in text:  # it would go on until somebody ends it
-            text += " --once"
+            text = text.replace("paceline top", "paceline top --once")
         text = text.replace(" --ui", "")  # the same: the page itself is looked at in a browser
-        if "paceline tune" in text:
-            text += " --num-requests 20 --max-trials 6 --seconds 20"
+        text = text.replace("paceline tune", "paceline tune --num-requests 20 --max-trials 6 --seconds 20")
+        if (
+            "--input-len" not in text
+        ):  # the words of the default prompts are more tokens than the tiny model takes
+            text = text.replace("paceline bench serve", "paceline bench serve --input-len 8 --output-len 8")
         text = text.replace("--verify ", "--verify-seconds 2 --verify ")
         return text.replace("sleep 1;", "sleep 0.1;")
 

@@ -51,7 +51,7 @@ NOT_RUN: dict[str, str] = {
 # What a model says is its own business, and nobody knows who waits on a test machine.
 FREE_OUTPUT = ("paceline chat", "paceline run", "paceline serve")
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
-    f"2023-11-16 18:15:{second:02d}.0000000,{100 + 7 * second},{20 + second % 5}\n" for second in range(40)
+    f"2023-11-16 18:15:{second:02d}.0000000,{20 + 3 * second},{20 + second % 5}\n" for second in range(40)
 )
 QUESTIONS = (
     '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "smollm2", \
