@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.live import environment, served
-from paceline.bench.stream import Address, send_workload
+from benchmarks.live import environment, served, target
+from paceline.bench.load.replayed import send_workload
 from paceline.costs.presets import device_spec, model_shape
 from paceline.report.record import RunRecord
 from paceline.report.summary import summarize
@@ -62,7 +62,7 @@ TRAFFIC = {
 
 
 def send(port: int, workload: Workload, seed: int) -> RunRecord:
-    return send_workload(Address(host="127.0.0.1", port=port), MODEL, workload, seed=seed, label="client")
+    return send_workload(target(port), MODEL, workload, seed=seed, label="client")
 
 
 def warm_up(port: int, workload: Workload, seed: int) -> None:

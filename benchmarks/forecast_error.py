@@ -18,13 +18,7 @@ import json
 import os
 import random
 import shlex
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.live import served
 from paceline.costs.presets import device_spec, model_shape
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
@@ -45,7 +40,6 @@ TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 LOADS = (0.4, 1.6, 0.8, 2.4, 0.4)  # of the rate, in stretches of equal length
 MOST_OPEN = 64  # a load that cannot be borne must end some time
 WARMING = 16  # requests before anything is measured
-START_S = 180.0
 ANSWER_S = 300.0
 
 
@@ -82,37 +76,6 @@ def report(label: str, samples: Sequence[Sample]) -> bool:
 
 
 # -- a server ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def served(options: Sequence[str]) -> Iterator[int]:
-    """The port of a server that is ready, and goes when it is no longer needed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until_s = time.monotonic() + START_S
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > until_s:
-                raise SystemExit(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.2)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def chat(draw: random.Random, words: list[str]) -> dict[str, Any]:

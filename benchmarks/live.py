@@ -18,11 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.load.bodies import COMPLETIONS, PATHS
+from paceline.bench.load.pool import Target
 from paceline.bench.machine import source_commit
-from paceline.bench.stream import Address, Answer, at
-from paceline.bench.stream import stream as send_stream
-
-__all__ = ["Answer", "at", "environment", "served", "stream", "write_keys"]
 
 START_S, STOP_S = 120.0, 30.0
 
@@ -80,7 +78,6 @@ def write_keys(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     path.chmod(0o600)
 
 
-async def stream(port: int, path: str, body: Mapping[str, Any], tenant: str = "") -> Answer:
-    """Send a request that streams to the server here, with the key of a tenant, and read its answer to the end."""
-    address = Address(host="127.0.0.1", port=port, key=f"sk-{tenant}" if tenant else "")
-    return await send_stream(address, path, body)
+def target(port: int) -> Target:
+    """The completions of the server here."""
+    return Target(host="127.0.0.1", port=port, path=PATHS[COMPLETIONS])

@@ -15,11 +15,9 @@ of the trace's, of the conversations a 32nd: what a small model on a CPU answers
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import shlex
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.live import Answer, at, environment, served, stream, write_keys
+from benchmarks.live import environment, served, target, write_keys
 from benchmarks.policy_study import (
+    REFUSED,
     TABLE_HEAD,
     Line,
     a_small_tenant,
@@ -39,6 +38,7 @@ from benchmarks.policy_study import (
     with_flood,
     with_tenant,
 )
+from paceline.bench.load.replayed import send_workload
 from paceline.report.fairness import largest_gap
 from paceline.report.record import RunRecord
 from paceline.workload import load_workload
@@ -48,8 +48,6 @@ ROWS, BLOCK, POOL_TOKENS = 32, 16, 1280
 SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))
 OPTIONS = ("--max-num-seqs", str(ROWS), "--max-waiting-requests", "8192", "--disable-log-requests")
 SHRINK, SHRINK_CHATS = 8, 32
-WITHIN_S = 600.0  # for an answer: the queue of a server beyond saturation is as long as the run
-NUM_IDS = 40_000  # token ids that prompts are drawn from
 FLOOD_LIMIT = 8  # answers under way at once, of every key in the part with limits
 
 
@@ -64,56 +62,10 @@ def shrunk(workload: Workload, by: int) -> Workload:
 # -- a run ---------------------------------------------------------------------------------------------------
 
 
-async def send_all(port: int, workload: Workload, seed: int) -> list[Answer | None]:
-    random = np.random.default_rng(seed)
-    origin_s = time.perf_counter() + 0.5
-    jobs = []
-    for index in range(len(workload)):
-        body = {
-            "model": "smollm2",
-            "prompt": random.integers(0, NUM_IDS, int(workload.prompt_len[index])).tolist(),
-            "max_tokens": int(workload.output_len[index]),
-            "ignore_eos": True,
-        }
-        sending = stream(port, "/v1/completions", body, workload.tenants[int(workload.tenant[index])])
-        jobs.append(at(origin_s, float(workload.arrival_s[index]), sending, WITHIN_S))
-    return await asyncio.gather(*jobs)
-
-
 def run(port: int, workload: Workload, label: str, seed: int = 1) -> RunRecord:
-    """Send the requests at their times. What the client cannot see, admission, is taken to be the first token."""
-    answers = asyncio.run(send_all(port, workload, seed))
-    done = np.array([answer is not None and bool(answer.piece_s) for answer in answers])
-    origin_s = min(answer.sent_s for answer in answers if answer is not None) - float(workload.arrival_s[0])
-
-    def column(name: str) -> NDArray[np.float64]:
-        return np.array(
-            [
-                {"sent": answer.sent_s, "first": answer.piece_s[0], "end": answer.piece_s[-1]}[name]
-                - origin_s
-                if answer is not None and answer.piece_s
-                else np.nan
-                for answer in answers
-            ]
-        )
-
-    first_s, zeros = column("first"), np.zeros(len(workload), np.int32)
-    return RunRecord(
-        label=label,
-        config={"refused": sum(answer is not None and answer.status == 429 for answer in answers)},
-        max_num_seqs=ROWS,
-        duration_s=float(np.nanmax(column("end"))),
-        arrival_s=np.where(done, np.nan_to_num(column("sent")), workload.arrival_s),
-        admitted_s=first_s,
-        first_token_s=first_s,
-        finished_s=column("end"),
-        prompt_len=workload.prompt_len,
-        output_len=np.where(done, workload.output_len, 0).astype(np.int32),
-        cached_tokens=zeros,
-        preemptions=zeros,
-        tenant=workload.tenant,
-        outcome=np.where(done, 0, 3).astype(np.uint8),
-    )
+    """Send the requests at their times."""
+    keys = {name: f"sk-{name}" for name in workload.tenants}
+    return send_workload(target(port), "smollm2", workload, seed=seed, label=label, keys=keys)
 
 
 class Server:
@@ -195,7 +147,7 @@ def flood_part(server: Server, trace: Workload, seconds: float) -> Iterator[Line
     for policy, keys in (("fcfs", None), ("fair", None), ("fair", limits)):
         alone, beside = server.run(quiet, policy, keys), server.run(flooded, policy, keys)
         before, after = (p(record, 95, record.tenant < 6) for record in (alone, beside))
-        refused = f", {FLOOD_LIMIT} at once, {beside.config['refused']} refused" if keys else ""
+        refused = f", {FLOOD_LIMIT} at once, {int((beside.outcome == REFUSED).sum())} refused" if keys else ""
         asked = 2.0 if policy == "fair" else None
         yield times_line("flood", policy, f"others' p95 TTFT beside a flood{refused}", asked, before, after)
 

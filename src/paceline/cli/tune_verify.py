@@ -1,14 +1,13 @@
 """`paceline tune --verify`: the workload, sent to a live server, and what was seen beside what was predicted.
 
-Owns how much is sent and the table. Sending is `bench.stream`'s business.
+Owns how much is sent and the table. Sending is `bench.load`'s business.
 """
 
 from __future__ import annotations
 
-import os
-
-from paceline.bench.stream import Address, send_workload
-from paceline.cli.remote import Remote
+from paceline.bench.load.bodies import COMPLETIONS
+from paceline.bench.load.replayed import send_workload
+from paceline.cli.bench_server import BenchServer
 from paceline.cli.sim_calibrate import comparison_table
 from paceline.cli.sim_output import show_table
 from paceline.cli.tune_options import TuneOptions
@@ -22,13 +21,12 @@ from paceline.sim.tune import Trial
 
 def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
     """Send as many requests as fit into the time, and simulate the same ones."""
-    server = Remote(options.verify, None)  # says at once where nobody answers
-    key = os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
+    server = BenchServer(options.verify, None, COMPLETIONS)  # says at once where nobody answers
     workload = task.at(trial.rate)
     count = int((workload.arrival_s <= options.verify_seconds).sum())
     workload = workload.head(max(2, count))
     longest = int((workload.prompt_len + workload.output_len).max())
-    if longest > server.max_model_len:
+    if server.max_model_len is not None and longest > server.max_model_len:
         raise InputError(
             f"the workload has a request of {longest:,} tokens and the server takes {server.max_model_len:,}: "
             "start it with a longer --max-model-len, or take another workload"
@@ -39,7 +37,12 @@ def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
     )
     seen = summarize(
         send_workload(
-            Address.of(options.verify, key), server.model, workload, seed=options.seed, label="seen"
+            server.target,
+            server.model,
+            workload,
+            seed=options.seed,
+            label="seen",
+            keys={"": server.key},
         )
     )
     failed = sum(seen.requests.values()) - seen.requests["finished"]
