@@ -10,18 +10,20 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.show import SHOW, page_port, show_options, show_page
 from paceline.config import check_options, option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.bench.demo.run import ModeRun
+    from paceline.server.recording import Recording
 
 HELP = """
 Show what continuous batching does: the same bursts of requests to the default model on this machine's CPU, under
@@ -33,7 +35,7 @@ keep rows that have ended until the whole batch is done, as they do.
   paceline demo --quick        # about a minute
 
 Ends with a table beside what the field claims, and a picture (PNG and SVG), the figures and a run log of each mode in
---out. Ctrl-C ends it with what there is.
+--out. Ctrl-C ends it with what there is. --ui then plays the runs on the live page.
 """
 FORMAT = "paceline-demo"
 QUICK_SECONDS, QUICK_WARM_UP = 8.0, 12
@@ -73,6 +75,7 @@ PANELS = (
             Flag(name="out", metavar="FOLDER"),
         ),
     ),
+    SHOW,
 )
 
 
@@ -81,9 +84,31 @@ def add_demo(app: typer.Typer) -> None:
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    options = DemoOptions(**values)
+    options = DemoOptions(**{spec.name: values[spec.name] for spec in fields(DemoOptions)})
     folder = _folder(options.out)
+    with page_port(show_options(values)) as bound:
+        runs = _run_modes(options, folder)
+        if bound is not None:
+            show_page([_recorded(run.mode, folder) for run in runs], bound)
 
+
+def _recorded(mode: str, folder: Path) -> Recording:
+    """A run from its log, for the page."""
+    from paceline.audit.runlog import read_run_log
+    from paceline.server.recording import Recording
+    from paceline.sim.replay import replay
+
+    log = read_run_log(_log_of(mode, folder))
+    recording = Recording(mode, num_rows=log.config.scheduler.max_num_seqs, device="recorded")
+    replay(log, watch=recording.watch)
+    return recording
+
+
+def _log_of(mode: str, folder: Path) -> Path:
+    return folder / f"{mode}.jsonl.gz"
+
+
+def _run_modes(options: DemoOptions, folder: Path) -> list[ModeRun]:
     from rich.console import Console
 
     from paceline.bench.demo.session import DemoPlan, run_demo
@@ -107,6 +132,7 @@ def _run(values: Mapping[str, Any]) -> None:
     finally:  # after Ctrl-C too: what had ended is shown
         if runs:
             _finish(runs, folder)
+    return runs
 
 
 def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
@@ -128,7 +154,7 @@ def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
         "modes": [to_json(each) for each in figures],
     }
     _write(written[-1], json.dumps(value, indent=1, allow_nan=False) + "\n")
-    written += [folder / f"{run.mode}.jsonl.gz" for run in runs]
+    written += [_log_of(run.mode, folder) for run in runs]
     print("Wrote " + ", ".join(str(path) for path in written))
 
 
