@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.policy import RequestView
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
-# What is left of a request that gives its place, as a multiple of the one that takes it. At twice as much, what had to be
-# computed again cost more than short ones gained.
+# What is left of a request that gives its place, as a multiple of the one that takes it. At twice as much, what had to
+# be computed again cost more than short ones gained.
 TIMES_LONGER = 8.0
 
 
