@@ -181,7 +181,9 @@ def test_lists_have_pages(client: OpenAI) -> None:
         assert client.files.delete(file_id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(made[0])
-    assert [batch.id for batch in client.batches.list(limit=1).data]
+    begun = begin(client, jsonl(request("listed")))
+    assert [batch.id for batch in client.batches.list(limit=1).data] == [begun.id]
+    wait(client, begun.id)
     for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"purpose": "vision"}):
         with pytest.raises(openai.BadRequestError) as refused:
             client.files.list(**wrong)

@@ -234,7 +234,7 @@ def test_a_file_says_what_was_measured_where(tmp_path: Path) -> None:
     assert value["server"] == {"url": mock.url, "model": "mock", "max_model_len": 4096, "version": "0.0-mock"}
     assert value["client"]["cpu"]["cores"] >= 1 and value["client"]["versions"]["python"]
     assert (value["request_rate"], value["seed"], value["workload"]) == (50.0, 4, "random 8x4")
-    assert value["command"].startswith("paceline ") and "commit" in value
+    assert value["command"].startswith("paceline") and "commit" in value
 
 
 def test_a_sweep_leaves_a_page_that_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
