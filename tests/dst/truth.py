@@ -317,11 +317,10 @@ class Truth:
             self._same(decision, "that few rows are left", True, left <= int(SPARE * self._most_rows))
         elif decision.reason is Rule.BLOCKS and not self._has_reserved:
             self._check_shortage(decision, known, plan)
-        elif decision.reason is Rule.SPARE:  # others may have passed it and taken what it had to leave
+        elif decision.reason is Rule.SPARE:  # others may have passed it since, and taken or given back blocks
             stated = decision.blocks_free - decision.value
             self._same(decision, "that it needs more", True, decision.blocks_needed > stated)
             self._same(decision, "that enough is kept", True, decision.value >= int(SPARE * self._usable))
-            self._same(decision, "that no more was free", True, self._free() <= decision.blocks_free)
 
     def _check_chunk(self, decision: Decision, plan: StepPlan) -> None:
         config = self._config.scheduler
