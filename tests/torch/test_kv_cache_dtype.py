@@ -12,7 +12,7 @@ from paceline import LLM
 from paceline.bench.machine import engine_sizes
 from paceline.checkpoint.open import open_checkpoint
 from paceline.config import KVConfig, ModelConfig
-from paceline.core.plan import BlockCopies, Swaps
+from paceline.core.plan import NO_SWAPS, BlockCopies, Swaps
 from paceline.errors import ConfigError
 from paceline.runner import device
 from tests.model_folder import write_model
@@ -64,7 +64,9 @@ def test_a_result_says_which_type_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_path: Path) -> None:
+    from paceline.runner.gpu.host_places import HostPlaces
     from paceline.runner.gpu.kv_pools import KVPools, device_block_bytes
+    from paceline.runner.gpu.queue import DeviceQueue
 
     spec = open_checkpoint(write_model(tmp_path), load_format="dummy").spec
     config = KVConfig(block_size=64, num_blocks=6, num_host_blocks=3)
@@ -82,9 +84,13 @@ def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_pat
 
     two = column(0, 0)
     pools.copy_blocks(BlockCopies(row=two, group=two, index=two, source=column(1, 2), target=column(2, 3)))
-    pools.swap_out(Swaps(ticket=two, group=two, block=column(4, 5), place=column(2, 0)))
+    places = HostPlaces(pools.blocks, config.num_host_blocks, DeviceQueue(torch.device("cpu")))
+    places.swap(Swaps(ticket=column(7, 7), group=two, block=column(4, 5), place=column(2, 0)), NO_SWAPS)
+    assert places.completed(wait=False).tolist() == [7]
     for part in memory:
         part[4:].zero_()
-    pools.swap_in(Swaps(ticket=two, group=two, block=column(5, 4), place=column(2, 0)))
+    places.swap(NO_SWAPS, Swaps(ticket=column(9, 8), group=two, block=column(5, 4), place=column(2, 0)))
+    assert places.completed(wait=True).tolist() == [8, 9]
+    assert not len(places.completed(wait=True))
     for part, old in zip(memory, before, strict=True):
         assert torch.equal(part, old[[0, 1, 1, 1, 5, 4]])

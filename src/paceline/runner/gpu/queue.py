@@ -1,4 +1,4 @@
-"""The order in which a device works: one stream, and marks to wait for.
+"""The order in which a device works: streams, and marks to wait for.
 
 On a CPU everything is done when a call returns; kernels run there through Triton's interpreter, for tests.
 """
@@ -22,9 +22,12 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_reached(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
 
 class DeviceQueue:
-    """The stream of all steps of one runner."""
+    """One stream of work: that of all steps of a runner, or that of its copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,6 +53,12 @@ class DeviceQueue:
         event.record(self.stream)
         return Mark(event)
 
+    def follow(self, other: DeviceQueue) -> None:
+        """What is queued here from now on begins when all that is queued there by now is done."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_stream(other.stream)  # type: ignore[no-untyped-call]
+
     def drain(self) -> None:
+        """Wait for everything the device has been given, by whatever queue."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)

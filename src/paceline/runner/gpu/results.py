@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by 
 
 
 class Computing:
-    """A submitted step."""
+    """A submitted step. `swapped` tells, when the step is done, the tickets of swaps that are done too."""
 
     def __init__(
         self,
@@ -24,12 +25,12 @@ class Computing:
         batch: DeviceBatch,
         ring: NDArray[np.int32],
         done: Mark,
-        tickets: NDArray[np.int32],
+        swapped: Callable[[], NDArray[np.int32]],
         logprobs: tuple[RowLogprobs, ...],
         started_s: float,
     ) -> None:
         self._seq, self._batch, self._ring, self._done = seq, batch, ring, done
-        self._tickets, self._logprobs, self._started_s = tickets, logprobs, started_s
+        self._swapped, self._logprobs, self._started_s = swapped, logprobs, started_s
 
     def wait(self) -> StepResult:
         self._done.wait()
@@ -56,7 +57,7 @@ class Computing:
             count=count,
             finished=finished,
             finite=finite,
-            copies_done=self._tickets,
+            copies_done=self._swapped(),
             logprobs=self._logprobs,
             times=StepTimes(start_s=self._started_s, end_s=time.perf_counter()),
         )

@@ -1,9 +1,9 @@
 """The runner on a GPU: plans go down as changes of rows, tokens come back through pinned memory one step late.
 
-All work is queued in one stream in the order of the plans; nothing waits for the device but `wait`. A step in which
-rows only decode is one graph, and so are the hidden states of a step with prompts, up to some thousand tokens. Rows
-that ask for more than the device draws by itself are drawn on the host by the reference sampler, which makes their
-steps wait.
+All steps are queued in one stream in the order of the plans, and swaps in another beside it; nothing waits for the
+device but `wait`. A step in which rows only decode is one graph, and so are the hidden states of a step with prompts,
+up to some thousand tokens. Rows that ask for more than the device draws by itself are drawn on the host by the
+reference sampler, which makes their steps wait.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
 from paceline.config import EngineConfig
-from paceline.core.plan import EMPTY, RowLogprobs, StepPlan
+from paceline.core.plan import RowLogprobs, StepPlan
 from paceline.kernels.prefill_plan import Spans
 from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
 from paceline.models.decoder import Parts
@@ -41,7 +40,8 @@ from paceline.runner.gpu.graphs import (
     mixed_keys,
     rung_of,
 )
-from paceline.runner.gpu.kv_pools import KVPools, tickets_of
+from paceline.runner.gpu.host_places import HostPlaces
+from paceline.runner.gpu.kv_pools import KVPools
 from paceline.runner.gpu.queue import DeviceQueue
 from paceline.runner.gpu.results import Computing
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
@@ -81,6 +81,7 @@ class GPURunner:
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
+        self._places = HostPlaces(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
             self._pools,
@@ -173,9 +174,7 @@ class GPURunner:
 
     def copy_out_and_back(self, count: int) -> None:
         """Copy so many blocks to host places and back, and wait for it; only while nobody uses them."""
-        with self._queue.entered():
-            self._pools.copy_out_and_back(count)
-            self._queue.drain()
+        self._places.copy_out_and_back(count)
 
     def _seconds(self, work: Callable[[], object]) -> float:
         def timed(times: int) -> float:
@@ -207,6 +206,7 @@ class GPURunner:
 
     def reset(self, full: StepPlan) -> None:
         self._queue.drain()
+        self._places.forget()
         self._next_seq = full.seq + 1
         self._rows.clear()
         with self._queue.entered():
@@ -219,16 +219,17 @@ class GPURunner:
         started_s = time.perf_counter()
         with self._queue.entered():
             self._apply(plan)
-            tickets = self._move_blocks(plan)
+            self._places.swap(plan.swap_out, plan.swap_in)
+            if len(plan.block_copies.row):
+                self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             logprobs = self._compute(batch)
-            return self._computing(plan.seq, batch, tickets, logprobs, started_s)
+            return self._computing(plan.seq, batch, logprobs, started_s)
 
     def _computing(
         self,
         seq: int,
         batch: DeviceBatch,
-        tickets: NDArray[np.int32],
         logprobs: tuple[RowLogprobs, ...],
         started_s: float,
     ) -> Computing:
@@ -236,7 +237,9 @@ class GPURunner:
         ring = self._ring[seq % len(self._ring)]
         if count:
             ring.copy_(self._draw.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
-        return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
+        # A step without tokens has nothing to do but to wait for a swap.
+        swapped = partial(self._places.completed, wait=not batch.num_tokens)
+        return Computing(seq, batch, ring.numpy(), self._queue.mark(), swapped, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -257,18 +260,6 @@ class GPURunner:
                 if not len(tokens):  # a branch: its parent's tokens are on the device
                     known = rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
                 draw.host.join(row, params, known, int(rows.num_prompt[row]))
-
-    def _move_blocks(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
-        if len(plan.swap_out.ticket):
-            self._pools.swap_out(plan.swap_out)
-        if len(plan.block_copies.row):
-            self._pools.copy_blocks(plan.block_copies)
-        if len(plan.swap_in.ticket):
-            self._pools.swap_in(plan.swap_in)
-        if not (len(plan.swap_out.ticket) or len(plan.swap_in.ticket)):
-            return EMPTY
-        return tickets_of(plan.swap_out, plan.swap_in)
 
     def _compute(self, batch: DeviceBatch) -> tuple[RowLogprobs, ...]:
         rows, draw = self._rows, self._draw

@@ -1,0 +1,92 @@
+"""Swapped blocks beside the steps: what is staged in pieces, and when a ticket is reported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.plan import NO_SWAPS, Swaps
+from paceline.runner.gpu import host_places
+from paceline.runner.gpu.host_places import HostPlaces
+from paceline.runner.gpu.queue import DeviceQueue, Mark
+
+CPU = torch.device("cpu")
+
+
+def swaps(ticket: int, blocks: list[int], places: list[int], group: int = 0) -> Swaps:
+    column = np.full(len(blocks), ticket, np.int32)
+    return Swaps(
+        ticket=column,
+        group=np.full(len(blocks), group, np.int32),
+        block=np.array(blocks, np.int32),
+        place=np.array(places, np.int32),
+    )
+
+
+def both(one: Swaps, two: Swaps) -> Swaps:
+    names = ("ticket", "group", "block", "place")
+    return Swaps(**{name: np.concatenate([getattr(one, name), getattr(two, name)]) for name in names})
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 64])
+def test_blocks_of_two_groups_come_back_whole_in_pieces_of_any_size(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As pools give them: all layers of a block lie apart.
+    groups = [torch.randint(0, 1 << 40, (layers, 12, 5)).transpose(0, 1) for layers in (4, 6)]
+    monkeypatch.setattr(host_places, "STAGED_BYTES", at_once * 6 * 5 * 8)
+    before = [group.clone() for group in groups]
+    places = HostPlaces(groups, 9, DeviceQueue(CPU))
+    first, second = [3, 4, 9, 1, 11], [5, 6]
+    places.swap(both(swaps(1, first, [7, 8, 0, 1, 4]), swaps(2, second, [3, 2], group=1)), NO_SWAPS)
+    for group in groups:
+        group.zero_()
+    places.swap(NO_SWAPS, both(swaps(3, first, [7, 8, 0, 1, 4]), swaps(4, second, [3, 2], group=1)))
+    assert torch.equal(groups[0][first], before[0][first]) and torch.equal(
+        groups[1][second], before[1][second]
+    )
+    assert (
+        not groups[0][[0, 2, 5, 6, 7, 8, 10]].any() and not groups[1][[0, 1, 2, 3, 4, 7, 8, 9, 10, 11]].any()
+    )
+
+
+class Late(Mark):
+    """A mark that is reached when it is waited for, or when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.reached = False
+
+    def wait(self) -> None:
+        self.reached = True
+
+    def is_reached(self) -> bool:
+        return self.reached
+
+
+def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_one() -> None:
+    class Slow(DeviceQueue):
+        def mark(self) -> Mark:
+            marks.append(Late())
+            return marks[-1]
+
+    marks: list[Late] = []
+    places = HostPlaces([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
+    places._copies = Slow(CPU)
+    for ticket in (1, 2, 3):
+        places.swap(swaps(ticket, [ticket], [ticket]), NO_SWAPS)
+    assert not len(places.completed(wait=False))
+    assert places.completed(wait=True).tolist() == [1]
+    marks[2].reached = True
+    assert not len(places.completed(wait=False))  # in order: the one before it is not there yet
+    marks[1].reached = True
+    assert places.completed(wait=False).tolist() == [2, 3]
+    places.swap(swaps(4, [4], [4]), NO_SWAPS)
+    places.forget()
+    assert not len(places.completed(wait=True))
+
+
+def test_without_places_nothing_is_taken() -> None:
+    places = HostPlaces([torch.zeros(8, 2, 3, dtype=torch.int64)], 0, DeviceQueue(CPU))
+    assert places._places == [] and places._staged == []
