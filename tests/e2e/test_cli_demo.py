@@ -16,7 +16,7 @@ from paceline.sim.replay import replay
 from tests.e2e.client_server import KEY, client_server
 from tests.e2e.model_cli import COMMAND, environment, run, start
 
-QUICK = ("demo", "--model", "dummy", "--seconds", "0.5", "--rate", "40", "--rows", "4")
+QUICK = ("demo", "--shape", "tiny", "--seconds", "0.5", "--rate", "40", "--rows", "4")
 HANG_S = 120.0
 
 

@@ -77,7 +77,7 @@ def test_mistakes_are_told_before_the_run(tmp_path: Path) -> None:
 
 
 def test_the_demonstration_is_played_with_its_three_modes(tmp_path: Path) -> None:
-    quick = ("demo", "--model", "dummy", "--seconds", "0.5", "--rate", "20", "--rows", "4")
+    quick = ("demo", "--shape", "tiny", "--seconds", "0.5", "--rate", "20", "--rows", "4")
     with shown(tmp_path, *quick, "--out", str(tmp_path / "out")) as origin:
         about = get(origin, "/v1/admin/about")
         assert [each["name"] for each in about["recordings"]] == ["static", "dynamic", "continuous"]

@@ -59,11 +59,13 @@ class _Reader:
         if times is None:
             self._end_s = None
             return None
+        before_s = self._end_s
         start_s, self._end_s = map(decode_time, times)
         until_s = start_s if self._depth == 0 else logged.t_plan
+        began_s = start_s if before_s is None else max(start_s, before_s)  # it waited for the one before it
         return TimedStep(
             work=decode_work(logged.plan),
-            seconds=self._end_s - start_s,
+            seconds=self._end_s - began_s,
             host_s=max(0.0, until_s - since_s) if num_waiting_on and since_s is not None else None,
             wake_s=max(0.0, start_s - min(arrivals)) if arrivals and not num_waiting_on else None,
         )

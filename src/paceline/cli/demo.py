@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.bench.shapes import SHAPES
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.show import SHOW, page_port, show_options, show_page
 from paceline.config import check_options, option
@@ -33,6 +34,7 @@ keep rows that have ended until the whole batch is done, as they do.
 \b
   paceline demo                # at most five minutes
   paceline demo --quick        # about a minute
+  paceline demo --shape qwen3-0.6b --device cuda --rows 64    # made-up weights on a GPU
 
 Ends with a table beside what the field claims, and a picture (PNG and SVG), the figures and a run log of each mode in
 --out. Ctrl-C ends it with what there is. --ui then plays the runs on the live page.
@@ -45,8 +47,12 @@ QUICK_SECONDS, QUICK_WARM_UP = 8.0, 12
 class DemoOptions:
     """What `paceline demo` takes."""
 
-    model: str | None = option(
-        None, "folder, GGUF file or name on the hub; dummy: made-up weights of a tiny shape", kind=str
+    model: str | None = option(None, "folder, GGUF file or name on the hub", kind=str)
+    shape: str | None = option(
+        None, "made-up weights of this shape, instead of --model", choices=tuple(SHAPES), kind=str
+    )
+    device: str = option(
+        "cpu", "where it runs; with cuda lengths are those of whole chats", choices=("cpu", "cuda")
     )
     quick: bool = option(False, "about a minute in all, with figures that are less sure")
     seconds: float | None = option(
@@ -68,6 +74,8 @@ PANELS = (
         flags=(
             Flag(name="quick"),
             Flag(name="model", default="SmolLM2-135M-Instruct"),
+            Flag(name="shape"),
+            Flag(name="device"),
             Flag(name="seconds", default="40, or 8 with --quick"),
             Flag(name="rows"),
             Flag(name="rate", default="a tenth more than continuous batching can do here, which is measured"),
@@ -117,6 +125,8 @@ def _run_modes(options: DemoOptions, folder: Path) -> list[ModeRun]:
     defaults = DemoPlan()
     plan = DemoPlan(
         model=options.model,
+        shape=options.shape,
+        device=options.device,
         rows=options.rows,
         seconds=options.seconds or (QUICK_SECONDS if options.quick else defaults.seconds),
         warm_up=QUICK_WARM_UP if options.quick else defaults.warm_up,

@@ -164,7 +164,9 @@ class RowLogprobs:
 class StepTimes:
     """When the step ran, by the runner's clock, in seconds."""
 
-    start_s: float = 0.0
+    start_s: float = (
+        0.0  # it was given to the runner; where that had steps before it, it began when they ended
+    )
     end_s: float = 0.0
 
 

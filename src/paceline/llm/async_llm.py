@@ -195,6 +195,7 @@ class AsyncLLM(ModelHolder):
     async def _stream(
         self, read: Callable[[], PreparedRequest], request_id: str | None, placing: Placing
     ) -> AsyncGenerator[RequestOutput, None]:
+        arrival_s = self._engine.now_s  # the engine's thread hears of it when it next looks up from its work
         prepared = await asyncio.to_thread(read)
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
@@ -203,7 +204,7 @@ class AsyncLLM(ModelHolder):
         reader = Reader(asyncio.get_running_loop(), asyncio.Event(), level)
         self._readers[name] = reader
         try:
-            self._loop.do(lambda: self._add(name, reader, prepared, placing))
+            self._loop.do(lambda: self._add(name, reader, prepared, placing, arrival_s))
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
@@ -221,16 +222,23 @@ class AsyncLLM(ModelHolder):
 
     # -- in the engine's thread ----------------------------------------------------------------------------
 
-    def _add(self, name: str, reader: Reader, prepared: PreparedRequest, placing: Placing) -> None:
-        priority, tenant = LEVELS[placing.service_class] + placing.priority, placing.tenant
+    def _add(
+        self, name: str, reader: Reader, prepared: PreparedRequest, placing: Placing, arrival_s: float
+    ) -> None:
         try:
-            ids = self._engine.add(prepared.token_ids, prepared.sampling, priority=priority, tenant=tenant)
+            ids = self._engine.add(
+                prepared.token_ids,
+                prepared.sampling,
+                priority=LEVELS[placing.service_class] + placing.priority,
+                tenant=placing.tenant,
+                arrival_s=arrival_s,
+            )
             for number in ids if placing.service_class == SPOT else ():
                 self._engine.scheduler.mark_spot(number)
         except Exception as error:  # refused: the caller's business alone
             reader.tell(error)
             return
-        output = self._collector.open(name, prepared, ids, self._engine.scheduler.state.now_s)
+        output = self._collector.open(name, prepared, ids, arrival_s)
         self._listeners[id(output)] = reader
 
     def _abort(self, name: str) -> None:

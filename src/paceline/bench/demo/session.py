@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.bench.demo.run import Driver, ModeRun, load_mode
-from paceline.bench.demo.traffic import LONGEST, at_once, burst_traffic, prompt_tokens
+from paceline.bench.demo.traffic import LENGTHS, at_once, burst_traffic, prompt_tokens
 from paceline.bench.shapes import write_shape
 from paceline.bench.throughput import release_memory
 from paceline.config import ModelConfig
@@ -25,11 +25,10 @@ from paceline.factory import LoadedModel
 from paceline.workload import Workload
 
 MODES = ("static", "dynamic", "continuous")
-DUMMY = "dummy"  # as a model: a small shape with made-up weights, for tests
 LOAD = 1.1  # of what continuous batching can do: every mode shows how much it gets done
 FEWEST = 12  # requests
 JUST_WARM = 4  # requests before the first mode where the rate is given and nothing has to be found out
-BLOCK = 16
+BLOCK = {"cpu": 16, "cuda": 64}
 STATIC_FLUSH_S, DYNAMIC_TIMEOUT_S = 1.0, 0.25  # how long a batch that is not full waits
 
 
@@ -38,6 +37,8 @@ class DemoPlan:
     """What was asked for."""
 
     model: str | None = None  # None: the default one
+    shape: str | None = None  # made-up weights of this shape, instead of a model
+    device: str = "cpu"
     rows: int = 8  # in every mode: as many requests as can be in a batch
     seconds: float = 40.0  # over which requests arrive
     warm_up: int = 24  # requests that are there at once, to see what the machine can do
@@ -68,7 +69,7 @@ class Traffic:
 
 def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
     """Each mode in turn. What was run stays with the caller, also when Ctrl-C ends the next one."""
-    with _model_config(plan.model) as model:
+    with _model_config(plan) as model:
         loaded = load_mode(model, "continuous", _sizes(plan))
         # The budget follows from a measurement; it must not differ between modes.
         budget = loaded.config.scheduler.max_num_batched_tokens
@@ -92,10 +93,11 @@ def _traffic(plan: DemoPlan, loaded: LoadedModel, viewer: DemoViewer) -> Traffic
     vocab_size = loaded.checkpoint.spec.vocab_size
     count = plan.warm_up if plan.rate is None else JUST_WARM
     viewer.warming_up(count)
-    warm = at_once(count, plan.seed + 1)
+    lengths = LENGTHS[plan.device]
+    warm = at_once(count, plan.seed + 1, lengths)
     run = Driver(loaded, warm, prompt_tokens(warm, vocab_size, plan.seed + 2)).run(viewer.stepped)
     rate = plan.rate if plan.rate is not None else LOAD * _requests_per_s(run)
-    workload = burst_traffic(max(FEWEST, round(rate * plan.seconds)), rate, plan.seed)
+    workload = burst_traffic(max(FEWEST, round(rate * plan.seconds)), rate, plan.seed, lengths)
     return Traffic(workload=workload, prompts=prompt_tokens(workload, vocab_size, plan.seed + 3))
 
 
@@ -107,13 +109,14 @@ def _requests_per_s(run: ModeRun) -> float:
 
 
 def _sizes(plan: DemoPlan) -> dict[str, Any]:
-    blocks = -(-LONGEST // BLOCK) + 1
+    longest, block = LENGTHS[plan.device].longest, BLOCK[plan.device]
+    blocks = -(-longest // block) + 1
     return {
         "max_num_seqs": plan.rows,
         "batch_size": plan.rows,
-        "block_size": BLOCK,
+        "block_size": block,
         "num_blocks": plan.rows * blocks + 1,  # every row has room for the longest request, in every mode
-        "max_model_len": LONGEST + 1,
+        "max_model_len": longest + 1,
         "static_flush_s": STATIC_FLUSH_S,
         "batch_timeout_s": DYNAMIC_TIMEOUT_S,
         "enable_prefix_caching": False,
@@ -127,12 +130,12 @@ def _log(plan: DemoPlan, mode: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _model_config(name: str | None) -> Iterator[ModelConfig]:
-    """The model on this machine's CPU; requests are token ids, so that no tokenizer is needed."""
-    if name != DUMMY:
-        yield ModelConfig(model=name, device="cpu", skip_tokenizer_init=True)
+def _model_config(plan: DemoPlan) -> Iterator[ModelConfig]:
+    """Requests are token ids, so that no tokenizer is needed."""
+    if plan.shape is None:
+        yield ModelConfig(model=plan.model, device=plan.device, skip_tokenizer_init=True)
         return
     with tempfile.TemporaryDirectory() as folder:
-        options = write_shape("tiny", Path(folder))
+        options = write_shape(plan.shape, Path(folder))
         names = ("model", "load_format", "skip_tokenizer_init")
-        yield ModelConfig(device="cpu", **{name: options[name] for name in names})
+        yield ModelConfig(device=plan.device, **{name: options[name] for name in names})
