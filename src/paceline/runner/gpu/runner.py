@@ -124,7 +124,7 @@ class GPURunner:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
         self._draw.warm_up()
-        for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64)), memory.max_slots}:
+        for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64, 128)), memory.max_slots}:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
         most = memory.max_slots
@@ -229,8 +229,7 @@ class GPURunner:
         count = len(batch.decode) + len(batch.finishing)
         ring = self._ring[seq % len(self._ring)]
         if count:
-            for part in (0, 1):  # in one piece each: torch waits for a copy that is not
-                ring[part, :count].copy_(self._draw.drawn[part, :count], non_blocking=True)
+            ring.copy_(self._draw.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
         return Computing(seq, batch, ring.numpy(), self._queue.mark(), tickets, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
