@@ -23,6 +23,7 @@ from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.kernels.row_product import RowNorm, row_product
 from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
 from paceline.kernels.skinny_product import (
+    MAX_GATED_ROWS,
     MAX_PARTS,
     MAX_ROWS,
     gated_tuning,
@@ -172,7 +173,7 @@ class DecodeStep:
 
     def _gate(self, weight: Tensor) -> None:
         columns, inner = self.model.inner, self.model.width
-        tuning = gated_tuning(self.rows, columns, inner) if self.rows <= MAX_ROWS else None
+        tuning = gated_tuning(self.rows, columns, inner) if self.rows <= MAX_GATED_ROWS else None
         if tuning is None:
             torch.mm(self.other, weight.T, out=self.wide)
             gated_activation(self.narrow, self.wide, overlapped=self.overlapped)

@@ -61,9 +61,14 @@ def test_skinny_product(rows: int, columns: int, inner: int) -> None:
             small.check_skinny_product(PLAIN, rows, columns, inner, tuning)
 
 
-@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
-@pytest.mark.parametrize("columns, inner", [(14336, 4096), (3072, 1024)])
-def test_gated_skinny_product(rows: int, columns: int, inner: int) -> None:
+@pytest.mark.parametrize(
+    "columns, inner, rows",
+    [
+        *((14336, 4096, rows) for rows in (2, 16, 17, 33, 64)),
+        *((3072, 1024, rows) for rows in (2, 16, 17, 33, 64, 65, 128, 200, 256)),
+    ],
+)
+def test_gated_skinny_product(columns: int, inner: int, rows: int) -> None:
     tuning = gated_tuning(rows, columns, inner)
     assert tuning is not None
     small.check_skinny_product(PLAIN, rows, columns, inner, tuning, gated=True)

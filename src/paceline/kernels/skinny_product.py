@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Matrix product for 2 to 64 rows (one row: `row_product`): reads the weights once, with many programs at it.
+Gate and up of a small model go on to 256 rows, where a launch and its gap cost more than cuBLAS gains.
 
 The weights are the tall operand of the matrix instruction, so that a few rows waste nothing. Where the matrix has too
 few columns for the device, the inner dimension is split and the parts, float32, are left to the next kernel to sum
@@ -21,6 +22,7 @@ from torch import Tensor
 from paceline.kernels.overlap import wait_and_announce
 
 MAX_ROWS = 64
+MAX_GATED_ROWS = 256
 MAX_PARTS = 4
 _FEWEST_ROWS = 16  # of a matrix instruction
 
@@ -34,6 +36,7 @@ class ProductTuning:
     parts: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    rows: int = MAX_ROWS  # per program
     # False: it runs so long that programs which start early only take places from those they wait for.
     starts_early: bool = True
 
@@ -57,6 +60,10 @@ def gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning | None:
     """The same for gate and up, `columns` of each."""
     if columns < 2048 or columns % 64 or inner % 128:
         return None
+    if rows > MAX_ROWS:
+        if columns >= 8192:
+            return None
+        return ProductTuning(columns=64, inner=64, num_warps=8, num_stages=4, rows=128, starts_early=False)
     if columns < 8192:
         return ProductTuning(columns=64, inner=64, num_stages=6)
     if rows <= _FEWEST_ROWS:
@@ -80,11 +87,13 @@ def skinny_product(
     """
     rows, inner = x.shape
     columns = weight.shape[0] // (2 if gated else 1)
-    assert rows <= MAX_ROWS and columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
+    assert rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
+    assert columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
     assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
     assert tuning.parts == 1 or not gated
     overlapped = overlapped and tuning.starts_early
-    _product_kernel[(columns // tuning.columns, tuning.parts)](
+    row_tile = min(tuning.rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
+    _product_kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
         out,
         x,
         weight,
@@ -94,7 +103,7 @@ def skinny_product(
         PARTS=tuning.parts,
         TILE=tuning.columns,
         STEP=tuning.inner,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
+        ROWS=row_tile,
         GATED=gated,
         OVERLAPPED=overlapped,
         num_warps=tuning.num_warps,
@@ -120,7 +129,7 @@ def _product_kernel(
 ):
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, STEP)
     weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
     x_at = x + row[:, None] * INNER + inner[None, :]

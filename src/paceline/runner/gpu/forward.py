@@ -25,6 +25,7 @@ from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.kernels.row_product import RowNorm, row_product
 from paceline.kernels.skinny_product import (
+    MAX_GATED_ROWS,
     MAX_PARTS,
     MAX_ROWS,
     ProductTuning,
@@ -169,8 +170,8 @@ class DeviceDecoder:
             return torch.addmm(linear.bias, x, linear.weight.T, out=out)
         return torch.mm(x, linear.weight.T, out=out)
 
-    def _has_few_rows(self, x: Tensor) -> bool:
-        return len(x) <= MAX_ROWS and self.dtype != torch.float32
+    def _has_few_rows(self, x: Tensor, most: int = MAX_ROWS) -> bool:
+        return len(x) <= most and self.dtype != torch.float32
 
     def _queries(self, x: Tensor, linear: DenseLinear, overlapped: bool) -> Tensor:
         tuning: ProductTuning | None = None
@@ -203,7 +204,8 @@ class DeviceDecoder:
         assert layer.gate_up is not None and layer.down is not None
         narrow = self._narrow[: len(normed)]
         tuning: ProductTuning | None = None
-        if self._has_few_rows(normed) and layer.gate_up.bias is None and self.spec.activation == "silu":
+        is_silu = self.spec.activation == "silu"
+        if self._has_few_rows(normed, MAX_GATED_ROWS) and layer.gate_up.bias is None and is_silu:
             tuning = gated_tuning(len(normed), narrow.shape[1], normed.shape[1])
         if tuning is not None:
             skinny_product(
@@ -211,7 +213,7 @@ class DeviceDecoder:
             )
             return self._narrowed(narrow, layer.down, norm, overlapped)
         wide = self._times(normed, layer.gate_up, self._wide)
-        activation: Activation = "silu" if self.spec.activation == "silu" else "gelu_tanh"
+        activation: Activation = "silu" if is_silu else "gelu_tanh"
         gated_activation(narrow, wide, activation=activation, overlapped=overlapped)
         return self._narrowed(narrow, layer.down, norm, overlapped)
 
