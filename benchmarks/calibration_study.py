@@ -6,9 +6,10 @@ cost model is fitted to each recorded run in turn and every run is repeated in t
 compared with the model fitted to itself says how good the model can be, any other how good it is.
 
     python -m benchmarks.calibration_study record chats,prompts,bursts --folder DIR [--load 0.7] [--seconds 75]
-    python -m benchmarks.calibration_study compare --folder DIR [--json FILE]
+    python -m benchmarks.calibration_study compare --folder DIR [--json FILE] [--shape NAME --device NAME]
 
-Each workload is recorded in two to three minutes, and in a process of its own if they are named one by one.
+Each workload is recorded in two to three minutes, and in a process of its own if they are named one by one. `compare`
+takes every run log in the folder, also those of `paceline bench latency --run-log` on another machine.
 """
 
 from __future__ import annotations
@@ -136,9 +137,8 @@ def line(fitted_to: str, name: str, deviations: tuple[Deviation, ...]) -> str:
     return f"| {fitted_to} | {name} | {' | '.join(cells)} |"
 
 
-def study(folder: Path, path: Path | None) -> None:
-    machine = Machine.of(model_shape("smollm2-135m"), device_spec("cpu-2core"))
-    names = [name for name in TRAFFIC if (folder / f"{name}.jsonl").exists()]
+def study(folder: Path, machine: Machine, path: Path | None) -> None:
+    names = sorted(log.stem for log in folder.glob("*.jsonl"))
     models = {name: calibrate(folder / f"{name}.jsonl", machine.kv_bytes_per_token) for name in names}
     runs = {name: read_recorded(str(folder / f"{name}.jsonl")) for name in names}
     for name in names:
@@ -155,12 +155,17 @@ def study(folder: Path, path: Path | None) -> None:
     found = compared(models, runs, machine, folder)
     if path is not None:
         told = {
-            "runs": {name: json.loads((folder / f"{name}.json").read_text()) for name in names},
+            "runs": {name: told_of(folder / f"{name}.json") for name in names},
             "models": {name: models[name].cost.to_json() for name in names},
             "kinds": {name: [asdict(kind) for kind in models[name].kinds] for name in names},
             "compared": found,
         }
         path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def told_of(path: Path) -> Any:
+    """What was written down beside a run log, if anything was."""
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def main() -> None:
@@ -175,9 +180,12 @@ def main() -> None:
     parser.add_argument("--full", type=float, help="requests per second at most; measured unless given")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", default="smollm2-135m", help="of the model that was run, for compare")
+    parser.add_argument("--device", default="cpu-2core", help="it was run on, for compare")
     arguments = parser.parse_args()
     if arguments.part == "compare":
-        study(arguments.folder, arguments.json)
+        machine = Machine.of(model_shape(arguments.shape), device_spec(arguments.device))
+        study(arguments.folder, machine, arguments.json)
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.names.split(","):

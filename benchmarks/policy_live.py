@@ -46,8 +46,14 @@ from paceline.workload.model import Workload
 
 ROWS, BLOCK, POOL_TOKENS = 32, 16, 1280
 SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))
-OPTIONS = ("--max-num-seqs", str(ROWS), "--max-waiting-requests", "8192", "--disable-log-requests")
 SHRINK, SHRINK_CHATS = 8, 32
+OPTIONS = (
+    *("--max-num-seqs", str(ROWS), "--max-waiting-requests", "8192", "--disable-log-requests"),
+    *(
+        "--flood-tokens",
+        str(8192 // SHRINK),
+    ),  # a flood is told by what it was served: lengths are smaller here
+)
 FLOOD_LIMIT = 8  # answers under way at once, of every key in the part with limits
 
 

@@ -124,6 +124,28 @@ def test_a_slow_reader_gets_the_newest_state_and_the_end(llm: AsyncLLM) -> None:
     run(test())
 
 
+def test_time_counts_from_the_call_and_not_from_when_the_engine_looks_up(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(llm, monkeypatch)
+
+    async def test() -> None:
+        steps.may_go.clear()
+        first = asyncio.create_task(collect(llm, "a long one", GREEDY))
+        while not llm._engine.has_requests:
+            await asyncio.sleep(0.01)
+        called_s = llm._engine.now_s
+        second = asyncio.create_task(collect(llm, "another", GREEDY))
+        await asyncio.sleep(0.3)  # the engine is busy with a step and hears of nothing
+        freed_s = llm._engine.now_s
+        steps.may_go.set()
+        metrics = [(await task)[-1].metrics for task in (first, second)]
+        assert metrics[1] is not None
+        assert called_s <= metrics[1].arrival_s < freed_s - 0.2
+
+    run(test())
+
+
 def test_a_stop_string_ends_a_stream(llm: AsyncLLM) -> None:
     async def test() -> None:
         whole = (await collect(llm, "hello", GREEDY))[-1].outputs[0].text

@@ -40,7 +40,7 @@ Ends with a table beside what the field claims, and a picture (PNG and SVG), the
 --out. Ctrl-C ends it with what there is. --ui then plays the runs on the live page.
 """
 FORMAT = "paceline-demo"
-QUICK_SECONDS, QUICK_WARM_UP = 8.0, 12
+QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

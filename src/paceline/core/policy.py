@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +81,15 @@ class Displacing(Protocol):
         ...
 
 
-def holds_back(policy: Policy) -> TypeGuard[Displacing]:
-    """Whether rows that yield to a prompt under way do not decode beside it, as the policy's attribute `holds_back`
-    says: a step with fewer of them computes more of the prompt."""
-    return isinstance(policy, Displacing) and bool(getattr(policy, "holds_back", False))
+class HoldingBack(Protocol):
+    """What a policy has besides if rows may leave a step to a prompt that has too little room in it."""
+
+    def holds_back(self, decoding: RequestView, prompt: RequestView) -> NDArray[np.bool_]:
+        """Which of the requests that decode pause for a step, so that it computes more of the request in `prompt`.
+
+        They lose that time and nothing else.
+        """
+        ...
 
 
 def is_relative(policy: Policy) -> bool:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.nnls import Array, nonnegative_least_squares
@@ -61,10 +62,18 @@ class HostCosts:
     request_s: float = 0.0  # from the arrival of a request to the moment the engine knows of it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far steps of one shape differ: quantiles of timed / predicted, evenly spaced from the least to the largest;
+    empty: not known."""
+
+    decode: tuple[float, ...] = ()  # of steps in which all rows decode
+    prompts: tuple[float, ...] = ()  # of steps that read prompts
+
+
 class FittedCost(CostModel):
     """Coefficients and their error. Made by `fit` or `load`.
 
-    `spread` holds quantiles of timed / predicted, evenly spaced from the least to the largest; empty: not known.
     `engine` holds sizes of the engine whose steps were timed, by the names of its options.
     """
 
@@ -74,7 +83,7 @@ class FittedCost(CostModel):
         error: FitError,
         *,
         host: HostCosts | None = None,
-        spread: tuple[float, ...] = (),
+        spread: Spread = Spread(),  # noqa: B008 - frozen
         engine: Mapping[str, int] | None = None,
     ) -> None:
         self.engine = dict(engine or {})
@@ -94,19 +103,23 @@ class FittedCost(CostModel):
     ) -> "FittedCost":
         """Fit to (shape, seconds) pairs. Error and spread are measured on samples held out in turn."""
         shapes, seconds = _checked(samples)
+        reads = np.array([shape.prefill_tokens > 0 for shape in shapes])
         knots = _chosen_knots([shape.tokens for shape in shapes])
         features = _features(shapes, knots)
         predicted = np.empty(len(seconds))
         for fold in range(_FOLDS):
             held_out = np.arange(len(seconds)) % _FOLDS == fold
-            solution = _robust_solution(features[~held_out], seconds[~held_out])
+            solution = _robust_solution(features[~held_out], seconds[~held_out], reads[~held_out])
             predicted[held_out] = features[held_out] @ solution
         errors = np.abs(predicted / seconds - 1.0)
         error = FitError(
             mape=float(errors.mean()), p90=float(np.quantile(errors, 0.9)), num_samples=len(seconds)
         )
-        coefficients = _coefficients(_robust_solution(features, seconds), knots)
-        return cls(coefficients, error, host=host, spread=_spread(seconds, predicted), engine=engine)
+        coefficients = _coefficients(_robust_solution(features, seconds, reads), knots)
+        spread = Spread(
+            decode=_spread(seconds, predicted, ~reads), prompts=_spread(seconds, predicted, reads)
+        )
+        return cls(coefficients, error, host=host, spread=spread, engine=engine)
 
     def step_seconds(self, shape: StepShape) -> float:
         c = self.coefficients
@@ -131,7 +144,7 @@ class FittedCost(CostModel):
             "error": {"mape": error.mape, "p90": error.p90, "num_samples": error.num_samples},
             "host_step_s": self.host.step_s,
             "request_s": self.host.request_s,
-            "spread": list(self.spread),
+            "spread": {"decode": list(self.spread.decode), "prompts": list(self.spread.prompts)},
             "engine": self.engine,
         }
 
@@ -166,7 +179,7 @@ class FittedCost(CostModel):
                 num_samples=int(_number(error, "num_samples", name)),
             ),
             host=_host(fields, name),
-            spread=tuple(_numbers({"spread": [], **fields}, "spread", name)),
+            spread=_read_spread(fields, name),
             engine=_sizes(fields, name),
         )
 
@@ -235,23 +248,26 @@ def _features(shapes: Sequence[StepShape], knots: tuple[int, ...]) -> Array:
     return np.column_stack([np.ones_like(tokens), *segments, *linear])
 
 
-def _robust_solution(features: Array, seconds: Array) -> Array:
-    """Relative least squares, repeated with less weight on the steps that stick out (a stall, a compile)."""
+def _robust_solution(features: Array, seconds: Array, reads: NDArray[np.bool_]) -> Array:
+    """Relative least squares, repeated with less weight on the steps that stick out (a stall, a compile) among
+    their like: steps that read prompts differ more than others do by nature."""
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))
     solution = np.zeros(features.shape[1])
     for _ in range(_ROBUST_ROUNDS):
         solution = nonnegative_least_squares(relative * weights[:, None], weights)
         residual = np.abs(relative @ solution - 1.0)
-        # 1.5 standard deviations, estimated from the median so that outliers do not widen it.
-        bound = max(1.5 * 1.4826 * float(np.median(residual)), 1e-6)
-        weights = np.sqrt(np.minimum(1.0, bound / np.maximum(residual, bound)))
+        for alike in (reads, ~reads):
+            if alike.any():
+                # 1.5 standard deviations, estimated from the median so that outliers do not widen it.
+                bound = max(1.5 * 1.4826 * float(np.median(residual[alike])), 1e-6)
+                weights[alike] = np.sqrt(np.minimum(1.0, bound / np.maximum(residual[alike], bound)))
     return solution
 
 
-def _spread(seconds: Array, predicted: Array) -> tuple[float, ...]:
+def _spread(seconds: Array, predicted: Array, alike: NDArray[np.bool_]) -> tuple[float, ...]:
     """Quantiles of timed / predicted; a prediction of nothing says nothing about the spread."""
-    there = predicted > 0.0
+    there = alike & (predicted > 0.0)
     if not there.any():
         return ()
     shares = np.linspace(0.0, 1.0, _SPREAD_PARTS + 1)
@@ -300,6 +316,16 @@ def _sizes(fields: Mapping[str, object], name: str) -> dict[str, int]:
 
 def _number(fields: Mapping[str, object], key: str, name: str) -> float:
     return _checked_number(fields.get(key), key, name)
+
+
+def _read_spread(fields: Mapping[str, object], name: str) -> Spread:
+    given = fields.get("spread", {})
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{name}: 'spread' must have lists of numbers for 'decode' and 'prompts'; fit it again"
+        )
+    parts = {"decode": [], "prompts": [], **given}
+    return Spread(**{part: tuple(_numbers(parts, part, name)) for part in ("decode", "prompts")})
 
 
 def _numbers(fields: Mapping[str, object], key: str, name: str) -> list[float]:

@@ -51,10 +51,11 @@ class Service:
             self.accounts.served(tenants, np.zeros_like(counts), counts)
         if self._returned:
             returned, self._returned = self._returned, {}
-            waiting = self._queue.backlog(returned.keys())
-            for tenant, name in returned.items():
+            waiting = set(self._queue.backlog(returned.keys()))
+            for tenant, name in returned.items():  # one after another: the first waits when the second comes
                 if tenant in self._queue.tenants:
                     self.accounts.began(tenant, name, waiting)
+                    waiting.add(tenant)
 
     def gap(self) -> float | None:
         """The most that tenants that wait are apart in their accounts; None: nobody keeps any."""

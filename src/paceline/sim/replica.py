@@ -57,14 +57,14 @@ class Replica:
         self._retries = 0
         faults = ReplicaFaults(config.faults, config.seed, number)
         self._faults = faults if config.faults.any_per_step else None
-        varied = StepSpread(config.spread, config.seed, number).stretch if config.spread else None
+        varied = StepSpread(config.spread, config.seed, number)
         self.runner = TimedRunner(
             config.machine.cost,
             self.clock,
             Capacity.of(config.engine).num_rows,
             block_bytes=config.block_bytes,
             host_step_s=config.host_step_s,
-            stretch=faults.stretch if varied is None else lambda: varied() * faults.stretch(),
+            stretch=lambda reads_prompts: varied.stretch(reads_prompts) * faults.stretch(),
         )
         self.engine = build_engine(
             config.engine,

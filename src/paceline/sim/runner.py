@@ -26,7 +26,7 @@ def _nobody(plan: StepPlan, start_s: float, end_s: float) -> None:
     return None
 
 
-def _no_stall() -> float:
+def _no_stall(reads_prompts: bool) -> float:
     return 1.0
 
 
@@ -35,7 +35,7 @@ class TimedRunner:
 
     host_step_s: what planning a step costs the host; hidden behind the device when steps overlap.
     block_bytes: KV bytes of one block, which is what a swapped block moves over the host link.
-    stretch: the factor by which the next step takes longer than it should; 1 when nothing is wrong.
+    stretch: the factor by which a step that reads prompts, or one that does not, takes longer than it should.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TimedRunner:
         *,
         block_bytes: int = 0,
         host_step_s: float = 0.0,
-        stretch: Callable[[], float] = _no_stall,
+        stretch: Callable[[bool], float] = _no_stall,
     ) -> None:
         self.observe: Observer = _nobody  # hears of every plan when it is handed over
         self.num_submitted = 0
@@ -90,7 +90,7 @@ class TimedRunner:
         self._take_over(plan)
         start_s = max(self._clock.now(), self._free_s)
         seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes))
-        end_s = self._free_s = start_s + seconds * self._stretch()
+        end_s = self._free_s = start_s + seconds * self._stretch(plan.work.prefill_tokens > 0)
         self.observe(plan, start_s, end_s)
         return _Pending(self, self._compute(plan, StepTimes(start_s=start_s, end_s=end_s)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
-from paceline.costs.fit import FittedCost
+from paceline.costs.fit import FittedCost, Spread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.pacing import SIZES, step_costs
 from paceline.costs.preemption import preemption_costs
@@ -66,7 +66,7 @@ class SimConfig:
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
     request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
-    spread: tuple[float, ...] = ()  # quantiles of how far steps of one shape differ; see costs.fit
+    spread: Spread = field(default_factory=Spread)  # how far steps of one shape differ
     priorities: str = "none"  # see requests.draw_priorities
     deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
     ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
@@ -100,7 +100,7 @@ class SimConfig:
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
             **({"request_s": self.request_s} if self.request_s else {}),
-            **({"spread": f"{self.spread[0]:.3g} to {self.spread[-1]:.3g}"} if self.spread else {}),
+            **({"spread": _described(self.spread)} if self.spread != Spread() else {}),
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
@@ -112,6 +112,11 @@ class SimConfig:
             "scheduler": asdict(self.engine.scheduler),
             "kv": {name: value for name, value in asdict(self.engine.kv).items() if name != "groups"},
         }
+
+
+def _described(spread: Spread) -> str:
+    parts = {"decode": spread.decode, "prompts": spread.prompts}
+    return ", ".join(f"{name} {part[0]:.3g} to {part[-1]:.3g}" for name, part in parts.items() if part)
 
 
 def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.audit.timed_steps import timed_steps
-from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts
+from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts, Spread
 from paceline.costs.model import StepShape
 from paceline.errors import InputError
 from paceline.report.record import OUTCOMES, RunRecord
@@ -55,7 +55,9 @@ def test_a_known_cost_model_is_recovered_from_a_simulated_log(tmp_path: Path) ->
     log = tmp_path / "run.jsonl"
     record(log, config(), random_workload(80, 1, rate=4.0))
     found = calibrate(log, 0)
-    assert found.cost.error.p90 < 1e-6 and found.cost.spread == pytest.approx([1.0] * len(found.cost.spread))
+    assert found.cost.error.p90 < 1e-6
+    for quantiles in (found.cost.spread.decode, found.cost.spread.prompts):
+        assert quantiles and quantiles == pytest.approx([1.0] * len(quantiles))
     assert found.cost.host.step_s == pytest.approx(HOST_S)
     assert {kind.kind for kind in found.kinds} == {"decode", "mixed", "prefill"}
     assert sum(kind.num_steps for kind in found.kinds) == len(timed_steps(read_run_log(log)))
@@ -163,28 +165,51 @@ def test_a_measure_that_is_missing_is_no_error(tmp_path: Path) -> None:
     assert by_name["TTFT p50"].error == 0.0
 
 
+def test_a_step_that_waited_for_the_one_before_it_is_timed_from_its_end(tmp_path: Path) -> None:
+    """A device that has steps queued says when a step was given to it, not when it began."""
+    log = tmp_path / "run.jsonl"
+    record(log, config(depth=1), random_workload(80, 1, rate=4.0))
+    header, *lines = log.read_text().splitlines()
+    given = []
+    for line in map(json.loads, lines):
+        if (line.get("result") or {}).get("times"):
+            line["result"]["times"][0] = line["t_plan"]
+        given.append(json.dumps(line))
+    log.write_text("\n".join([header, *given]) + "\n")
+    found = calibrate(log, 0).cost
+    assert found.error.p90 < 0.01
+    shape = StepShape(
+        decode_rows=3, decode_context=100, prefill_tokens=0, prefill_context_products=0, logit_rows=3
+    )
+    assert found.step_seconds(shape) == pytest.approx(TRUE.step_seconds(shape), rel=0.02)
+
+
 # -- how steps of one shape differ -------------------------------------------------------------------------
 
 
 def test_factors_have_the_quantiles_they_are_drawn_from() -> None:
-    quantiles = [0.5, 0.9, 1.0, 1.1, 3.0]
-    spread = StepSpread(quantiles, seed=1, replica=0)
-    drawn = np.array([spread.stretch() for _ in range(20_000)])
+    known = Spread(decode=(0.5, 0.9, 1.0, 1.1, 3.0), prompts=(2.0, 2.0))
+    spread = StepSpread(known, seed=1, replica=0)
+    drawn = np.array([spread.stretch(False) for _ in range(20_000)])
     assert drawn.min() >= 0.5 and drawn.max() <= 3.0
     assert np.quantile(drawn, [0.25, 0.5, 0.75]) == pytest.approx([0.9, 1.0, 1.1], abs=0.02)
-    again = StepSpread(quantiles, seed=1, replica=0)
-    assert [again.stretch() for _ in range(50)] == drawn[:50].tolist()
-    other = StepSpread(quantiles, seed=1, replica=1)
-    assert [other.stretch() for _ in range(50)] != drawn[:50].tolist()
+    assert spread.stretch(True) == 2.0
+    again = StepSpread(known, seed=1, replica=0)
+    assert [again.stretch(False) for _ in range(50)] == drawn[:50].tolist()
+    other = StepSpread(known, seed=1, replica=1)
+    assert [other.stretch(False) for _ in range(50)] != drawn[:50].tolist()
+    assert StepSpread(Spread(), seed=1, replica=0).stretch(True) == 1.0
 
 
 def test_a_spread_stretches_steps_and_is_found_again(tmp_path: Path) -> None:
-    quantiles = (0.8, 0.95, 1.0, 1.1, 1.5)
-    given = config(spread=quantiles)
+    given = config(spread=Spread(decode=(0.8, 0.95, 1.0, 1.1, 1.5), prompts=(0.5, 0.8, 1.0, 1.3, 2.0)))
     made = record(tmp_path / "run.jsonl", given, random_workload(150, 7, rate=4.0))
     assert simulate(config(), random_workload(150, 7, rate=4.0)).duration_s != made.duration_s
     found = calibrate(tmp_path / "run.jsonl", 0).cost.spread
-    assert np.quantile(found, [0.25, 0.5, 0.75]) == pytest.approx([0.95, 1.0, 1.1], abs=0.05)
+    assert np.quantile(found.decode, [0.25, 0.5, 0.75]) == pytest.approx([0.95, 1.0, 1.1], abs=0.05)
+    # A fit of relative errors lies below the middle of steps that differ this much; the factors make up for it.
+    low, middle, high = np.quantile(found.prompts, [0.25, 0.5, 0.75])
+    assert (low / middle, high / middle) == pytest.approx((0.8, 1.3), abs=0.1)
 
 
 def test_what_a_model_knows_beside_steps_survives_its_file(tmp_path: Path) -> None:
@@ -192,7 +217,7 @@ def test_what_a_model_knows_beside_steps_survives_its_file(tmp_path: Path) -> No
         TRUE.coefficients,
         TRUE.error,
         host=HostCosts(step_s=0.001, request_s=0.002),
-        spread=(0.9, 1.1),
+        spread=Spread(decode=(0.9, 1.1), prompts=(0.8, 1.2)),
         engine={"depth": 0, "block_size": 16},
     )
     cost.save(tmp_path / "costs.json")
@@ -203,7 +228,7 @@ def test_what_a_model_knows_beside_steps_survives_its_file(tmp_path: Path) -> No
         for name, value in cost.to_json().items()
         if name not in ("host_step_s", "request_s", "spread", "engine")
     }
-    assert FittedCost.from_json(older).host == HostCosts() and FittedCost.from_json(older).spread == ()
+    assert FittedCost.from_json(older).host == HostCosts() and FittedCost.from_json(older).spread == Spread()
     for name, wrong in (("engine", 3), ("engine", {"depth": "x"}), ("spread", "x"), ("request_s", -1)):
         (tmp_path / "bad.json").write_text(json.dumps({**cost.to_json(), name: wrong}))
         with pytest.raises(InputError, match=f"{name}.*fit it again"):

@@ -41,7 +41,7 @@ class DemoPlan:
     device: str = "cpu"
     rows: int = 8  # in every mode: as many requests as can be in a batch
     seconds: float = 40.0  # over which requests arrive
-    warm_up: int = 24  # requests that are there at once, to see what the machine can do
+    warm_up: int = 3  # times a full batch that is there at once, to see what the machine can do
     rate: float | None = None  # requests per second; None: found by the run before
     seed: int = 0
     log_folder: Path | None = None  # where the run logs go
@@ -91,7 +91,7 @@ def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
 
 def _traffic(plan: DemoPlan, loaded: LoadedModel, viewer: DemoViewer) -> Traffic:
     vocab_size = loaded.checkpoint.spec.vocab_size
-    count = plan.warm_up if plan.rate is None else JUST_WARM
+    count = plan.warm_up * plan.rows if plan.rate is None else JUST_WARM
     viewer.warming_up(count)
     lengths = LENGTHS[plan.device]
     warm = at_once(count, plan.seed + 1, lengths)

@@ -17,8 +17,6 @@ MARGIN = 0.5  # levels between a request and one that takes its place
 
 
 class PriorityWithAgeing(FirstComeFirstServed):
-    holds_back = True
-
     def __init__(self, long_prefill_share: float, ageing_s: float) -> None:
         super().__init__(long_prefill_share)
         self._ageing_s = ageing_s
@@ -32,3 +30,6 @@ class PriorityWithAgeing(FirstComeFirstServed):
         behind = self.order(running) - self.order(waiting)
         given: NDArray[np.bool_] = (running.priority > waiting.priority) & (behind >= MARGIN)
         return given
+
+    def holds_back(self, decoding: RequestView, prompt: RequestView) -> NDArray[np.bool_]:
+        return self.yields(decoding, prompt)
