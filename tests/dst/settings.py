@@ -50,7 +50,7 @@ def draw_config(rng: random.Random) -> EngineConfig:
     """A small engine, often short of something."""
     # Steps of many rows come from worlds made for them, with blocks for nearly all of them. In a crowd everything
     # happens at once and is dear to check; in the others a few rows are all there is.
-    kind = rng.choices(("wide", "crowd", "narrow"), (0.57, 0.02, 0.41))[0]
+    kind = rng.choices(("wide", "crowd", "narrow"), (0.5, 0.02, 0.48))[0]
     block_size = rng.choice((8, 8, 16) if kind == "wide" else (1, 2, 4, 4, 8, 16))
     max_num_seqs = rng.choice(
         {"wide": (9, 10, 10, 11), "crowd": (6, 12, 16, 24), "narrow": (1, 1, 2, 3)}[kind]

@@ -43,7 +43,7 @@ class Composer:
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
         self._left = self._pad_tokens = self._products = self._logit_rows = self._decode_count = 0
         self._advancing = _NO_MASK
-        self._held = _NO_ROWS  # rows that leave the step being made to others
+        self.held = _NO_ROWS  # rows that leave the step being made to others
         self._at_length = False
 
     def compose(self) -> StepPlan | None:
@@ -52,7 +52,7 @@ class Composer:
         self._spans, self.passed = {}, set()
         self.budget = self._left = state.config.max_num_batched_tokens
         self._pad_tokens = self._products = self._logit_rows = 0
-        self._at_length, self._held = False, _NO_ROWS
+        self._at_length, self.held = False, _NO_ROWS
         self.admission.begin()
         self._promote()
         if state.kv.windowed:
@@ -62,7 +62,7 @@ class Composer:
         if len(state.queue):
             self.displacement.make_places()
         if state.prefilling or len(state.queue):
-            self._held = self.displacement.held_back(self._prompt_room())
+            self.held = self.displacement.held_back(self._prompt_room())
         mask = self._decode()
         prompts = self._prompts()
         if state.keeps_pace and (prompts or len(state.queue)):
@@ -75,7 +75,7 @@ class Composer:
         if self._left > 0 and state.prefilling:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
-        if len(self._held) and not (self._decode_count or self._spans):
+        if len(self.held) and not (self._decode_count or self._spans):
             mask = self._decode_held()
         self.tokens_left = self._left
         if not (self._decode_count or self._spans or self._pad_tokens or self.has_open_copies):
@@ -84,7 +84,7 @@ class Composer:
 
     def _decode_held(self) -> Mask:
         """Whom rows were held back for has failed: they decode after all, and the step is theirs alone."""
-        self._held = _NO_ROWS
+        self.held = _NO_ROWS
         self.budget = self._left = self._state.config.max_num_batched_tokens
         mask = self._decode()
         if self._state.keeps_pace:
@@ -150,7 +150,7 @@ class Composer:
         rows, kv = self._state.rows, self._state.kv
         high = rows.high
         mask = rows.decoding[:high].copy()
-        mask[self._held] = False
+        mask[self.held] = False
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.upper[:high] != rows.computed[:high]))
         if high >= self._left and np.count_nonzero(mask) >= self._left:
