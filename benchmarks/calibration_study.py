@@ -54,7 +54,7 @@ class Traffic:
 
 TRAFFIC = {
     "chats": Traffic(lengths="uniform:20-120x16-80"),
-    "prompts": Traffic(lengths="uniform:120-360x8-24"),
+    "prompts": Traffic(lengths="uniform:120-360x16-48"),
     "bursts": Traffic(lengths="uniform:20-200x8-64", arrivals="onoff:4,8"),
 }
 

@@ -54,7 +54,7 @@ OPTIONS = (
         str(8192 // SHRINK),
     ),  # a flood is told by what it was served: lengths are smaller here
 )
-FLOOD_LIMIT = 8  # answers under way at once, of every key in the part with limits
+FLOOD_LIMIT = 2  # answers under way at once, of every key in the part with limits: about what fits, by seven
 
 
 def shrunk(workload: Workload, by: int) -> Workload:

@@ -75,7 +75,7 @@ def _draw_lanes(axes: Axes, run: LaneRun, last_s: float) -> None:
     axes.set_yticks([])
     axes.grid(False)
     axes.spines["left"].set_visible(False)
-    axes.set_ylabel(f"{num_rows} rows")
+    axes.set_ylabel(f"{lanes.num_slots} rows")
     axes.set_title(_headline(summary))
 
 

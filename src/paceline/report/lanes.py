@@ -24,6 +24,7 @@ class Lanes:
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     codes: Codes  # [steps, rows]
+    num_slots: int  # requests at once; where steps are planned ahead there are more rows, of which some rest
 
     def stretches(self, row: int, code: int) -> list[tuple[float, float]]:
         """When `row` did that, as (start, length); steps that follow each other without a gap are one stretch."""
@@ -39,8 +40,8 @@ class Lanes:
 
     @property
     def useful_share(self) -> float | None:
-        """Of all rows, while steps ran, the share that computed for a request that still wanted it."""
+        """Of all slots, while steps ran, the share that computed for a request that still wanted it."""
         durations = self.end_s - self.start_s
-        useful = ((self.codes == PROMPT) | (self.codes == DECODE)).mean(axis=1)
+        useful = ((self.codes == PROMPT) | (self.codes == DECODE)).sum(axis=1) / self.num_slots
         whole = float(durations.sum())
         return float(durations @ useful) / whole if whole > 0.0 else None

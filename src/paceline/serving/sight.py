@@ -20,10 +20,15 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
 from paceline.serving.energy import Energy
-from paceline.watch.film import Cut, Film, StepGlimpse
+from paceline.watch.film import MOST_STEPS, Cut, Film, StepGlimpse
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
+MOST_SHARE = (
+    0.007  # of this process's processor time; where telling every step takes more, the newest are told
+)
+FEWEST_STEPS = 8  # that are told at a look
+TIMED = 16  # one note in so many is timed, for all: the clock costs as much as a note
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
@@ -36,6 +41,7 @@ class Sight:
         self._energy = Energy()
         self._film: Film | None = None
         self._looked_s = 0.0
+        self._judged = (0.0, 0.0)  # what watching and this process had taken at the last look
 
     def look(self) -> bytes:
         """What happened since the last look, and how things stand now."""
@@ -46,9 +52,21 @@ class Sight:
             self._film = Film(self._engine.scheduler.state)
             self._engine.watcher = self
         costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
-        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(self._film.cut())})
+        cut = self._film.cut()
+        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(cut)})
         self.cpu_s += time.thread_time() - started_s
+        if not is_first:
+            self._film.most = self._most_steps(len(cut.steps), self._film.most)
+        self._judged = (self.cpu_s, time.process_time())
         return seen
+
+    def _most_steps(self, told: int, most: int) -> int:
+        """How many steps may be told at the next look, by what the last one took."""
+        watching_s = self.cpu_s - self._judged[0]
+        allowed_s = MOST_SHARE * (time.process_time() - self._judged[1])
+        if watching_s <= allowed_s:
+            return min(MOST_STEPS, 2 * most)
+        return max(FEWEST_STEPS, int(told * allowed_s / watching_s))
 
     def rest(self) -> None:
         """Stop when nobody has looked for a while."""
@@ -56,10 +74,13 @@ class Sight:
             self._film = self._engine.watcher = None
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
-        started_s = time.thread_time()
         assert self._film is not None
+        if plan.seq % TIMED:
+            self._film.submitted(plan, decisions, time_s)
+            return
+        started_s = time.thread_time()
         self._film.submitted(plan, decisions, time_s)
-        self.cpu_s += time.thread_time() - started_s
+        self.cpu_s += TIMED * (time.thread_time() - started_s)
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         assert self._film is not None

@@ -1,8 +1,9 @@
 """What happened in an engine since the last cut: steps, who came onto a row and left it, and what was decided.
 
 Attached to an engine while somebody watches and taken off afterwards; an engine nobody watches pays nothing. A step
-costs one tuple; what it says is put together when somebody looks. What is not fetched in time is dropped from its
-oldest end and counted. It must not know who watches, nor how a cut travels.
+costs one tuple; what it says is put together when somebody looks. Steps beyond a number are counted, and nothing more
+is kept of them until the next cut, which says how things stand then. It must not know who watches, nor how a cut
+travels.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Film:
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
         self._state = state
         self.most = most
-        self._steps: deque[_Note] = deque()
+        self._steps: list[_Note] = []
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
@@ -120,8 +121,8 @@ class Film:
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         state = self._state
         if len(self._steps) >= self.most:
-            self._steps.popleft()
             self._dropped += 1
+            return
         joined = plan.joins.row
         self._steps.append(
             _Note(

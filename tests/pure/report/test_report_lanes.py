@@ -17,7 +17,7 @@ def lanes(*rows: str) -> Lanes:
     codes = {".": EMPTY, "p": PROMPT, "d": DECODE, "x": PADDING}
     table = np.array([[codes[letter] for letter in row] for row in rows], np.uint8).T
     start_s = np.arange(len(table), dtype=np.float64)
-    return Lanes(start_s=start_s, end_s=start_s + 1.0, codes=table)
+    return Lanes(start_s=start_s, end_s=start_s + 1.0, codes=table, num_slots=table.shape[1])
 
 
 def record(label: str) -> RunRecord:

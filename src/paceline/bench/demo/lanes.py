@@ -34,6 +34,8 @@ class LaneWatcher:
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         start_s, figures, codes = self._underway.pop(seq)
+        if self._times:  # one that was planned ahead waited for the one before it
+            start_s = max(start_s, self._times[-1][1])
         end_s = self._clock.now()
         self._steps.write(figures, start_s, end_s)
         self._times.append((start_s, end_s))
@@ -42,7 +44,9 @@ class LaneWatcher:
     def lanes(self, origin_s: float = 0.0) -> Lanes:
         """Everything so far; times count from `origin_s`."""
         times = np.array(self._times, np.float64).reshape(-1, 2) - origin_s
-        return Lanes(start_s=times[:, 0], end_s=times[:, 1], codes=self.latest(len(self._codes)))
+        codes, num_slots = self.latest(len(self._codes)), self._state.config.max_num_seqs
+        used = max([num_slots, *(np.flatnonzero((codes != EMPTY).any(axis=0)) + 1).tolist()])
+        return Lanes(start_s=times[:, 0], end_s=times[:, 1], codes=codes[:, :used], num_slots=num_slots)
 
     def latest(self, count: int) -> Codes:
         """The rows in the last steps, a step per line."""
