@@ -79,7 +79,7 @@ def test_the_host_cost_is_paid_before_a_step_starts() -> None:
 
 def test_a_stall_multiplies_the_time_of_one_step() -> None:
     factors = iter((1.0, 10.0, 1.0))
-    runner = TimedRunner(Steady(0.5), ManualClock(), 4, stretch=lambda: next(factors))
+    runner = TimedRunner(Steady(0.5), ManualClock(), 4, stretch=lambda reads_prompts: next(factors))
     ends = [runner.submit(StepPlan(seq=seq)).wait().times.end_s for seq in (1, 2, 3)]
     assert ends == [0.5, 5.5, 6.0]
 

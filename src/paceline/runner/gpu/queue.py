@@ -23,7 +23,7 @@ class Mark:
             self._event.synchronize()
 
     def is_reached(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class DeviceQueue:
@@ -56,7 +56,7 @@ class DeviceQueue:
     def follow(self, other: DeviceQueue) -> None:
         """What is queued here from now on begins when all that is queued there by now is done."""
         if self.stream is not None and other.stream is not None:
-            self.stream.wait_stream(other.stream)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(other.stream)
 
     def drain(self) -> None:
         """Wait for everything the device has been given, by whatever queue."""
