@@ -20,7 +20,7 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
 from paceline.serving.energy import Energy
-from paceline.watch.film import MOST_STEPS, Cut, Film, StepGlimpse
+from paceline.watch.film import Cut, Film, StepGlimpse
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
@@ -41,7 +41,6 @@ class Sight:
         self._energy = Energy()
         self._film: Film | None = None
         self._looked_s = 0.0
-        self._judged = (0.0, 0.0)  # what watching and this process had taken at the last look
 
     def look(self) -> bytes:
         """What happened since the last look, and how things stand now."""
@@ -52,21 +51,9 @@ class Sight:
             self._film = Film(self._engine.scheduler.state)
             self._engine.watcher = self
         costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
-        cut = self._film.cut()
-        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(cut)})
+        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(self._film.cut())})
         self.cpu_s += time.thread_time() - started_s
-        if not is_first:
-            self._film.most = self._most_steps(len(cut.steps), self._film.most)
-        self._judged = (self.cpu_s, time.process_time())
         return seen
-
-    def _most_steps(self, told: int, most: int) -> int:
-        """How many steps may be told at the next look, by what the last one took."""
-        watching_s = self.cpu_s - self._judged[0]
-        allowed_s = MOST_SHARE * (time.process_time() - self._judged[1])
-        if watching_s <= allowed_s:
-            return min(MOST_STEPS, 2 * most)
-        return max(FEWEST_STEPS, int(told * allowed_s / watching_s))
 
     def rest(self) -> None:
         """Stop when nobody has looked for a while."""
@@ -145,15 +132,17 @@ def _step_values(step: StepGlimpse) -> dict[str, Any]:
         "w": step.waiting,
         "f": step.blocks_free,
     }
-    rare = {
-        "cleared": step.cleared,
-        "padding": step.padding,
-        "swap": step.swap_blocks,
-        "leaves": step.leaves,
-        "joins": step.joins,
-        "spans": step.spans,
-        "on": step.decode_added,
-        "off": step.decode_removed,
-        "notes": step.notes,
-    }
-    return found | {name: value for name, value in rare.items() if value}
+    for name, value in (
+        ("cleared", step.cleared),
+        ("padding", step.padding),
+        ("swap", step.swap_blocks),
+        ("leaves", step.leaves),
+        ("joins", step.joins),
+        ("spans", step.spans),
+        ("on", step.decode_added),
+        ("off", step.decode_removed),
+        ("notes", step.notes),
+    ):
+        if value:
+            found[name] = value
+    return found

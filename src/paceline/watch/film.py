@@ -200,13 +200,17 @@ def _glimpse(note: _Note) -> StepGlimpse:
         running=note.running,
         waiting=note.waiting,
         blocks_free=note.blocks_free,
-        leaves=tuple(plan.leaves.tolist()),
+        leaves=_plain(plan.leaves),
         joins=_joined(plan, note.joined.tolist()) if len(plan.joins.row) else (),
-        spans=tuple(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)),
-        decode_added=tuple(plan.decode_rows.added.tolist()),
-        decode_removed=tuple(plan.decode_rows.removed.tolist()),
+        spans=tuple(zip(_plain(plan.spans.row), _plain(plan.spans.num_scheduled), strict=True)),
+        decode_added=_plain(plan.decode_rows.added),
+        decode_removed=_plain(plan.decode_rows.removed),
         notes=tuple([_noted(decision) for decision in note.decisions if decision.kind in TOLD]),
     )
+
+
+def _plain(numbers: NDArray[np.signedinteger[Any]]) -> tuple[int, ...]:
+    return tuple(numbers.tolist()) if len(numbers) else ()
 
 
 def _joined(plan: StepPlan, requests: list[int]) -> tuple[Joined, ...]:
