@@ -18,7 +18,7 @@ from paceline.serving.client import EngineClient, EngineStats, EngineUnavailable
 
 INTERVAL_S = 0.2
 LONGEST_INTERVAL_S = 2.0
-MOST_SHARE = 0.006  # of the engine's processor time, that watching may take before looks become rarer
+MOST_SHARE = 0.007  # of the engine's processor time, that watching may take before looks become rarer
 FREE_SHARE = 0.001  # of the time, that it may take even of an engine that does nothing else
 JUDGED_S = 2.0  # over which that is judged
 MOST_BEHIND = 8  # messages
