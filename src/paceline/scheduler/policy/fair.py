@@ -62,9 +62,6 @@ class FairShare(FirstComeFirstServed):
     def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
         return self._of_floods(running, waiting, TIMES_MORE)
 
-    def holds_back(self, decoding: RequestView, prompt: RequestView) -> NDArray[np.bool_]:
-        return self._of_floods(decoding, prompt, 1.0)
-
     def _of_floods(self, running: RequestView, waiting: RequestView, times_more: float) -> NDArray[np.bool_]:
         """Of flooding tenants that have so many times more running, by weight, than the others have and than this one
         would have."""
