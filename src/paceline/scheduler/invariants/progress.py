@@ -132,8 +132,6 @@ def the_first_always_progresses(look: Look) -> str | None:
     waits_for_host = rows.needs_host[row] and rows.upper[row] != rows.computed[row]
     if request.state is RequestState.BLOCKED or ended or waits_for_host:
         return None
-    if row in look.scheduler.composer.held and is_relative(state.policy) and _tenants_admitted(look):
-        return None  # it left the step to them, and they came before it until they were charged for it
     return f"request {request.id} is first in order and not in the plan"
 
 

@@ -60,11 +60,7 @@ class FairShare(FirstComeFirstServed):
         return scores
 
     def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
-        return self._of_floods(running, waiting, TIMES_MORE)
-
-    def _of_floods(self, running: RequestView, waiting: RequestView, times_more: float) -> NDArray[np.bool_]:
-        """Of flooding tenants that have so many times more running, by weight, than the others have and than this one
-        would have."""
+        """Of tenants that have much more running, by weight, than the others have and than this one would have."""
         mine = waiting.tenant.item(0)
         tenants, which = np.unique(running.tenant, return_inverse=True)
         weights = np.array([self.weight(tenant) for tenant in tenants.tolist()])
@@ -74,7 +70,7 @@ class FairShare(FirstComeFirstServed):
         weight_of_others = float(weights[tenants != mine].sum()) + self.weight(mine) - weights
         most = np.maximum(wanted / self.weight(mine), others / np.maximum(weight_of_others, 1e-9))
         floods = np.array([self._floods(tenant, mine) for tenant in tenants.tolist()], np.bool_)
-        given: NDArray[np.bool_] = (floods & (tokens / weights > times_more * most))[which]
+        given: NDArray[np.bool_] = (floods & (tokens / weights > TIMES_MORE * most))[which]
         return given
 
     def spare(self, tenant: int) -> float:
