@@ -86,7 +86,8 @@ def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> Non
     joined, ended = set(), set()
     for message in messages[1:]:
         cut = message["engine"]
-        for step in cut["steps"]:
+        assert len({len(column) for column in cut["steps"].values()}) == 1
+        for step in cut["changes"]:
             for row in step.get("leaves", ()):
                 rows.pop(row, None)
             for row, request, *_ in step.get("joins", ()):

@@ -142,12 +142,13 @@ class Picture:
     # -- lanes and steps -----------------------------------------------------------------------------------
 
     def _note_steps(self, cut: Mapping[str, Any]) -> None:
-        self._steps.extend(cut["steps"])
+        steps = _told(cut)
+        self._steps.extend(steps)
         self._done.update((done[0], done[1]) for done in cut["done"])
         while self._steps and self._steps[0]["t"] < self.now_s - RATE_S:
             self._done.pop(self._steps.popleft()["seq"], None)
         where = {lane.request: lane for lane in self.lanes.values() if lane.request is not None}
-        for step in cut["steps"]:
+        for step in steps:
             cell = self.cell(step["t"])
             for row, _ in step.get("spans", ()):
                 self._lane(row).cells.setdefault(cell, PREFILL)
@@ -232,6 +233,14 @@ def _blocks(scene: Mapping[str, Any]) -> dict[str, int]:
         kinds = np.stack([(words >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1).reshape(-1)[:count]
         totals += np.bincount(kinds, minlength=4)
     return dict(zip(("free", "cached", "held", "shared"), totals.tolist(), strict=True))
+
+
+def _told(cut: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a message, whose figures come in columns, each with what changed in it."""
+    changes = {change["at"]: change for change in cut["changes"]}
+    names = tuple(cut["steps"])
+    steps = zip(*cut["steps"].values(), strict=True)
+    return [dict(zip(names, step, strict=True)) | changes.get(at, {}) for at, step in enumerate(steps)]
 
 
 def _tenants(scene: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

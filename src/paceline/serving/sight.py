@@ -20,15 +20,22 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
 from paceline.serving.energy import Energy
-from paceline.watch.film import Cut, Film, StepGlimpse
+from paceline.watch.film import Change, Cut, Film
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
-MOST_SHARE = (
-    0.007  # of this process's processor time; where telling every step takes more, the newest are told
-)
-FEWEST_STEPS = 8  # that are told at a look
 TIMED = 16  # one note in so many is timed, for all: the clock costs as much as a note
+# How the columns of steps are called in a message.
+STEP_COLUMNS = {
+    "seq": "seq",
+    "t": "time_s",
+    "d": "decode_rows",
+    "p": "prefill_tokens",
+    "b": "budget",
+    "r": "running",
+    "w": "waiting",
+    "f": "blocks_free",
+}
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
@@ -77,8 +84,9 @@ class Sight:
 def cut_values(cut: Cut) -> dict[str, Any]:
     """A cut as plain values."""
     return {
-        "steps": [_step_values(step) for step in cut.steps],
-        "done": [list(done) for done in cut.done],
+        "steps": {short: getattr(cut.steps, name) for short, name in STEP_COLUMNS.items()},
+        "changes": [_change_values(change) for change in cut.changes],
+        "done": cut.done,
         "dropped": cut.dropped,
         "evicted": cut.evicted,
         "cleared": cut.cleared,
@@ -88,17 +96,15 @@ def cut_values(cut: Cut) -> dict[str, Any]:
 
 
 def scene_values(scene: Scene) -> dict[str, Any]:
-    names = list(dict.fromkeys(scene.tenants))
-    places = {name: index for index, name in enumerate(names)}
     return {
         "seq": scene.seq,
         "time_s": scene.time_s,
         "columns": ROW_COLUMNS,
         "rows": scene.rows.tolist(),
         "left": scene.left,
-        "tenants": names,
-        "tenant_of": [places[name] for name in scene.tenants],
-        "waiting": [list(waiting) for waiting in scene.waiting],
+        "tenants": scene.tenants,
+        "tenant_of": scene.tenant_of.tolist(),
+        "waiting": scene.waiting,
         "num_waiting": scene.num_waiting,
         "num_blocks": [len(kinds) for kinds in scene.blocks],
         "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in scene.blocks],
@@ -120,28 +126,19 @@ def packed(kinds: NDArray[np.uint8]) -> bytes:
     return (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8).tobytes()
 
 
-def _step_values(step: StepGlimpse) -> dict[str, Any]:
-    """Most steps change nothing: what is empty is left out."""
-    found: dict[str, Any] = {
-        "seq": step.seq,
-        "t": step.time_s,
-        "d": step.decode_rows,
-        "p": step.prefill_tokens,
-        "b": step.budget,
-        "r": step.running,
-        "w": step.waiting,
-        "f": step.blocks_free,
-    }
+def _change_values(change: Change) -> dict[str, Any]:
+    """What is empty is left out."""
+    found: dict[str, Any] = {"at": change.at}
     for name, value in (
-        ("cleared", step.cleared),
-        ("padding", step.padding),
-        ("swap", step.swap_blocks),
-        ("leaves", step.leaves),
-        ("joins", step.joins),
-        ("spans", step.spans),
-        ("on", step.decode_added),
-        ("off", step.decode_removed),
-        ("notes", step.notes),
+        ("cleared", change.cleared),
+        ("padding", change.padding),
+        ("swap", change.swap_blocks),
+        ("leaves", change.leaves),
+        ("joins", change.joins),
+        ("spans", change.spans),
+        ("on", change.decode_added),
+        ("off", change.decode_removed),
+        ("notes", change.notes),
     ):
         if value:
             found[name] = value

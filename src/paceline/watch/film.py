@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import Decision, DecisionKind
-from paceline.core.plan import StepPlan
+from paceline.core.plan import NO_JOINS, NO_SPANS, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
 from paceline.scheduler.state import SchedulerState
@@ -61,20 +61,30 @@ class Noted(NamedTuple):
 
 
 @value
-class StepGlimpse:
-    """One step as it was submitted, with how things stood then."""
+class Steps:
+    """Steps as they were submitted, with how things stood then: columns, since most steps change nothing."""
 
-    seq: int
-    time_s: float
+    seq: list[int]
+    time_s: list[float]
+    decode_rows: list[int]
+    prefill_tokens: list[int]
+    budget: list[int]
+    running: list[int]
+    waiting: list[int]
+    blocks_free: list[int]
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+
+@value
+class Change:
+    """What changed in one of the steps."""
+
+    at: int  # which of them, counted from 0
     cleared: bool  # a step failed before it: until then nobody has a row
-    decode_rows: int
-    prefill_tokens: int
     padding: int  # tokens and rows that only fill a rectangle
     swap_blocks: int
-    budget: int
-    running: int
-    waiting: int
-    blocks_free: int
     leaves: tuple[int, ...]
     joins: tuple[Joined, ...]
     spans: tuple[tuple[int, int], ...]  # row, tokens
@@ -95,7 +105,8 @@ class Done(NamedTuple):
 class Cut:
     """Everything since the cut before, and the state of now."""
 
-    steps: tuple[StepGlimpse, ...]
+    steps: Steps
+    changes: tuple[Change, ...]  # in the order of the steps
     done: tuple[Done, ...]
     dropped: int  # steps that were not fetched in time
     evicted: tuple[
@@ -148,7 +159,8 @@ class Film:
     def cut(self) -> Cut:
         """Hand out what was noted and begin anew."""
         cut = Cut(
-            steps=tuple([_glimpse(note) for note in self._steps]),
+            steps=_columns(self._steps),
+            changes=tuple([_change(at, note) for at, note in enumerate(self._steps) if _is_change(note)]),
             done=tuple(self._done),
             dropped=self._dropped,
             evicted=self._newly_evicted(),
@@ -186,20 +198,44 @@ class _Note(NamedTuple):
     joined: NDArray[np.signedinteger[Any]]  # the requests that came, in the order of the plan's joins
 
 
-def _glimpse(note: _Note) -> StepGlimpse:
-    plan, work = note.plan, note.plan.work
-    return StepGlimpse(
-        seq=plan.seq,
-        time_s=note.time_s,
+def _columns(notes: Sequence[_Note]) -> Steps:
+    works = [note.plan.work for note in notes]
+    return Steps(
+        seq=[note.plan.seq for note in notes],
+        time_s=[note.time_s for note in notes],
+        decode_rows=[work.decode_rows for work in works],
+        prefill_tokens=[work.prefill_tokens for work in works],
+        budget=[note.budget for note in notes],
+        running=[note.running for note in notes],
+        waiting=[note.waiting for note in notes],
+        blocks_free=[note.blocks_free for note in notes],
+    )
+
+
+def _is_change(note: _Note) -> bool:
+    """Whether there is anything besides the figures to tell; for some steps with deferrals, which are not told, there
+    is not."""
+    plan = note.plan
+    return bool(
+        note.decisions
+        or plan.decode_rows is not SAME_ROWS
+        or plan.spans is not NO_SPANS
+        or len(plan.leaves)
+        or plan.joins is not NO_JOINS
+        or plan.padding_rows
+        or plan.pad_tokens
+        or plan.work.swap_blocks
+        or note.cleared
+    )
+
+
+def _change(at: int, note: _Note) -> Change:
+    plan = note.plan
+    return Change(
+        at=at,
         cleared=note.cleared,
-        decode_rows=work.decode_rows,
-        prefill_tokens=work.prefill_tokens,
         padding=plan.pad_tokens + plan.padding_rows,
-        swap_blocks=work.swap_blocks,
-        budget=note.budget,
-        running=note.running,
-        waiting=note.waiting,
-        blocks_free=note.blocks_free,
+        swap_blocks=plan.work.swap_blocks,
         leaves=_plain(plan.leaves),
         joins=_joined(plan, note.joined.tolist()) if len(plan.joins.row) else (),
         spans=tuple(zip(_plain(plan.spans.row), _plain(plan.spans.num_scheduled), strict=True)),

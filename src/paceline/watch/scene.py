@@ -52,7 +52,8 @@ class Scene:
     seq: int
     time_s: float
     rows: NDArray[np.int64]  # [columns, live rows], as ROW_COLUMNS names them
-    tenants: tuple[str, ...]  # of the live rows
+    tenants: tuple[str, ...]  # that have live rows
+    tenant_of: NDArray[np.int64]  # which of these each live row is of
     left: tuple[int, ...]  # rows that were left after the newest step was submitted: the next plan says so
     waiting: tuple[Waiting, ...]  # the first of them, in the policy's order
     num_waiting: int
@@ -86,12 +87,14 @@ def scene_of(state: SchedulerState) -> Scene:
         rows.decoding[live],
         blocks_of,
     )
+    tenants, tenant_of = _tenants(state, live)
     return Scene(
         seq=state.kv.submitted,
         time_s=state.clock.now(),
         rows=np.stack([np.asarray(column, np.int64) for column in columns]),
         left=tuple(state.leaves),
-        tenants=_tenants(state, live.tolist()),
+        tenants=tenants,
+        tenant_of=tenant_of,
         waiting=_waiting(state),
         num_waiting=len(state.queue),
         blocks=tuple(_blocks(group.pool.refs, group.pool.cached) for group in groups),
@@ -125,11 +128,14 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
     )
 
 
-def _tenants(state: SchedulerState, live: list[int]) -> tuple[str, ...]:
-    requests = state.rows.requests
-    full = ["" if (request := requests[row]) is None else request.tenant for row in live]
-    accounts = {tenant: account_of(tenant) for tenant in set(full)}
-    return tuple([accounts[tenant] for tenant in full])
+def _tenants(state: SchedulerState, live: NDArray[np.int64]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Accounts, and which of them each row belongs to. One request of each tenant says the name."""
+    rows = state.rows
+    _, ones, which = np.unique(rows.tenant[live], return_index=True, return_inverse=True)
+    found = [rows.requests[row] for row in live[ones].tolist()]
+    names = ["" if request is None else account_of(request.tenant) for request in found]
+    accounts = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return tuple(accounts), np.array([accounts[name] for name in names], np.int64)[which]
 
 
 def _saved(refs: NDArray[np.int32]) -> int:

@@ -38,7 +38,7 @@ def test_messages_are_numbered_whole_and_in_bundles(run: tuple[Recording, RunRec
     assert len(recording.bundles) == -(-len(found) // BUNDLE)
     assert [message["engine"]["scene"]["time_s"] for message in found] == pytest.approx(recording.times)
     assert found[0]["engine"]["first"] and not any(message["engine"]["first"] for message in found[1:])
-    steps = [step["seq"] for message in found for step in message["engine"]["steps"]]
+    steps = [seq for message in found for seq in message["engine"]["steps"]["seq"]]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     done = [each[0] for message in found for each in message["engine"]["done"]]
     assert sorted(done) == steps

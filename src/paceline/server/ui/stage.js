@@ -6,6 +6,18 @@ export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
 const GOOD_ENDS = new Set(["stop", "length"]);
 
+// The steps of a message: their figures come in columns, and what changed apart, for the few where something did.
+function* told({ steps, changes }) {
+  const names = Object.keys(steps);
+  let next = 0;
+  for (let at = 0; at < steps.seq.length; at += 1) {
+    const step = { done: null, open: null };
+    for (const name of names) step[name] = steps[name][at];
+    if (changes[next]?.at === at) Object.assign(step, changes[next++]);
+    yield step;
+  }
+}
+
 export class Stage {
   constructor() {
     this.onStep = null; // told each step's number, for whoever compares
@@ -40,7 +52,7 @@ export class Stage {
     const missed = this.number !== null && message.n !== this.number + 1;
     if (this.number === null || missed || cut.first || cut.dropped) this.begin(cut);
     else {
-      for (const step of cut.steps) this.step(step);
+      for (const step of told(cut)) this.step(step);
       for (const [seq, at] of cut.done) this.complete(seq, at);
       if (cut.cleared) this.clear(cut.scene.time_s);
       this.check(cut.scene);
@@ -81,7 +93,6 @@ export class Stage {
   }
 
   step(step) {
-    Object.assign(step, { done: null, open: null }); // a recorded step may be played again
     if (step.cleared) this.clear(step.t);
     for (const note of step.notes || []) this.note(note);
     this.leftEarly.clear();
