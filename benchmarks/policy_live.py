@@ -54,7 +54,9 @@ OPTIONS = (
         str(8192 // SHRINK),
     ),  # a flood is told by what it was served: lengths are smaller here
 )
-WHOLE_STEPS = ("--max-num-seqs", "8", "--long-prefill-share", "1")  # an urgent prompt may take all of a step
+# An urgent prompt may take all of a step, and steps are short, as in the study of the modelled H200: who is urgent has
+# to wait for the end of the step under way.
+URGENT = ("--max-num-seqs", "8", "--long-prefill-share", "1", "--step-target-ms", "100")
 FLOOD_LIMIT = 2  # answers under way at once, of every key in the part with limits: about what fits, by seven
 
 
@@ -200,7 +202,7 @@ def main() -> None:
         parts = {
             "fair": lambda: fair_part(Server(folder, *SMALL_POOL, *more), tenants, arguments.seconds),
             "flood": lambda: flood_part(Server(folder, *SMALL_POOL, *more), tenants, arguments.seconds),
-            "priority": lambda: priority_part(Server(folder, *WHOLE_STEPS, *more), trace, arguments.seconds),
+            "priority": lambda: priority_part(Server(folder, *URGENT, *more), trace, arguments.seconds),
         }
         print(TABLE_HEAD, flush=True)
         for part in arguments.only.split(","):

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.watch.told import told_steps
+
 WINDOW_S = 30.0  # of percentiles and lanes
 RATE_S = 5.0
 CELL_S = 0.5  # of a lane
@@ -133,7 +135,7 @@ class Picture:
             step_ms=_mean([length * 1e3 for length in lengths]),
             decode_tokens=_mean([step["d"] for step in latest]),
             prefill_tokens=_mean([step["p"] for step in latest]),
-            padding=_mean([step.get("padding", 0) for step in latest]),
+            padding=_mean([step["padding"] for step in latest]),
             budget=_mean([step["b"] for step in latest]),
             latencies_ms={name: self._percentiles(name) for name in LATENCIES},
             tenants=_tenants(scene),
@@ -142,7 +144,7 @@ class Picture:
     # -- lanes and steps -----------------------------------------------------------------------------------
 
     def _note_steps(self, cut: Mapping[str, Any]) -> None:
-        steps = _told(cut)
+        steps = told_steps(cut)
         self._steps.extend(steps)
         self._done.update((done[0], done[1]) for done in cut["done"])
         while self._steps and self._steps[0]["t"] < self.now_s - RATE_S:
@@ -233,14 +235,6 @@ def _blocks(scene: Mapping[str, Any]) -> dict[str, int]:
         kinds = np.stack([(words >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1).reshape(-1)[:count]
         totals += np.bincount(kinds, minlength=4)
     return dict(zip(("free", "cached", "held", "shared"), totals.tolist(), strict=True))
-
-
-def _told(cut: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a message, whose figures come in columns, each with what changed in it."""
-    changes = {change["at"]: change for change in cut["changes"]}
-    names = tuple(cut["steps"])
-    steps = zip(*cut["steps"].values(), strict=True)
-    return [dict(zip(names, step, strict=True)) | changes.get(at, {}) for at, step in enumerate(steps)]
 
 
 def _tenants(scene: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -20,21 +20,31 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
 from paceline.serving.energy import Energy
-from paceline.watch.film import Change, Cut, Film
+from paceline.watch.film import Cut, Film
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
 TIMED = 16  # one note in so many is timed, for all: the clock costs as much as a note
-# How the columns of steps are called in a message.
+# How the columns are called in a message; `watch.told` reads them.
 STEP_COLUMNS = {
     "seq": "seq",
     "t": "time_s",
     "d": "decode_rows",
     "p": "prefill_tokens",
+    "padding": "padding",
     "b": "budget",
     "r": "running",
     "w": "waiting",
     "f": "blocks_free",
+}
+CHANGE_COLUMNS = {
+    "cleared": "cleared",
+    "leaves": "leaves",
+    "joins": "joins",
+    "spans": "spans",
+    "on": "decode_added",
+    "off": "decode_removed",
+    "notes": "notes",
 }
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
@@ -85,7 +95,7 @@ def cut_values(cut: Cut) -> dict[str, Any]:
     """A cut as plain values."""
     return {
         "steps": {short: getattr(cut.steps, name) for short, name in STEP_COLUMNS.items()},
-        "changes": [_change_values(change) for change in cut.changes],
+        "changes": {short: getattr(cut.changes, name) for short, name in CHANGE_COLUMNS.items()},
         "done": cut.done,
         "dropped": cut.dropped,
         "evicted": cut.evicted,
@@ -124,22 +134,3 @@ def packed(kinds: NDArray[np.uint8]) -> bytes:
     padded[: len(kinds)] = kinds
     words = padded.view(_WORD)
     return (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8).tobytes()
-
-
-def _change_values(change: Change) -> dict[str, Any]:
-    """What is empty is left out."""
-    found: dict[str, Any] = {"at": change.at}
-    for name, value in (
-        ("cleared", change.cleared),
-        ("padding", change.padding),
-        ("swap", change.swap_blocks),
-        ("leaves", change.leaves),
-        ("joins", change.joins),
-        ("spans", change.spans),
-        ("on", change.decode_added),
-        ("off", change.decode_removed),
-        ("notes", change.notes),
-    ):
-        if value:
-            found[name] = value
-    return found

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import Decision, DecisionKind
-from paceline.core.plan import NO_JOINS, NO_SPANS, SAME_ROWS, StepPlan
+from paceline.core.plan import StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
 from paceline.scheduler.state import SchedulerState
@@ -38,17 +38,6 @@ TOLD = frozenset(
 )
 
 
-class Joined(NamedTuple):
-    """A request came onto a row."""
-
-    row: int
-    request: int
-    num_prompt: int
-    num_tokens: int  # known when it came
-    num_computed: int  # of these, already in its blocks
-    source: int  # row it was copied from, or -1
-
-
 class Noted(NamedTuple):
     """One decision, as far as a picture shows it."""
 
@@ -68,6 +57,7 @@ class Steps:
     time_s: list[float]
     decode_rows: list[int]
     prefill_tokens: list[int]
+    padding: list[int]  # tokens and rows that only fill a rectangle
     budget: list[int]
     running: list[int]
     waiting: list[int]
@@ -77,20 +67,20 @@ class Steps:
         return len(self.seq)
 
 
-@value
-class Change:
-    """What changed in one of the steps."""
+Column = list[int]
 
-    at: int  # which of them, counted from 0
-    cleared: bool  # a step failed before it: until then nobody has a row
-    padding: int  # tokens and rows that only fill a rectangle
-    swap_blocks: int
-    leaves: tuple[int, ...]
-    joins: tuple[Joined, ...]
-    spans: tuple[tuple[int, int], ...]  # row, tokens
-    decode_added: tuple[int, ...]
-    decode_removed: tuple[int, ...]
-    notes: tuple[Noted, ...]
+
+@value
+class Changes:
+    """What changed, and in which of the steps: columns as well, the first of each with places in `Steps`, in order."""
+
+    cleared: tuple[Column]  # a step failed before it: until then nobody has a row
+    leaves: tuple[Column, Column]  # rows
+    joins: tuple[Column, Column, Column]  # rows, requests
+    spans: tuple[Column, Column, Column]  # rows, tokens
+    decode_added: tuple[Column, Column]  # rows
+    decode_removed: tuple[Column, Column]
+    notes: tuple[Column, list[Noted]]
 
 
 class Done(NamedTuple):
@@ -106,7 +96,7 @@ class Cut:
     """Everything since the cut before, and the state of now."""
 
     steps: Steps
-    changes: tuple[Change, ...]  # in the order of the steps
+    changes: Changes
     done: tuple[Done, ...]
     dropped: int  # steps that were not fetched in time
     evicted: tuple[
@@ -134,7 +124,7 @@ class Film:
         if len(self._steps) >= self.most:
             self._dropped += 1
             return
-        joined = plan.joins.row
+        request_of = state.rows.request_id.item  # few join in a step: one by one is cheaper than all at once
         self._steps.append(
             _Note(
                 plan,
@@ -145,7 +135,7 @@ class Film:
                 state.rows.num_live,
                 len(state.queue),
                 sum([group.pool.num_free for group in state.kv.groups]),
-                state.rows.request_id[joined] if len(joined) else joined,
+                [request_of(row) for row in plan.joins.row.tolist()] if len(plan.joins.row) else (),
             )
         )
         self._cleared = False
@@ -160,7 +150,7 @@ class Film:
         """Hand out what was noted and begin anew."""
         cut = Cut(
             steps=_columns(self._steps),
-            changes=tuple([_change(at, note) for at, note in enumerate(self._steps) if _is_change(note)]),
+            changes=_changes(self._steps),
             done=tuple(self._done),
             dropped=self._dropped,
             evicted=self._newly_evicted(),
@@ -195,16 +185,18 @@ class _Note(NamedTuple):
     running: int
     waiting: int
     blocks_free: int
-    joined: NDArray[np.signedinteger[Any]]  # the requests that came, in the order of the plan's joins
+    joined: Sequence[int]  # the requests that came, in the order of the plan's joins
 
 
 def _columns(notes: Sequence[_Note]) -> Steps:
-    works = [note.plan.work for note in notes]
+    plans = [note.plan for note in notes]
+    works = [plan.work for plan in plans]
     return Steps(
-        seq=[note.plan.seq for note in notes],
+        seq=[plan.seq for plan in plans],
         time_s=[note.time_s for note in notes],
         decode_rows=[work.decode_rows for work in works],
         prefill_tokens=[work.prefill_tokens for work in works],
+        padding=[plan.pad_tokens + plan.padding_rows for plan in plans],
         budget=[note.budget for note in notes],
         running=[note.running for note in notes],
         waiting=[note.waiting for note in notes],
@@ -212,51 +204,36 @@ def _columns(notes: Sequence[_Note]) -> Steps:
     )
 
 
-def _is_change(note: _Note) -> bool:
-    """Whether there is anything besides the figures to tell; for some steps with deferrals, which are not told, there
-    is not."""
-    plan = note.plan
-    return bool(
-        note.decisions
-        or plan.decode_rows is not SAME_ROWS
-        or plan.spans is not NO_SPANS
-        or len(plan.leaves)
-        or plan.joins is not NO_JOINS
-        or plan.padding_rows
-        or plan.pad_tokens
-        or plan.work.swap_blocks
-        or note.cleared
+def _changes(notes: Sequence[_Note]) -> Changes:
+    plans = [note.plan for note in notes]
+    row_sets = [plan.decode_rows for plan in plans]
+    spans = [plan.spans for plan in plans]
+    at, rows = _gathered([plan.joins.row for plan in plans])
+    spans_at, span_rows = _gathered([span.row for span in spans])
+    told = [
+        (place, _noted(decision))
+        for place, note in enumerate(notes)
+        for decision in note.decisions
+        if decision.kind in TOLD
+    ]
+    return Changes(
+        cleared=([place for place, note in enumerate(notes) if note.cleared],),
+        leaves=_gathered([plan.leaves for plan in plans]),
+        joins=(at, rows, [request for note in notes for request in note.joined]),
+        spans=(spans_at, span_rows, _gathered([span.num_scheduled for span in spans])[1]),
+        decode_added=_gathered([each.added for each in row_sets]),
+        decode_removed=_gathered([each.removed for each in row_sets]),
+        notes=([place for place, _ in told], [note for _, note in told]),
     )
 
 
-def _change(at: int, note: _Note) -> Change:
-    plan = note.plan
-    return Change(
-        at=at,
-        cleared=note.cleared,
-        padding=plan.pad_tokens + plan.padding_rows,
-        swap_blocks=plan.work.swap_blocks,
-        leaves=_plain(plan.leaves),
-        joins=_joined(plan, note.joined.tolist()) if len(plan.joins.row) else (),
-        spans=tuple(zip(_plain(plan.spans.row), _plain(plan.spans.num_scheduled), strict=True)),
-        decode_added=_plain(plan.decode_rows.added),
-        decode_removed=_plain(plan.decode_rows.removed),
-        notes=tuple([_noted(decision) for decision in note.decisions if decision.kind in TOLD]),
-    )
-
-
-def _plain(numbers: NDArray[np.signedinteger[Any]]) -> tuple[int, ...]:
-    return tuple(numbers.tolist()) if len(numbers) else ()
-
-
-def _joined(plan: StepPlan, requests: list[int]) -> tuple[Joined, ...]:
-    joins, copies = plan.joins, plan.row_copies
-    rows = joins.row.tolist()
-    sources = dict(zip(copies.target.tolist(), copies.source.tolist(), strict=True))
-    columns = (joins.num_prompt.tolist(), joins.num_tokens.tolist(), joins.num_computed.tolist())
-    return tuple(
-        Joined(*column, sources.get(column[0], -1)) for column in zip(rows, requests, *columns, strict=True)
-    )
+def _gathered(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> tuple[Column, Column]:
+    """All numbers of all parts one after the other, and the place of the part each is from."""
+    places = [place for place, part in enumerate(parts) if len(part)]
+    if not places:
+        return [], []
+    found = [parts[place] for place in places]
+    return np.repeat(places, [len(part) for part in found]).tolist(), np.concatenate(found).tolist()
 
 
 def _noted(decision: Decision) -> Noted:

@@ -111,7 +111,8 @@ def test_rates_and_percentiles_are_differences() -> None:
         again = json.loads(json.dumps(message))
         again["engine"]["scene"]["time_s"] = 100.0 + second
         again["engine"]["steps"] = {name: [] for name in again["engine"]["steps"]}
-        again["engine"]["changes"] = again["engine"]["done"] = []
+        again["engine"]["changes"] = {}
+        again["engine"]["done"] = []
         again["server"]["tokens"] = [1000 + 50 * second, 0]
         again["server"]["itl"] = [7, second, 0]
         picture.apply(again)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from paceline.core.events import DecisionKind
+from paceline.serving.sight import cut_values
 from paceline.watch.film import Cut, Film
 from paceline.watch.scene import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, scene_of
+from paceline.watch.told import told_steps
 from tests.dst.world import World
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -27,18 +29,18 @@ class Picture:
             not cut.steps.seq or cut.steps.seq[0] > self.last
         )
         self.last = max(cut.steps.seq, default=self.last)
-        for step in cut.changes:
-            assert 0 <= step.at < len(cut.steps)
-            if step.cleared:
+        for step in told_steps(cut_values(cut)):
+            if "cleared" in step:
                 self.clear()
-            for row in step.leaves:
+            for row in step.get("leaves", ()):
                 self.rows.pop(row, None)
                 self.decoding.discard(row)
-            for join in step.joins:
-                assert join.row not in self.rows
-                self.rows[join.row] = join.request
-            self.decoding -= set(step.decode_removed)
-            self.decoding |= set(step.decode_added)
+            for row, request in step.get("joins", ()):
+                assert row not in self.rows
+                self.rows[row] = request
+            assert sum(tokens for _, tokens in step.get("spans", ())) + step["padding"] >= step["p"]
+            self.decoding -= set(step.get("off", ()))
+            self.decoding |= set(step.get("on", ()))
         if cut.cleared:
             self.clear()
 
@@ -73,7 +75,7 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
                 pool = group.pool
                 assert int((kinds <= CACHED).sum()) == pool.num_free
                 assert int((kinds == SHARED).sum()) == int((pool.refs[1:] > 1).sum())
-            seen.update(note.kind for each in cut.changes for note in each.notes)
+            seen.update(note.kind for note in cut.changes.notes[1])
 
     world._step = watched_step  # type: ignore[method-assign]
     world.run(120)
@@ -140,10 +142,10 @@ def test_endings_are_told_before_a_step_notes_them() -> None:
     bench.run()
     cut = film.cut()
     assert [note.request for note in cut.ended] == [first] and cut.scene.left
-    assert not any(note.kind == DecisionKind.FINISH.value for step in cut.changes for note in step.notes)
+    assert not any(note.kind == DecisionKind.FINISH.value for note in cut.changes.notes[1])
     bench.add(prompt(8, 1), 3)
     bench.step()
     cut = film.cut()
-    assert [note.request for note in cut.changes[0].notes if note.kind == DecisionKind.FINISH.value] == [
-        first
-    ]
+    places, notes = cut.changes.notes
+    told = zip(places, notes, strict=True)
+    assert [(at, note.request) for at, note in told if note.kind == DecisionKind.FINISH.value] == [(0, first)]

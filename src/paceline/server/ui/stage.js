@@ -6,16 +6,21 @@ export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
 const GOOD_ENDS = new Set(["stop", "length"]);
 
-// The steps of a message: their figures come in columns, and what changed apart, for the few where something did.
-function* told({ steps, changes }) {
+// The steps of a message one by one. Figures and changes come in columns; of changes, the first says in which step.
+function told({ steps, changes }) {
   const names = Object.keys(steps);
-  let next = 0;
-  for (let at = 0; at < steps.seq.length; at += 1) {
+  const found = steps.seq.map((_, at) => {
     const step = { done: null, open: null };
     for (const name of names) step[name] = steps[name][at];
-    if (changes[next]?.at === at) Object.assign(step, changes[next++]);
-    yield step;
+    return step;
+  });
+  for (const [name, [places, ...columns]] of Object.entries(changes)) {
+    places.forEach((place, at) => {
+      const entry = columns.map((column) => column[at]);
+      (found[place][name] ||= []).push(entry.length === 1 ? entry[0] : entry);
+    });
   }
+  return found;
 }
 
 export class Stage {
