@@ -15,9 +15,10 @@ from paceline.bench.compare import Difference, differing, worse_than
 from paceline.bench.compare import compare as compare_results
 from paceline.bench.serve_options import CompareOptions
 from paceline.bench.tables import Grid, rounded
-from paceline.cli.bench_output import FORMAT, checked_target, note, show, write_json
+from paceline.cli.bench_output import FORMAT, note, show, write_json
 from paceline.cli.bench_plan import own_options
 from paceline.cli.lists import split_list
+from paceline.cli.targets import writable
 from paceline.errors import InputError, PacelineError
 from paceline.report.table import format_number
 
@@ -45,7 +46,7 @@ class _File:
 def compare(values: Mapping[str, Any]) -> None:
     options = own_options(CompareOptions, values)
     allowed = _share(options.fail_if_worse)
-    target = checked_target(options.json)
+    target = writable("--json", options.json)
     before, after = _read(options.before), _read(options.after)
     if before.kind != after.kind:
         raise InputError(

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from paceline.bench.options import BenchOptions
 from paceline.bench.workloads import check_fits, check_vocabulary
-from paceline.cli.bench_output import Report, checked_target, note_skipped
+from paceline.cli.bench_output import Report, note_skipped
 from paceline.cli.bench_plan import Asked
+from paceline.cli.targets import writable
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.llm import LLM
 
 
 def begin(options: BenchOptions, asked: Asked) -> Path | None:
     """Before anything is loaded: where the JSON goes, if anywhere."""
-    target = checked_target(options.json)
+    target = writable("--json", options.json)
     note_skipped(asked.skipped)
     return target
 

@@ -6,7 +6,6 @@ Owns the layout of the file and the sentence above the table. The destination is
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,20 +127,6 @@ def _show_rich(title: str, grid: Grid) -> None:
 def note(text: str) -> None:
     """A sentence beside the results."""
     print(text, file=sys.stderr, flush=True)
-
-
-def checked_target(name: str | None) -> Path | None:
-    """Where the JSON goes, if anywhere; nobody should wait for a run and then learn that it cannot be written."""
-    if not name:
-        return None
-    path = Path(name)
-    if path.is_dir():
-        raise InputError(f"--json {name}: that is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise InputError(f"--json {name}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"--json {name}: there is no permission to write it")
-    return path
 
 
 def note_skipped(names: Sequence[str]) -> None:

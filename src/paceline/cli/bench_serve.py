@@ -22,11 +22,12 @@ from paceline.bench.load.results import result_json
 from paceline.bench.load.source import RandomSource
 from paceline.bench.machine import source_commit
 from paceline.bench.serve_options import LoadOptions, ServeOptions
-from paceline.cli.bench_output import FORMAT, checked_target, note, write_json
+from paceline.cli.bench_output import FORMAT, note, write_json
 from paceline.cli.bench_plan import own_options
 from paceline.cli.bench_server import BenchServer
 from paceline.cli.bench_session import LoadFailed, Session
 from paceline.cli.doctor_facts import machine_facts
+from paceline.cli.targets import writable
 from paceline.errors import InputError
 
 LATE_MS = 5.0
@@ -35,7 +36,7 @@ CACHED_SHARE = 0.5  # of all prompt tokens; the beginning that a chat template g
 
 def serve(values: Mapping[str, Any]) -> None:
     options = own_options(ServeOptions, with_bounds(_finite(values)))
-    target = checked_target(options.json)
+    target = writable("--json", options.json)
     bounds, percentiles = parse_bounds(options.goodput), parse_percentiles(options.percentiles)
     point = LoadPoint(
         rate=options.rate,

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.sim_options import SimOptions
-from paceline.cli.sim_output import show_table, writable
+from paceline.cli.sim_output import show_table
 from paceline.cli.sim_plan import machine_of
+from paceline.cli.targets import writable
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig, flag_of
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError

@@ -1,13 +1,11 @@
 """What `paceline sim` leaves behind: tables on standard output, and the files it was asked for.
 
-Owns titles, the layout of the JSON file and the names of the pictures. Destinations are checked before
-anything runs: nobody should wait for a run and then learn that its folder does not exist.
+Owns titles, the layout of the JSON file and the names of the pictures. Destinations are checked before anything runs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.cli.sim_options import SimOptions
 from paceline.cli.sim_plan import Result, rate_label
+from paceline.cli.targets import writable
 from paceline.errors import InputError
 from paceline.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
 from paceline.report.table import compact_table, comparison_table, format_number, to_json
@@ -183,18 +182,3 @@ def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:
         plot_timeline(result.record, timeline, title=f"{title}, {result.run.mode}")
         written.append(timeline)
     return written
-
-
-def writable(flag: str, name: str) -> Path | None:
-    """The path a flag names, if a file can be written there; None where the flag was not given."""
-    if not name:
-        return None
-    path = Path(name)
-    folder = path.parent
-    if path.is_dir():
-        raise InputError(f"{flag} {name}: that is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise InputError(f"{flag} {name}: the folder {folder} does not exist; make it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{flag} {name}: there is no permission to write it")
-    return path

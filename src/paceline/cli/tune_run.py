@@ -19,7 +19,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from paceline.cli.sim_output import show_table, writable
+from paceline.cli.sim_output import show_table
+from paceline.cli.targets import writable
 from paceline.cli.tune_options import DEFAULT_REQUESTS, TuneOptions
 from paceline.config import SchedulerConfig
 from paceline.costs.presets import device_spec, model_shape

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.audit.codec import Json, decode_add, decode_time
 from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog, read_run_log
 from paceline.config import EngineConfig
-from paceline.core.events import StepEvents
+from paceline.core.events import Decision, StepEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
 from paceline.errors import InputError
@@ -25,6 +25,10 @@ from paceline.scheduler.state import SchedulerState
 from paceline.sim.replay import replay
 from paceline.watch.measure import Meter, StepMeter
 from paceline.workload.model import WISHES, Workload
+
+Times = dict[
+    int, tuple[float, float]
+]  # by step: when it began and ended, by the runner's clock if that was recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,25 +48,25 @@ def read_recorded(path: str, *, own_policy: str = "") -> Recorded:
     """
     log = read_run_log(path, allow_cut=True)
     policy = load_policy(own_policy, log.config.scheduler) if own_policy else None
-    requests, ends, refused = _requests(log)
+    requests, ends, refused, times = _read(log)
     kept = [request for request in requests if ends.get(request.id, 0) > 0 or request.id in refused]
     if not kept:
         raise InputError(f"{path}: no request of the run got a token; record a longer run")
     kept.sort(key=lambda request: request.arrival_s)
     origin_s = kept[0].arrival_s
     workload = _workload(log, kept, ends, origin_s)
-    watch = _Watch(workload, [request.id for request in kept])
-    report = replay(log, policy=policy, observer=watch)
+    watcher = _Watcher(workload, [request.id for request in kept], times)
+    report = replay(log, policy=policy, watch=watcher.begin)
     if report.difference is not None:
         raise InputError(
             f"{path} does not replay, so its run cannot be told: {report.difference}; record it again with this version"
         )
     for request in kept:
         if request.id in refused:
-            watch.meter.refused(watch.number[request.id], 0.0)
+            watcher.meter.refused(watcher.number[request.id], 0.0)
     return Recorded(
         workload=workload,
-        record=watch.record(log.config, origin_s),
+        record=watcher.record(log.config, origin_s),
         config=_repeated(log.config, own_policy),
         num_left_out=len(requests) - len(kept),
     )
@@ -75,25 +79,28 @@ def _repeated(config: EngineConfig, own_policy: str) -> EngineConfig:
     return replace(config, scheduler=scheduler, run_log="", decision_log="")
 
 
-class _Watch:
+class _Watcher:
     """Looks on while the log is replayed and hands everything to a meter."""
 
-    def __init__(self, workload: Workload, ids: Sequence[RequestId]) -> None:
+    def __init__(self, workload: Workload, ids: Sequence[RequestId], times: Times) -> None:
         self.meter = Meter(workload)
         self.number = {request_id: RequestId(number) for number, request_id in enumerate(ids)}
+        self._times = times
         self._live: dict[RequestId, Request] = {}
-        self._state: SchedulerState | None = None
-        self._steps: StepMeter | None = None
 
-    def added(self, requests: Sequence[Request]) -> None:
-        self._live.update((request.id, request) for request in requests)
+    def begin(self, state: SchedulerState) -> _Watcher:
+        self._state, self._steps = state, StepMeter(self.meter, 0, state)
+        return self
 
-    def planned(self, state: SchedulerState, plan: StepPlan, logged: LoggedStep) -> None:
-        if self._steps is None:
-            self._state, self._steps = state, StepMeter(self.meter, 0, state)
-        times = (logged.result or {}).get("times")
-        start_s, end_s = (logged.t_plan, logged.t_done) if times is None else map(decode_time, times)
-        self._steps(plan, start_s, end_s)
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        for row in plan.joins.row.tolist():
+            request = self._state.rows.requests[row]
+            assert request is not None
+            self._live[request.id] = request
+        self._steps(plan, *self._times[plan.seq])
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        """Its times are those of the log."""
 
     def told(self, events: StepEvents) -> None:
         for tokens in events.tokens:
@@ -105,9 +112,11 @@ class _Watch:
             if request is not None and finished.request in self.number:
                 self.meter.ended(finished._replace(request=self.number[finished.request]), request)
 
+    def close(self, decisions: Sequence[Decision], time_s: float) -> None:
+        """What came after the last plan is no step."""
+
     def record(self, config: EngineConfig, origin_s: float) -> RunRecord:
         """What was measured, with times that count from the first arrival."""
-        assert self._state is not None
         kv = self._state.kv
         return self.meter.record(
             "recorded",
@@ -119,11 +128,12 @@ class _Watch:
         )
 
 
-def _requests(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[RequestId]]:
-    """Every request that was added, how many tokens those got that ended, and who was refused."""
+def _read(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[RequestId], Times]:
+    """Every request that was added, how many tokens those got that ended, who was refused, and the times of steps."""
     requests: list[Request] = []
     ends: dict[RequestId, int] = {}
     refused: set[RequestId] = set()
+    times: Times = {}
 
     def read(logged: LoggedStep | LoggedEnd) -> None:
         requests.extend(decode_add(entry[2])[0] for entry in logged.inputs if entry[0] == "add")
@@ -133,9 +143,11 @@ def _requests(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[Req
 
     for step in log:
         read(step)
+        start_s, end_s = (step.result or {}).get("times") or (step.t_plan, step.t_done)
+        times[step.seq] = decode_time(start_s), decode_time(end_s)
     if log.end is not None:
         read(log.end)
-    return requests, ends, refused
+    return requests, ends, refused, times
 
 
 def _workload(

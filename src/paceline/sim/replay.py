@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from paceline.audit.codec import (
     Generations,
@@ -31,7 +31,7 @@ from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
 from paceline.core.clock import ManualClock
 from paceline.core.dial import DialKind, DialSetting
-from paceline.core.events import Decision, DecisionKind, Rule, StepEvents
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
@@ -75,22 +75,11 @@ class ReplayReport:
         return self.difference is None
 
 
-class ReplayObserver(Protocol):
-    """Looks on while a log is replayed."""
-
-    def added(self, requests: Sequence[Request]) -> None: ...
-
-    def planned(self, state: SchedulerState, plan: StepPlan, logged: LoggedStep) -> None: ...
-
-    def told(self, events: StepEvents) -> None: ...
-
-
 def replay(
     log: RunLog,
     *,
     output: str | Path | TextIO | None = None,
     policy: Policy | None = None,
-    observer: ReplayObserver | None = None,
     watch: Watch | None = None,
     on_progress: Progress = lambda num_steps: None,
 ) -> ReplayReport:
@@ -100,7 +89,7 @@ def replay(
     who looks on, as far as the replay gets.
     """
     log.check_decisions()
-    replayer = _Replayer(log, policy, observer, watch)
+    replayer = _Replayer(log, policy, watch)
     if isinstance(output, str | Path) and Path(output).resolve() == log.path.resolve():
         raise InputError(f"{output} is the log to replay; write the replay to another file")
     file = None if output is None else LineFile(output)
@@ -155,10 +144,7 @@ class _Underway:
 class _Replayer:
     """One scheduler, fed from one log."""
 
-    def __init__(
-        self, log: RunLog, policy: Policy | None, observer: ReplayObserver | None, watch: Watch | None
-    ) -> None:
-        self._observer = observer
+    def __init__(self, log: RunLog, policy: Policy | None, watch: Watch | None) -> None:
         self.write: Callable[[str], None] = lambda line: None
         self._clock = ManualClock(-math.inf)
         named = log.config.scheduler.scheduling_policy
@@ -207,8 +193,6 @@ class _Replayer:
         if text != logged.text:  # equal in what it says, but not written as this program writes it
             raise _Differs("line", logged.text, text)
         self._underway[plan.seq] = _Underway(logged, text, result)
-        if self._observer is not None:
-            self._observer.planned(self._state, plan, logged)
         if self._watcher is not None:
             self._watcher.submitted(plan, decisions, self._state.now_s)
 
@@ -283,8 +267,6 @@ class _Replayer:
         requests = [decode_add(entry[2])[0] for entry in entries[:together]]
         with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
             self._scheduler.add(requests)
-            if self._observer is not None:
-                self._observer.added(requests)
 
     def _done(self, seq: int) -> None:
         step = self._underway.pop(seq)
@@ -298,8 +280,6 @@ class _Replayer:
         events = self._scheduler.take_events()
         if self._watcher is not None:
             self._watcher.told(events)
-        if self._observer is not None:
-            self._observer.told(events)
 
     def _failed(self) -> None:
         self._scheduler.recover()

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.bench.recheck import Case, recheck
 from paceline.bench.tables import Grid
-from paceline.cli.bench_output import Report, checked_target, plain_lines, write
+from paceline.cli.bench_output import Report, plain_lines, write
+from paceline.cli.targets import writable
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.llm.llm import LLM
@@ -91,10 +92,12 @@ def test_what_was_measured_is_written_when_a_later_part_fails(tmp_path: Path) ->
 
 
 def test_a_file_that_cannot_be_written_is_told_beforehand(tmp_path: Path) -> None:
-    assert checked_target(None) is None
-    assert checked_target(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert writable("--json", None) is None
+    assert writable("--json", str(tmp_path / "new.json")) == tmp_path / "new.json"
     with pytest.raises(InputError, match="that is a folder"):
-        checked_target(str(tmp_path))
+        writable("--json", str(tmp_path))
+    with pytest.raises(InputError, match="give the name of a file"):
+        writable("--json", "-")
 
 
 def test_a_table_without_a_library() -> None:
