@@ -2,23 +2,28 @@
 
 *Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
 looked at as often as the server does. Shares are of the processor time of the engine's thread, by the same
-counter that the metrics show. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium, played
-at its own speed; the time the page's code takes for each frame, and the time between frames.
+counter that the metrics show. *Server* (with --url): the same counters of a server that runs and is busy, while this
+program watches it as a page does. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium,
+played at its own speed; the time the page's code takes for each frame, and the time between frames.
 
     python -m benchmarks.page_cost [--step-ms 5] [--seconds 10] [--frames] [--json FILE]
+    python -m benchmarks.page_cost --url http://127.0.0.1:8000 [--seconds 10]    # PACELINE_ADMIN_KEY, if it has one
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +93,44 @@ def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
     }
 
 
+COUNTERS = ("watch_cpu_seconds_total", "engine_cpu_seconds_total", "engine_steps_total")
+SETTLED_S = 6.0  # after which the feed has found how often to look
+
+
+def server_share(url: str, seconds: float) -> dict[str, float]:
+    """The share of a server's engine that watching takes, of processor time, once looks come as often as they will."""
+    feed = _asked(f"{url}/v1/admin/watch")
+    messages = [0]
+
+    def read() -> None:
+        for line in feed:
+            messages[0] += line.startswith(b"data: ")
+
+    threading.Thread(target=read, daemon=True).start()
+    time.sleep(SETTLED_S)
+    before, first = _counters(url), messages[0]
+    time.sleep(seconds)
+    watch_s, cpu_s, steps = (after - was for after, was in zip(_counters(url), before, strict=True))
+    return {
+        "watch_share_of_engine_cpu": watch_s / cpu_s,
+        "engine_cpu_share_of_wall": cpu_s / seconds,
+        "steps_per_s": steps / seconds,
+        "watch_us_per_step": watch_s / max(steps, 1.0) * 1e6,
+        "looks_per_s": (messages[0] - first) / seconds,
+    }
+
+
+def _counters(url: str) -> list[float]:
+    text = _asked(f"{url}/metrics").read().decode()
+    return [float(re.findall(rf"^paceline:{name}{{.*}} (\S+)$", text, re.MULTILINE)[0]) for name in COUNTERS]
+
+
+def _asked(address: str) -> Any:
+    key = os.environ.get("PACELINE_ADMIN_KEY", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=60)
+
+
 def _full_engine() -> tuple[Engine, PacedRunner]:
     scheduler = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=65_536, max_model_len=4096)
     config = EngineConfig(scheduler=scheduler, kv=KVConfig(block_size=16, num_blocks=65_536), depth=0)
@@ -154,11 +197,15 @@ def main() -> None:
     )
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--url", default="", help="of a server that is busy, instead of an engine of its own")
     parser.add_argument("--frames", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict[str, Any] = {"machine": f"{platform.machine()}, Python {platform.python_version()}"}
-    found["engine"] = engine_shares(given.step_ms / 1e3, given.seconds)
+    if given.url:
+        found["server"] = server_share(given.url.rstrip("/"), given.seconds)
+    else:
+        found["engine"] = engine_shares(given.step_ms / 1e3, given.seconds)
     if given.frames:
         found["page"] = frame_times(given.seconds)
     text = json.dumps(found, indent=1)

@@ -54,8 +54,8 @@ OPTIONS = (
         str(8192 // SHRINK),
     ),  # a flood is told by what it was served: lengths are smaller here
 )
-# An urgent prompt may take all of a step, and steps are short, as in the study of the modelled H200: who is urgent has
-# to wait for the end of the step under way.
+# An urgent prompt may take all of a step, and steps are shorter than by default: who is urgent has to wait for the end
+# of the step under way. (While others wait long, as batch work does here, steps stretch to 1.6 times that.)
 URGENT = ("--max-num-seqs", "8", "--long-prefill-share", "1", "--step-target-ms", "100")
 FLOOD_LIMIT = 2  # answers under way at once, of every key in the part with limits: about what fits, by seven
 

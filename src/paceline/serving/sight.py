@@ -25,7 +25,7 @@ from paceline.watch.scene import ROW_COLUMNS, Scene
 
 PATIENCE_S = 5.0  # without a look
 TIMED = 16  # one note in so many is timed, for all: the clock costs as much as a note
-# How the columns are called in a message; `watch.told` reads them.
+# How the columns are called in a message. Read by the page (stage.js, charts.js) and by `paceline top`.
 STEP_COLUMNS = {
     "seq": "seq",
     "t": "time_s",

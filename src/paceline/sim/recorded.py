@@ -97,7 +97,9 @@ class _Watcher:
             request = self._state.rows.requests[row]
             assert request is not None
             self._live[request.id] = request
-        self._steps(plan, *self._times[plan.seq])
+        if plan.seq in self._times:  # else the log has grown since it was read
+            start_s, end_s = map(decode_time, self._times[plan.seq])
+            self._steps(plan, start_s, end_s)
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         """Its times are those of the log."""
@@ -143,8 +145,8 @@ def _read(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[Request
 
     for step in log:
         read(step)
-        start_s, end_s = (step.result or {}).get("times") or (step.t_plan, step.t_done)
-        times[step.seq] = decode_time(start_s), decode_time(end_s)
+        recorded = (step.result or {}).get("times")
+        times[step.seq] = (step.t_plan, step.t_done) if recorded is None else recorded
     if log.end is not None:
         read(log.end)
     return requests, ends, refused, times

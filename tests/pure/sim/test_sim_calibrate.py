@@ -17,6 +17,7 @@ from paceline.report.record import OUTCOMES, RunRecord
 from paceline.sim.compare import compare, deviations, sim_config
 from paceline.sim.cost_files import calibrate, load_cost_model
 from paceline.sim.recorded import read_recorded
+from paceline.sim.replay import replay
 from paceline.sim.settings import Machine, SimConfig
 from paceline.sim.simulation import simulate
 from paceline.sim.spread import StepSpread
@@ -239,3 +240,23 @@ def test_a_log_that_is_compressed_serves_as_a_cost_model(tmp_path: Path) -> None
     log = tmp_path / "run.jsonl.gz"
     record(log, config(), random_workload(60, 8, rate=4.0))
     assert load_cost_model(log, 0).host.step_s == pytest.approx(HOST_S)
+
+
+def test_a_log_that_is_still_being_written_is_read_as_far_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, growing = tmp_path / "whole.jsonl", tmp_path / "growing.jsonl"
+    record(whole, config(), random_workload(20, 1, rate=4.0))
+    lines = whole.read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    growing.write_text("".join(lines[:half]))
+    before = read_recorded(str(growing)).record
+
+    def later(*given: Any, **more: Any) -> Any:
+        growing.write_text("".join(lines))
+        return replay(*given, **more)
+
+    monkeypatch.setattr("paceline.sim.recorded.replay", later)
+    after = read_recorded(str(growing)).record
+    assert len(before.step_start_s) == half - 1  # the header is no step
+    assert after.step_start_s.tolist() == before.step_start_s.tolist()

@@ -34,7 +34,7 @@ export class Stage {
     this.rowOf = new Map(); // request -> row
     this.segments = []; // { row, request, from, to, kind, tokens, seq }; `to` is null while it goes on
     this.marks = []; // { row, request, at, kind, rule, back }
-    this.steps = []; // { seq, t, done, d, p, b, r, w, f }
+    this.steps = []; // { seq, t, done, open, d, p, padding, b, r, w, f } and what changed
     this.bySeq = new Map();
     this.active = new Set(); // segments that go on
     this.ended = []; // segments that have ended and marks that came, since a picture took them
