@@ -53,15 +53,15 @@ class Noted(NamedTuple):
 class Steps:
     """Steps as they were submitted, with how things stood then: columns, since most steps change nothing."""
 
-    seq: list[int]
-    time_s: list[float]
-    decode_rows: list[int]
-    prefill_tokens: list[int]
-    padding: list[int]  # tokens and rows that only fill a rectangle
-    budget: list[int]
-    running: list[int]
-    waiting: list[int]
-    blocks_free: list[int]
+    seq: Sequence[int]
+    time_s: Sequence[float]
+    decode_rows: Sequence[int]
+    prefill_tokens: Sequence[int]
+    padding: Sequence[int]  # tokens and rows that only fill a rectangle
+    budget: Sequence[int]
+    running: Sequence[int]
+    waiting: Sequence[int]
+    blocks_free: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.seq)
@@ -83,12 +83,7 @@ class Changes:
     notes: tuple[Column, list[Noted]]
 
 
-class Done(NamedTuple):
-    """A step came back, or was lost."""
-
-    seq: int
-    time_s: float
-    failed: bool
+Done = tuple[int, float, bool]  # a step came back: its number, when, and whether it was lost
 
 
 @value
@@ -107,26 +102,33 @@ class Cut:
     scene: Scene
 
 
+# What is kept of a step until somebody looks: its plan and decisions, when it was submitted, whether a step failed
+# before it, figures that the next step changes (budget, running, waiting, blocks free) and the requests that joined, in
+# the order of the plan's joins. A plain tuple, since one is made in each step: a named one takes several times as long.
+_Note = tuple[StepPlan, Sequence[Decision], float, bool, int, int, int, int, Sequence[int]]
+
+
 class Film:
     """Takes notes of one engine's steps."""
 
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
         self._state = state
+        self._pools = [group.pool for group in state.kv.groups]
         self.most = most
         self._steps: list[_Note] = []
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
-        self._evicted = [group.pool.num_evicted for group in state.kv.groups]  # as of the last cut
+        self._evicted = [pool.num_evicted for pool in self._pools]  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         state = self._state
         if len(self._steps) >= self.most:
             self._dropped += 1
             return
-        request_of = state.rows.request_id.item  # few join in a step: one by one is cheaper than all at once
+        request_of, joined = state.rows.request_id.item, plan.joins.row
         self._steps.append(
-            _Note(
+            (
                 plan,
                 decisions,
                 time_s,
@@ -134,8 +136,9 @@ class Film:
                 state.flights[-1].budget if state.flights else 0,
                 state.rows.num_live,
                 len(state.queue),
-                sum([group.pool.num_free for group in state.kv.groups]),
-                [request_of(row) for row in plan.joins.row.tolist()] if len(plan.joins.row) else (),
+                sum([pool.num_free for pool in self._pools]),
+                # Few join in a step: one by one is cheaper than all at once.
+                [request_of(row) for row in joined.tolist()] if len(joined) else (),
             )
         )
         self._cleared = False
@@ -143,14 +146,15 @@ class Film:
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         if len(self._done) >= self.most:
             self._done.popleft()
-        self._done.append(Done(seq, time_s, failed))
+        self._done.append((seq, time_s, failed))
         self._cleared = self._cleared or failed
 
     def cut(self) -> Cut:
         """Hand out what was noted and begin anew."""
+        steps, changes = _told(self._steps)
         cut = Cut(
-            steps=_columns(self._steps),
-            changes=_changes(self._steps),
+            steps=steps,
+            changes=changes,
             done=tuple(self._done),
             dropped=self._dropped,
             evicted=self._newly_evicted(),
@@ -165,64 +169,48 @@ class Film:
 
     def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
         """The newest of them where there were very many."""
-        pools = [group.pool for group in self._state.kv.groups]
         found = []
-        for pool, seen in zip(pools, self._evicted, strict=True):
+        for pool, seen in zip(self._pools, self._evicted, strict=True):
             last = list(pool.evicted_last) if pool.num_evicted > seen else []
             found.append(tuple(block - 1 for block in last[-(pool.num_evicted - seen) :]))
-        self._evicted = [pool.num_evicted for pool in pools]
+        self._evicted = [pool.num_evicted for pool in self._pools]
         return tuple(found)
 
 
-class _Note(NamedTuple):
-    """What is kept of a step until somebody looks: values, and figures that the next step changes."""
-
-    plan: StepPlan
-    decisions: Sequence[Decision]
-    time_s: float
-    cleared: bool
-    budget: int
-    running: int
-    waiting: int
-    blocks_free: int
-    joined: Sequence[int]  # the requests that came, in the order of the plan's joins
-
-
-def _columns(notes: Sequence[_Note]) -> Steps:
-    plans = [note.plan for note in notes]
+def _told(notes: Sequence[_Note]) -> tuple[Steps, Changes]:
+    """The notes as columns."""
+    plans, decisions, times, cleared, budgets, running, waiting, free, joined = (
+        zip(*notes, strict=True) if notes else ((),) * 9
+    )
     works = [plan.work for plan in plans]
-    return Steps(
+    steps = Steps(
         seq=[plan.seq for plan in plans],
-        time_s=[note.time_s for note in notes],
+        time_s=times,
         decode_rows=[work.decode_rows for work in works],
         prefill_tokens=[work.prefill_tokens for work in works],
         padding=[plan.pad_tokens + plan.padding_rows for plan in plans],
-        budget=[note.budget for note in notes],
-        running=[note.running for note in notes],
-        waiting=[note.waiting for note in notes],
-        blocks_free=[note.blocks_free for note in notes],
+        budget=budgets,
+        running=running,
+        waiting=waiting,
+        blocks_free=free,
     )
-
-
-def _changes(notes: Sequence[_Note]) -> Changes:
-    plans = [note.plan for note in notes]
     row_sets = [plan.decode_rows for plan in plans]
     spans = [plan.spans for plan in plans]
-    at, rows = _gathered([plan.joins.row for plan in plans])
-    spans_at, span_rows = _gathered([span.row for span in spans])
+    join_places, join_rows = _gathered([plan.joins.row for plan in plans])
+    span_places, span_rows = _gathered([span.row for span in spans])
     told = [
         (place, _noted(decision))
-        for place, note in enumerate(notes)
-        for decision in note.decisions
+        for place, several in enumerate(decisions)
+        for decision in several
         if decision.kind in TOLD
     ]
-    return Changes(
-        cleared=([place for place, note in enumerate(notes) if note.cleared],),
+    return steps, Changes(
+        cleared=([place for place, is_cleared in enumerate(cleared) if is_cleared],),
         leaves=_gathered([plan.leaves for plan in plans]),
-        joins=(at, rows, [request for note in notes for request in note.joined]),
-        spans=(spans_at, span_rows, _gathered([span.num_scheduled for span in spans])[1]),
-        decode_added=_gathered([each.added for each in row_sets]),
-        decode_removed=_gathered([each.removed for each in row_sets]),
+        joins=(join_places, join_rows, [request for several in joined for request in several]),
+        spans=(span_places, span_rows, _gathered([span.num_scheduled for span in spans])[1]),
+        decode_added=_gathered([rows.added for rows in row_sets]),
+        decode_removed=_gathered([rows.removed for rows in row_sets]),
         notes=([place for place, _ in told], [note for _, note in told]),
     )
 
