@@ -18,7 +18,7 @@ CODE := src tests tools $(wildcard benchmarks)
 STYLED := $(CODE) examples
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check sim soak options docs clean lint
+.PHONY: help serve chat test kernels check sim soak options docs clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,16 @@ test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation see
 
 check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
 	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -n auto
+
+# Not in .venv: where torch brings a Triton for the GPU, that one is used.
+TRITON := build/triton-3.7.1
+INTERPRETED := $(wildcard tests/torch/test_*interpreted*.py)
+
+kernels: $(TRITON) ## Check the GPU kernels on a machine without one, through Triton's interpreter
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 PACELINE_REQUIRE_TRITON=1 $(PYTEST) $(INTERPRETED) -n auto
+
+$(TRITON): $(STAMP)
+	@$(PIP) --no-deps --target $@.part triton==$(@:build/triton-%=%) && mv $@.part $@ && touch $@
 
 chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
 	@$(BIN)/paceline chat $(ARGS)

@@ -20,6 +20,7 @@ from paceline.kernels.decode_attention import (
 )
 from paceline.kernels.decode_plan import allocate_plan, plan_decode
 from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.gated_product import gated_product, is_worth_gating
 from paceline.kernels.paged_kv import PagedKV
 from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
 from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
@@ -230,3 +231,25 @@ def product_cases(rows: int, columns: int, inner: int) -> list[Case]:
         ours = [lambda w=w: skinny_product(parts, x, w, tuning=tuning) for w in weights]
         found.append(Case(kernel="skinny product", shape=shape, calls=ours, num_bytes=moved))
     return found
+
+
+def gated_cases(tokens: int, columns: int, inner: int) -> list[Case]:
+    """Gate, up and activation: cuBLAS and a kernel after it, and in one product; `*` marks what a step takes."""
+    weights = [
+        normal(2 * columns, inner) * inner**-0.5 for _ in range(max(2, 2**29 // (columns * inner * 4)))
+    ]
+    x, wide, out = normal(tokens, inner), normal(tokens, 2 * columns), normal(tokens, columns)
+    shape = f"{tokens} tokens, {columns} x {inner}"
+    flops = 4.0 * tokens * columns * inner
+
+    def one_after_the_other(weight: Tensor) -> None:
+        torch.mm(x, weight.T, out=wide)
+        gated_activation(out, wide)
+
+    theirs = [lambda w=w: one_after_the_other(w) for w in weights]
+    ours = [lambda w=w: gated_product(out, x, w) for w in weights]
+    marks = ("", " *") if is_worth_gating(tokens, columns, inner, MULTIPROCESSORS) else (" *", "")
+    return [
+        Case(kernel=f"cuBLAS, swiglu{marks[0]}", shape=shape, calls=theirs, flops=flops),
+        Case(kernel=f"gated product{marks[1]}", shape=shape, calls=ours, flops=flops),
+    ]

@@ -114,6 +114,13 @@ def product_cases() -> Iterator[cases.Case]:
     yield from cases.product_cases(1, 4096, 14_336)
 
 
+def gated_cases() -> Iterator[cases.Case]:
+    for tokens in (128, 192, 256, 384, 512, 640, 896, 1024, 1536, 2048, 4096, 8192, 12_288):
+        yield from cases.gated_cases(tokens, 14_336, 4096)
+        if tokens >= 512:  # below, the skinny product goes on
+            yield from cases.gated_cases(tokens, 3072, 1024)
+
+
 FAMILIES = {
     "decode": decode_cases,
     "prefill": prefill_cases,
@@ -121,6 +128,7 @@ FAMILIES = {
     "small": small_cases,
     "sampling": sampling_cases,
     "products": product_cases,
+    "gated": gated_cases,
 }
 
 

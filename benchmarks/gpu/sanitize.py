@@ -81,6 +81,7 @@ def products(place: Place) -> None:
     for parts in (1, 2):
         tuning = ProductTuning(columns=64, inner=128, parts=parts, num_warps=4)
         kernel_small_cases.check_skinny_product(place.shape(), 5, 128, 512, tuning)
+    kernel_small_cases.check_gated_product(place.shape(), 300, 256, 128)
 
 
 def rows(place: Place) -> None:

@@ -17,6 +17,7 @@ from paceline.kernels import BLOCK_SIZE
 from paceline.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
 from paceline.kernels.decode_plan import allocate_plan, plan_decode
 from paceline.kernels.gated_activation import gated_activation
+from paceline.kernels.gated_product import gated_product, is_worth_gating
 from paceline.kernels.paged_kv import PagedKV
 from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
@@ -174,13 +175,15 @@ class DecodeStep:
     def _gate(self, weight: Tensor) -> None:
         columns, inner = self.model.inner, self.model.width
         tuning = gated_tuning(self.rows, columns, inner) if self.rows <= MAX_GATED_ROWS else None
-        if tuning is None:
-            torch.mm(self.other, weight.T, out=self.wide)
-            gated_activation(self.narrow, self.wide, overlapped=self.overlapped)
-        else:
+        if tuning is not None:
             skinny_product(
                 self.narrow, self.other, weight, tuning=tuning, gated=True, overlapped=self.overlapped
             )
+        elif is_worth_gating(self.rows, columns, inner, MULTIPROCESSORS):
+            gated_product(self.narrow, self.other, weight)
+        else:
+            torch.mm(self.other, weight.T, out=self.wide)
+            gated_activation(self.narrow, self.wide, overlapped=self.overlapped)
 
     def _narrow_product(self, x: Tensor, weight: Tensor) -> Tensor:
         tuning = narrow_tuning(*weight.shape) if self.rows <= MAX_ROWS else None

@@ -1,10 +1,11 @@
-"""The small kernels between products, and the product of few rows, against their definitions; also interpreted."""
+"""The small kernels between products, and products of our own, against their definitions; also interpreted."""
 
 from __future__ import annotations
 
 import torch
 
 from paceline.kernels.gated_activation import Activation, gated_activation, reference_gated_activation
+from paceline.kernels.gated_product import gated_product, reference_gated_product
 from paceline.kernels.residual_norm import reference_residual_norm, residual_norm
 from paceline.kernels.skinny_product import ProductTuning, reference_skinny_product, skinny_product
 from tests.gpu.kernel_cases import Shape, assert_close
@@ -48,3 +49,15 @@ def check_skinny_product(
     skinny_product(out, x, weight, tuning=tuning, gated=gated)
     expected = reference_skinny_product(x, weight, gated=gated)
     assert_close(out if whole else out.sum(0), expected, shape.tolerance)
+
+
+def check_gated_product(
+    shape: Shape, tokens: int, columns: int, inner: int, activation: Activation = "silu"
+) -> None:
+    """Rows beyond the tokens stay as they are, though tiles reach over them."""
+    x, weight = shape.random(tokens, inner), shape.random(2 * columns, inner) * inner**-0.5
+    out = torch.full((tokens + 3, columns), NAN, device=shape.device, dtype=shape.dtype)
+    gated_product(out[:tokens], x, weight, activation=activation)
+    expected = reference_gated_product(x, weight, activation=activation)
+    assert_close(out[:tokens], expected, shape.tolerance)
+    assert out[tokens:].isnan().all()

@@ -1,4 +1,4 @@
-"""KV write with rope and norms, residual norm, gated activation and the skinny product on the card."""
+"""KV write with rope and norms, residual norm, gated activation and products of our own on the card."""
 
 from __future__ import annotations
 
@@ -72,6 +72,18 @@ def test_gated_skinny_product(columns: int, inner: int, rows: int) -> None:
     tuning = gated_tuning(rows, columns, inner)
     assert tuning is not None
     small.check_skinny_product(PLAIN, rows, columns, inner, tuning, gated=True)
+
+
+@pytest.mark.parametrize("tokens", [65, 128, 256, 300, 1024, 2100])
+@pytest.mark.parametrize("columns, inner", [(14336, 4096), (3072, 1024), (1536, 576)])
+def test_gated_product(tokens: int, columns: int, inner: int) -> None:
+    small.check_gated_product(PLAIN, tokens, columns, inner)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_gated_product_of_the_other_activation(dtype: torch.dtype) -> None:
+    shape = cases.Shape(device="cuda", dtype=dtype)
+    small.check_gated_product(shape, 300, 2048, 640, "gelu_tanh")
 
 
 @pytest.mark.parametrize("columns, inner", [(4096, 1024), (1024, 3072), (1000, 576), (6144, 4096)])

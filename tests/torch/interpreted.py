@@ -14,7 +14,15 @@ import torch
 
 
 def reason_to_skip() -> str:
-    """Empty where the interpreter can be used. Triton decides how kernels are run when it is imported first."""
+    """Empty where the interpreter can be used; with PACELINE_REQUIRE_TRITON=1 it must be."""
+    reason = _reason()
+    if reason and os.environ.get("PACELINE_REQUIRE_TRITON") == "1":
+        pytest.fail(f"{reason}, although PACELINE_REQUIRE_TRITON=1", pytrace=False)
+    return reason
+
+
+def _reason() -> str:
+    """Triton decides how kernels are run when it is imported first."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.cuda.is_available():

@@ -13,6 +13,7 @@ if reason := reason_to_skip():
 
 from paceline.kernels.decode_attention import DecodeTuning
 from paceline.kernels.gated_activation import Activation
+from paceline.kernels.gated_product import is_worth_gating
 from paceline.kernels.row_update import (
     DrawnTokens,
     RowColumns,
@@ -72,6 +73,21 @@ def test_residual_and_norm(parts: int) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated_activation(activation: Activation) -> None:
     small.check_gated_activation(SMALL, 3, 1100, activation)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_product(activation: Activation) -> None:
+    small.check_gated_product(SMALL, 300, 256, 128, activation)
+
+
+def test_gate_and_up_are_one_product_where_its_last_round_is_nearly_full() -> None:
+    """On 132 multiprocessors, with the inner widths of models of 8B and 0.6B."""
+    assert not is_worth_gating(64, 14336, 4096, 132)  # few rows have a product of their own
+    worth = [tokens for tokens in range(64, 961, 64) if is_worth_gating(tokens, 14336, 4096, 132)]
+    assert worth == [128, 256, 384, 512, 640, 768, 832, 896, 960]
+    assert is_worth_gating(640, 3072, 1024, 132) and is_worth_gating(2048, 3072, 1024, 132)
+    assert not is_worth_gating(1024, 3072, 1024, 132)  # a round and a half
+    assert not is_worth_gating(8192, 1000, 1024, 132) and not is_worth_gating(8192, 3072, 100, 132)
 
 
 def test_the_noise_of_the_reference_is_the_runner_s() -> None:

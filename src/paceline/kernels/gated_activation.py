@@ -57,13 +57,20 @@ def _gate_kernel(
     wait_and_announce(OVERLAPPED)
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    result = activate(gate, IS_SILU) * up
+    tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(gate, IS_SILU: tl.constexpr):
+    """The activation of float32 numbers."""
     if IS_SILU:
         active = gate / (1.0 + tl.exp(-gate))
     else:
         # gelu(x) = x * sigmoid(2 z), the same as x / 2 * (1 + tanh(z)); exp of a large -2z is infinite and fine
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * inner))
-    tl.store(out + token * out_stride + column, (active * up).to(out.dtype.element_ty), mask=mask)
+    return active
 
 
 def reference_gated_activation(product: Tensor, *, activation: Activation = "silu") -> Tensor:

@@ -24,8 +24,7 @@ from paceline.runner.gpu.weights import DeviceStorage
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
-LARGE_MEMORY = 64 * GIB  # from here on many rows are worth their buffers
-DEFAULT_TOKENS = 8192
+LARGE_MEMORY = 64 * GIB  # from here on many rows and long steps are worth their buffers
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -60,8 +59,9 @@ def choose_gpu_sizes(
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
     free, total = torch.cuda.mem_get_info(device)
-    sizes.setdefault("max_num_seqs", 1024 if total >= LARGE_MEMORY else 256)
-    sizes.setdefault("max_num_batched_tokens", DEFAULT_TOKENS)
+    is_large = total >= LARGE_MEMORY
+    sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
+    sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
     sizes.setdefault("depth", 1)
     per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype))
     longest = sizes.get("max_model_len", _longest(spec))

@@ -21,6 +21,7 @@ from paceline.kernels.expert_product import (
     expert_product,
 )
 from paceline.kernels.gated_activation import Activation, gated_activation
+from paceline.kernels.gated_product import SHARED_BYTES, can_be_gated, gated_product, is_worth_gating
 from paceline.kernels.residual_norm import residual_norm
 from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.kernels.row_product import RowNorm, row_product
@@ -95,6 +96,8 @@ class DeviceDecoder:
         if mixtures:
             first = mixtures[0]
             self._expert_buffers = allocate_expert_buffers(max_tokens, first.per_token, first.weights, device)
+        self._activation: Activation = "silu" if spec.activation == "silu" else "gelu_tanh"
+        self._multiprocessors = 0 if self.dtype == torch.float32 else _multiprocessors(device)
         self._is_plain = not (
             spec.qkv_bias
             or spec.output_bias
@@ -114,6 +117,14 @@ class DeviceDecoder:
         self._parts = torch.zeros(MAX_PARTS * MAX_ROWS * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
+
+    def warm_up(self) -> None:
+        """Launch what steps of some sizes only do."""
+        gate_up = self._layers[0].gate_up
+        if gate_up is None or gate_up.bias is not None or not self._multiprocessors:
+            return
+        if can_be_gated(self._narrow.shape[1], self.spec.hidden_size):
+            gated_product(self._narrow[:1], self._normed[:1], gate_up.weight, activation=self._activation)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -202,19 +213,20 @@ class DeviceDecoder:
         if layer.experts is not None:
             return self._chosen_experts(normed, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
-        narrow = self._narrow[: len(normed)]
+        gate_up, narrow = layer.gate_up, self._narrow[: len(normed)]
+        shape = (len(normed), narrow.shape[1], normed.shape[1])
         tuning: ProductTuning | None = None
-        is_silu = self.spec.activation == "silu"
-        if self._has_few_rows(normed, MAX_GATED_ROWS) and layer.gate_up.bias is None and is_silu:
-            tuning = gated_tuning(len(normed), narrow.shape[1], normed.shape[1])
+        if gate_up.bias is None and self._has_few_rows(normed, MAX_GATED_ROWS) and self._activation == "silu":
+            tuning = gated_tuning(*shape)
         if tuning is not None:
-            skinny_product(
-                narrow, normed, layer.gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped
-            )
-            return self._narrowed(narrow, layer.down, norm, overlapped)
-        wide = self._times(normed, layer.gate_up, self._wide)
-        activation: Activation = "silu" if is_silu else "gelu_tanh"
-        gated_activation(narrow, wide, activation=activation, overlapped=overlapped)
+            skinny_product(narrow, normed, gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped)
+        elif (
+            gate_up.bias is None and self._multiprocessors and is_worth_gating(*shape, self._multiprocessors)
+        ):
+            gated_product(narrow, normed, gate_up.weight, activation=self._activation)
+        else:
+            wide = self._times(normed, gate_up, self._wide)
+            gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
         return self._narrowed(narrow, layer.down, norm, overlapped)
 
     def _chosen_experts(self, normed: Tensor, experts: DeviceExperts) -> Tensor:
@@ -252,6 +264,16 @@ class DeviceDecoder:
             row_product(update, self._narrow[0], layer.down.weight, overlapped=overlapped)
         self._add(self._residual[:1], self._update[:1], self._norm, overlapped)
         return self._normed[:1]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """How many programs of a gated product run at once; 0 where one of them has too little memory."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    if getattr(properties, "shared_memory_per_block_optin", 0) < SHARED_BYTES:  # torch's types do not know it
+        return 0
+    return int(properties.multi_processor_count)
 
 
 def _router_logits(x: Tensor, router: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 SLOT_RUNGS = (
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
 )  # fmt: skip
 # Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.

@@ -125,6 +125,7 @@ class GPURunner:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
         self._draw.warm_up()
+        self._decoder.warm_up()
         for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64, 128)), memory.max_slots}:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
