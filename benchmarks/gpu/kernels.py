@@ -175,7 +175,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
-        "command": "python -m benchmarks.gpu.kernels " + " ".join(sys.argv[1:]),
+        "command": " ".join(("python -m", f"benchmarks.gpu.{Path(sys.argv[0]).stem}", *sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d"),
     }
 
