@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
+from paceline.core.told import told_time
 
 _CAUSES = {
     "blocks": "blocks were short",
@@ -100,7 +101,7 @@ def _admit(run: list[Decision], past: list[Decision]) -> str:
     how = " in all" if was_asked else " for its turn" if ahead else ""
     is_branch = any(each.kind is DecisionKind.FORK for each in past)  # what it found is its parent's
     return (
-        f"waited {_seconds(decision.seconds)}{how} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
+        f"waited {told_time(decision.seconds)}{how} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
         f"{'' if is_branch else _found(decision)}"
     )
 
@@ -108,7 +109,7 @@ def _admit(run: list[Decision], past: list[Decision]) -> str:
 def _resume(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     left = next((each for each in reversed(past) if each.kind is DecisionKind.PREEMPT), None)
-    waited = "" if left is None else f" after {_seconds(decision.time_s - left.time_s)}"
+    waited = "" if left is None else f" after {told_time(decision.time_s - left.time_s)}"
     if decision.reason is Rule.SWAP:
         how = f"{_count(decision.value, 'token')} of KV copied back from host memory"
     else:
@@ -273,7 +274,3 @@ def _were(number: int, noun: str) -> str:
 
 def _free(number: int) -> str:
     return f"{number:,} {'was' if number == 1 else 'were'} free"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig
+from paceline.core.told import told_time
 from paceline.errors import InvalidRequest
 
 
@@ -119,13 +120,13 @@ def status_sentences(status: DialStatus) -> list[str]:
             f"The target is a p99 {what} of {setting.value:g} ms; {stand}. The controller has moved {times} and "
             f"stands at {status.position:g}."
         )
-    length = "" if status.step_target_ms is None else f"about {status.step_target_ms:.3g} ms and "
+    length = "" if status.step_target_ms is None else f"about {told_time(status.step_target_ms / 1e3)} and "
     told.append(
         f"A step with prompts may take {length}at most {status.max_step_tokens:,} tokens, one prompt "
         f"{status.prompt_share:.0%} of them while others wait; {status.max_rows:,} rows at most."
     )
     seen = [
-        f"{name} {value:.4g} ms"
+        f"{name} {told_time(value / 1e3)}"
         for name, value in (("ITL", status.itl_p99_ms), ("TTFT", status.ttft_p99_ms))
         if value is not None
     ]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.config import SchedulerConfig
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, setting_of
+from paceline.core.told import told_time
 from paceline.scheduler.dial.control import Controller, Law
 from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
 from paceline.scheduler.dial.window import Window
@@ -239,13 +240,13 @@ class Dial:
     def _reason(self, seen_s: float) -> str:
         limits = self.limits
         assert limits is not None
-        seen = f"the p99 seen is {seen_s * 1e3:.4g} ms"
+        seen = f"the p99 seen is {told_time(seen_s)}"
         if self.setting.kind is DialKind.TTFT:
             return (
                 f"{seen} although every step gives prompts all it may ({limits.tokens:,} tokens); "
                 "send fewer requests, add an engine or raise the target"
             )
-        shortest = "" if limits.target_s is None else f" ({limits.target_s * 1e3:.3g} ms with prompts)"
+        shortest = "" if limits.target_s is None else f" ({told_time(limits.target_s)} with prompts)"
         return (
             f"{seen} although steps are as short as they can be{shortest} and no more than {limits.rows:,} "
             "rows may run; raise the target or take a smaller model"
