@@ -301,7 +301,19 @@ def test_make_help_lists_the_targets() -> None:
         pytest.skip("make is not installed")
     result = run("make", "--no-print-directory", "help")
     listed = [line.split()[0] for line in result.stdout.splitlines()]
-    assert listed == ["help", "serve", "test", "check", "chat", "sim", "options", "docs", "soak", "clean"]
+    assert listed == [
+        "help",
+        "serve",
+        "test",
+        "check",
+        "kernels",
+        "chat",
+        "sim",
+        "options",
+        "docs",
+        "soak",
+        "clean",
+    ]
     assert run("make").stdout == result.stdout
 
 

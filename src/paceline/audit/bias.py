@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.audit.codec import decode_decision
+from paceline.core.classes import LEVELS
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.request import account_of
 from paceline.errors import InputError
@@ -52,9 +53,15 @@ def length_class(num_prompt: int) -> str:
 
 _GROUPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "key": lambda request: account_of(str(request["tenant"])),
-    "class": lambda request: f"priority {request['priority']}",
+    "class": lambda request: _class_at(request["priority"]),
     "length": lambda request: length_class(request["num_prompt"]),
 }
+
+
+def _class_at(level: int) -> str:
+    """The class whose level this is: a number of priority counts from it, and the sum is what the log has."""
+    named = {each: name for name, each in LEVELS.items()}
+    return named.get(level, f"priority {level}")
 
 
 def requests_of(pages: Iterable[str]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.samples import Samples, read_samples
+from paceline.bench.samples import Samples, has_few, read_samples
 
 REDRAWS, MOST_WORK = 1000, 40_000_000
 NO_CHANGE = 0.001  # a difference below a thousandth is none, where nothing tells how sure it is
@@ -54,10 +54,13 @@ class Difference:
     low: float | None
     high: float | None
     is_more_better: bool
+    is_of_few: bool = False  # requests: too few to say anything
 
     @property
     def is_sure(self) -> bool:
         """Whether it is more than chance, as far as one knows."""
+        if self.is_of_few:
+            return False
         if self.low is None or self.high is None:
             return abs(self.change) >= NO_CHANGE
         return self.low > 0 or self.high < 0
@@ -68,6 +71,8 @@ class Difference:
 
     @property
     def verdict(self) -> str:
+        if self.is_of_few:
+            return "too few"
         if not self.is_sure:
             return "the same" if self.low is None else "noise"
         return "worse" if self.is_worse else "better"
@@ -76,6 +81,7 @@ class Difference:
 def compare(before: Result, after: Result, *, confidence: float = 95.0, seed: int = 0) -> list[Difference]:
     """Every measure that both results have."""
     one, two = read_samples(before), read_samples(after)
+    is_of_few = has_few(before) or has_few(after)
     found = []
     for name, is_more_better in _measures(before):
         first, second = _number(before, name), _number(after, name)
@@ -91,6 +97,7 @@ def compare(before: Result, after: Result, *, confidence: float = 95.0, seed: in
                 low=low,
                 high=high,
                 is_more_better=is_more_better,
+                is_of_few=is_of_few,
             )
         )
     return found

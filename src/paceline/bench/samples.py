@@ -51,17 +51,29 @@ class Samples:
         return _redraw_groups([group for group in groups if group.size], of)
 
 
-def read_samples(result: Mapping[str, Any]) -> Samples | None:
-    """None where a file holds none."""
+def has_few(result: Mapping[str, Any]) -> bool:
+    """Whether a file holds samples, but of so few requests that a difference may be chance."""
+    finished = _finished(result)
+    return finished is not None and len(finished) < FEWEST
+
+
+def _finished(result: Mapping[str, Any]) -> list[int] | None:
+    """Which requests finished; None where a file holds no samples."""
     ttfts, itls = result.get("ttfts"), result.get("itls")
     if not isinstance(ttfts, list) or not isinstance(itls, list) or len(ttfts) != len(itls):
         return None
     errors = result.get("errors") or [""] * len(ttfts)
-    finished = [
+    return [
         index for index, (ttft, error) in enumerate(zip(ttfts, errors, strict=False)) if ttft and not error
     ]
-    if len(finished) < FEWEST:
+
+
+def read_samples(result: Mapping[str, Any]) -> Samples | None:
+    """None where a file holds none, or too few."""
+    finished = _finished(result)
+    if finished is None or len(finished) < FEWEST:
         return None
+    ttfts, itls = result["ttfts"], result["itls"]
     gaps = [np.array(itls[index], dtype=np.float64) for index in finished]
     ttft = np.array([ttfts[index] for index in finished], dtype=np.float64)
     given = result.get("e2els")

@@ -106,17 +106,21 @@ def _is(found: Verdict) -> str:
 def _bias(values: Mapping[str, Any]) -> None:
     options = BiasOptions(**values)
 
-    from paceline.audit.bias import compare, requests_of
+    from paceline.audit.bias import LEAST, compare, requests_of
     from paceline.audit.trail_db import TrailReader
 
     requests = requests_of(page.body for page in TrailReader(_named(options.folder)))
-    found = compare(requests, [part.strip() for part in options.by.split(",") if part.strip()])
+    by = [part.strip() for part in options.by.split(",") if part.strip()]
+    found = compare(requests, by)
     if options.json:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
         typer.echo(json.dumps(shown, indent=2))
         return
     for line in _bias_lines(len(requests), found):
         typer.echo(line)
+    left_out = [name for name in by if found and name not in {each.by for each in found}]
+    if left_out:
+        typer.echo(f"{', '.join(left_out)}: no two groups are large enough ({LEAST} requests each, at least)")
 
 
 def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:

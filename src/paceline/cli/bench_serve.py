@@ -114,7 +114,7 @@ def settings(asked: AskedLoad, point: LoadPoint, bounds: Mapping[str, float]) ->
         "max_duration_s": options.duration,
         "request_rate": "inf" if point.rate is None else point.rate,
         "ramp": None if ramp is None else f"{ramp.start:g}:{ramp.end:g}:{ramp.seconds:g}",
-        "arrivals": options.arrivals,
+        "arrivals": asked.arrivals(point),
         "max_concurrency": point.max_concurrency,
         "num_warmups": options.num_warmups,
         "ignore_eos": asked.ignore_eos,

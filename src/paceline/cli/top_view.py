@@ -187,7 +187,7 @@ def _bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
     text, filled, upto = Text(), 0, 0.0
     for share, sign, style in parts:
         upto += share
-        end = min(width, round(upto * width))
+        end = max(filled, min(width, round(upto * width)))
         if share > 0 and end == filled and end < width and sum(each[0] for each in parts) > 0:
             end += 1  # what is there is seen
         text.append(sign * (end - filled), style=style)

@@ -85,7 +85,8 @@ def measure_step(decoder: Decoder) -> tuple[float, float]:
     """Seconds a step takes at least, and for each token more: a line through two sizes."""
     small, large = 8, 40
     _time_tokens(decoder, small)  # the first run pays for threads and memory
-    few, many = (min(_time_tokens(decoder, count) for _ in range(2)) for count in (small, large))
+    # The fastest of a few: others may be at work on the same cores.
+    few, many = (min(_time_tokens(decoder, count) for _ in range(4)) for count in (small, large))
     per_token = max((many - few) / (large - small), 1e-7)
     return max(few - small * per_token, 0.0), per_token
 

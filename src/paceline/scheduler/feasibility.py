@@ -21,10 +21,12 @@ CHANCE = "; wish for more time, or send on_infeasible: try"
 
 
 class _Wish(NamedTuple):
-    """Seconds from now: wanted, needed by nobody else being here, by going first, and by its place."""
+    """Milliseconds asked for; seconds from now: wanted, needed by nobody else being here, by going first, and by its
+    place."""
 
     param: str
     what: str
+    asked_ms: float
     wanted_s: float
     alone_s: float
     soonest_s: float
@@ -36,7 +38,7 @@ def late_objection(request: Request, forecast: Forecast) -> Objection | None:
     if request.sampling.on_infeasible == "try":
         return None
     for wish in _wishes(request, forecast):
-        wanted = f"{wish.param} is {1e3 * (wish.wanted_s + forecast.waited_s):.0f}, but {wish.what}"
+        wanted = f"{wish.param} is {wish.asked_ms:g}, but {wish.what}"
         if CERTAIN * wish.alone_s > wish.wanted_s:
             message = f"{wanted} would take about {1e3 * wish.alone_s:.0f} ms on this machine if it were empty{CHANCE}"
             error = DeadlineImpossible(message, param=wish.param)
@@ -54,14 +56,14 @@ def _wishes(request: Request, forecast: Forecast) -> list[_Wish]:
     if wanted.ttft_slo_ms is not None:
         times = (forecast.alone_first_s, forecast.soonest_first_s, forecast.first_token_s)
         first_s = wanted.ttft_slo_ms / 1e3 - forecast.waited_s
-        found.append(_Wish("ttft_slo_ms", "the first token", first_s, *times))
+        found.append(_Wish("ttft_slo_ms", "the first token", wanted.ttft_slo_ms, first_s, *times))
     if wanted.itl_slo_ms is not None:
         between_s = forecast.between_s
         gap_s = wanted.itl_slo_ms / 1e3
-        found.append(_Wish("itl_slo_ms", "a token", gap_s, between_s, between_s, between_s))
+        found.append(_Wish("itl_slo_ms", "a token", wanted.itl_slo_ms, gap_s, *(between_s,) * 3))
     if wanted.deadline_ms is not None:
         times = (forecast.alone_finish_s, forecast.soonest_finish_s, forecast.finish_s)
         finish_s = wanted.deadline_ms / 1e3 - forecast.waited_s
         what = f"an answer of {forecast.num_output:.0f} tokens"
-        found.append(_Wish("deadline_ms", what, finish_s, *times))
+        found.append(_Wish("deadline_ms", what, wanted.deadline_ms, finish_s, *times))
     return found

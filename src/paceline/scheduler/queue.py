@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.errors import ConfigError
 
 # The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
 # attained, started. Its times: arrival, deadline.
@@ -152,6 +153,13 @@ _COLUMNS = [spec.name for spec in fields(RequestView) if spec.name != "now_s"]
 
 def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """Indices of the `count` lowest scores, in order; ties go to the earlier arrival."""
+    if np.shape(scores) != np.shape(view.order):
+        raise ConfigError(
+            f"the scheduling policy gave an order of shape {np.shape(scores)} for {len(view.order)} requests: one "
+            "number for each is wanted"
+        )
+    if np.isnan(scores).any():
+        raise ConfigError("the scheduling policy gave an order with NaN in it: numbers are wanted")
     if count < len(scores) // 4:
         highest = np.partition(scores, count)[count]
         chosen = np.flatnonzero(scores <= highest)

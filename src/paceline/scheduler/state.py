@@ -232,8 +232,10 @@ class SchedulerState:
 
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
         """Another policy from now on; one that keeps accounts is told of everybody there is."""
-        self.service.settle()
         self.config = self.dial.config = config
+        if policy is self.policy:
+            return
+        self.service.settle()
         self.policy = policy
         self.service = Service(policy, self.queue)
         if self.service.accounts is not None:

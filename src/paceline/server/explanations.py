@@ -5,17 +5,30 @@ Whose a request is and by which numbers the engine knows it is `recent_requests`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.audit.story import story_values
-from paceline.core.events import DecisionKind
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.server.call import Caller
 from paceline.server.failures import UnknownRequestId
 from paceline.server.recent_requests import RecentRequests
 from paceline.serving.client import EngineClient, EngineUnavailable, ExplainingClient, Told
 
-_WAITING = (None, DecisionKind.DEFER, DecisionKind.PREEMPT)  # what was decided last about who is not running
-_NOW = {"waiting": "is waiting for its turn now", "running": "is running now"}
+_NOW = {
+    "waiting": "is waiting for its turn now",
+    "running": "is running now",
+    "paused": "is paused now",
+}
+# What a request does after a decision; after any other it goes on as before.
+_AFTER = {
+    DecisionKind.DEFER: "waiting",
+    DecisionKind.PREEMPT: "waiting",
+    DecisionKind.ADMIT: "running",
+    DecisionKind.CHUNK: "running",
+    DecisionKind.RESUME: "running",
+    DecisionKind.FORK: "running",
+}
 
 
 class Explanations:
@@ -62,8 +75,22 @@ def _branch(told: Told) -> dict[str, Any]:
     """What a branch does now, and how it came to that."""
     values = story_values(told.decisions)
     if not told.is_live:
-        return {"state": "ended", **values}
-    last = next((each.kind for each in reversed(told.decisions) if each.kind is not DecisionKind.FAIL), None)
-    state = "waiting" if last in _WAITING else "running"
+        was_refused = any(each.kind is DecisionKind.REFUSE for each in told.decisions)
+        return {"state": "refused" if was_refused else "ended", **values}
+    state = _state(told.decisions)
     values["sentences"].append(_NOW[state])
     return {"state": state, **values}
+
+
+def _state(decisions: Sequence[Decision]) -> str:
+    state = "waiting"
+    for decision in decisions:
+        if decision.kind is DecisionKind.CHANGE and decision.reason is Rule.PAUSED:
+            state = "paused"
+        elif decision.kind is DecisionKind.CHANGE and decision.reason is Rule.RESUMED:
+            state = "waiting"
+        elif (
+            state != "paused" or decision.kind is not DecisionKind.PREEMPT
+        ):  # a pause is carried out by giving way
+            state = _AFTER.get(decision.kind, state)
+    return state

@@ -86,12 +86,13 @@ class Generation:
         observer: Observer,
         *,
         first_token_timeout_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.record = record
         self._tokenizer = tokenizer
         self._permit = permit
         self._observer = observer
-        self._timeout_s = first_token_timeout_s
+        self._first_timeout_s, self._timeout_s = first_token_timeout_s, timeout_s
         self._is_closed = False
         self._accept: Callable[[list[Delta]], bool] | None = None
         self._failure: PacelineError | None = None
@@ -147,8 +148,8 @@ class Generation:
     async def next(self) -> list[Delta]:
         """Wait for news. Raises what went wrong, after which there is nothing left to do but `close`."""
         try:
-            if self.record.first_token_s is None and self._timeout_s is not None:
-                taken = await self._take_first(self._timeout_s)
+            if self.record.first_token_s is None and self._first_timeout_s is not None:
+                taken = await self._take_first(self._first_timeout_s)
             elif self._only is not None:
                 taken = [(self._only, await self._only.stream.take())]
             else:
@@ -355,9 +356,12 @@ class Generation:
         if ending.reason != _ABORT or ending.detail != DEADLINE:
             return _failure(ending)
         deadline_ms = self.record.wishes[0]
-        if deadline_ms is not None:
-            made = f"{ending.num_output} tokens were made by then"
+        taken_s = time.monotonic() - self.record.received_s
+        made = f"{ending.num_output} tokens were made by then"
+        if deadline_ms is not None and taken_s >= deadline_ms / 1e3:
             return DeadlineExceeded(f"the deadline_ms of {deadline_ms} was up; {made}")
+        if deadline_ms is not None or (self._timeout_s is not None and taken_s < self._timeout_s):
+            return DeadlineExceeded(f"the deadline that it was given on its way was up; {made}")
         if ending.num_output == 0:
             message = "no token came in the time a request may take; try again later"
             return QueueTimeout(message, retry_after_s=self._permit.next_place_s())

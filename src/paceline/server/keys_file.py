@@ -40,7 +40,10 @@ def read_keys(path: str | None, environment: Mapping[str, str] = os.environ) -> 
         given = environment.get(variable, "")
         if given:
             is_admin = variable == ADMIN_KEY_VARIABLE
-            keys.append(Key(name=name, sha256=hashlib.sha256(given.encode()).digest(), is_admin=is_admin))
+            key = Key(name=name, sha256=hashlib.sha256(given.encode()).digest(), is_admin=is_admin)
+            if any(each.sha256 == key.sha256 and each.is_admin >= is_admin for each in keys):
+                continue  # the file has it, and with more to say about it
+            keys.append(key)
             _check_distinct(keys, f"{place} and {variable}")
     if path is not None and not keys:
         raise BadKeysFile(f"{place} holds no key; add one or leave the flag out")

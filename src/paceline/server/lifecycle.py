@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from paceline.config_serve import ServerConfig
@@ -108,8 +109,11 @@ class Server:
                 return
             self._api, _ = loading.result()
         finally:
-            loading.cancel()
             stopping.cancel()
+            if loading.cancel():
+                await asyncio.wait((loading,))
+                with suppress(asyncio.CancelledError, Exception):  # nobody waits for it any more
+                    loading.result()
         self._app.become_ready(self._api)
         if self._app.status.phase is Phase.STARTING:
             self._app.status.phase = Phase.SERVING

@@ -53,6 +53,7 @@ class RequestMetrics:
 
     def first_token(self, record: RequestRecord) -> None:
         if record.first_token_s is not None:
+            self.prompt_tokens += record.num_prompt
             self._ttft.observe(record.first_token_s - record.received_s)
             self.promises.first_token(record)
 
@@ -65,7 +66,8 @@ class RequestMetrics:
 
     def finished(self, record: RequestRecord) -> None:
         self.under_way -= 1
-        self.prompt_tokens += record.num_prompt
+        if record.first_token_s is None:  # else they count since then
+            self.prompt_tokens += record.num_prompt
         self.cached_tokens += record.num_cached
         reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
         self.finished_by_reason[reason] += 1

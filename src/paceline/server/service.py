@@ -205,6 +205,7 @@ class Service:
                 record,
                 self.observer,
                 first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
+                timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
         except BaseException:  # nobody has it who could close it
             record.charge.give_up(record)
@@ -261,7 +262,9 @@ class Service:
 
     def _urgency(self, call: Call, body: ParsedBody) -> Urgency:
         """Raises what a key does not allow. A line of a batch is never more urgent than its class."""
-        priority = max(body.priority, 0) if call.caller.batch_id else body.priority
+        priority = body.priority
+        if call.caller.batch_id and priority is not None:
+            priority = max(priority, 0)
         return urgency_of(call.caller, body.service_tier, priority)
 
     def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:

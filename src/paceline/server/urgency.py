@@ -24,8 +24,9 @@ class ClassNotPermitted(NotPermitted):
     """A class of service above the key's."""
 
 
-def urgency_of(caller: Caller, tier: str | None, priority: int) -> Urgency:
-    """The urgency of a request of this caller. Raises NotPermitted for what its key does not allow."""
+def urgency_of(caller: Caller, tier: str | None, priority: int | None) -> Urgency:
+    """The urgency of a request of this caller, who may leave both open. Raises NotPermitted for what its key does not
+    allow."""
     chosen = class_of(tier, caller.service_class)
     if is_better(chosen, caller.service_class) and not caller.is_admin:
         message = (
@@ -33,8 +34,9 @@ def urgency_of(caller: Caller, tier: str | None, priority: int) -> Urgency:
             f"leave service_tier out or name a class that is no better"
         )
         raise ClassNotPermitted(message, param="service_tier")
-    check_number(caller, priority)
-    return Urgency(service_class=chosen, priority=LEVELS[chosen] + priority)
+    number = max(0, caller.lowest_priority_number or 0) if priority is None else priority
+    check_number(caller, number)
+    return Urgency(service_class=chosen, priority=LEVELS[chosen] + number)
 
 
 def check_number(caller: Caller, priority: int) -> None:

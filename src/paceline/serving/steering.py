@@ -33,10 +33,8 @@ def steer(scheduler: Scheduler, asked: frames.Steer) -> frames.Steered:
 
 
 def _change_policy(scheduler: Scheduler, name: str, options: Mapping[str, float | str]) -> None:
-    """Without a name, other options of the policy there is. An operator's own is left alone: it has read its own."""
-    present = scheduler.state.config.scheduling_policy
-    if name or ":" not in present:
-        scheduler.set_policy(name or present, **options)
+    """Without a name, other options of the policy there is."""
+    scheduler.set_policy(name or scheduler.state.config.scheduling_policy, **options)
 
 
 def steering_of(scheduler: Scheduler) -> Steering:

@@ -44,6 +44,11 @@ def result(*, ttft_s: float = 0.2, gap_s: float = 0.02, count: int = 200, seed: 
     }
 
 
+def test_too_few_requests_say_nothing() -> None:
+    found = compare(result(count=6), result(count=200, ttft_s=9.0))
+    assert {each.verdict for each in found} == {"too few"} and not any(each.is_worse for each in found)
+
+
 def verdicts(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
     return {each.name: each.verdict for each in compare(before, after)}
 

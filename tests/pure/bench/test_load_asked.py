@@ -160,3 +160,16 @@ def test_every_tenant_needs_a_key(tmp_path: Path) -> None:
     keys.write_text('{"alice": "sk-a", "": "sk-others"}')
     asked = ask_load(LoadOptions(workload=str(trace), tenant_keys=str(keys)))
     assert asked.keys["alice"] == "sk-a" and asked.source.make(1).tenant == "bob"
+
+
+def test_how_requests_came_is_told_as_it_was(tmp_path: Path) -> None:
+    def told(point: LoadPoint, **options: Any) -> str:
+        return ask_load(LoadOptions(**options)).arrivals(point)
+
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    assert told(LoadPoint(rate=2.0)) == told(LoadPoint(rate=2.0), workload=str(trace)) == "poisson"
+    assert told(LoadPoint()) == "all-at-once"
+    assert told(LoadPoint(max_concurrency=4)) == "closed"
+    assert told(LoadPoint(), workload=str(trace)) == "recorded"
+    assert told(LoadPoint(rate=2.0), arrivals="gamma:2") == "gamma:2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -344,3 +345,11 @@ def test_a_class_of_ones_own_is_loaded_by_name(own_module: str) -> None:
 def test_what_is_wrong_with_ones_own_is_said_in_a_sentence(own_module: str, spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_policy(SchedulerConfig(scheduling_policy=spec))
+
+
+@pytest.mark.parametrize(
+    "scores, word", [([1.0, math.nan, 2.0], "NaN"), ([1.0, 2.0], "shape"), (1.0, "shape")]
+)
+def test_an_order_that_is_none_is_told_as_such(scores: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        first(view_of(3), np.array(scores), 1)

@@ -46,6 +46,12 @@ def wanting(**wishes: Any) -> Request:
     return Request(RequestId(1), np.zeros(8, np.int32), SamplingParams(max_tokens=64, **wishes))
 
 
+def test_a_refusal_names_what_was_asked_for_however_long_it_has_waited() -> None:
+    for name in ("itl_slo_ms", "ttft_slo_ms", "deadline_ms"):
+        objection = late_objection(wanting(**{name: 10}), replace(FORECAST, waited_s=2.0))
+        assert objection is not None and str(objection.error).startswith(f"{name} is 10, but")
+
+
 # -- the values ----------------------------------------------------------------------------------------------
 
 

@@ -190,6 +190,16 @@ def test_what_cannot_be_changed_is_a_conflict(outcome: ChangeOutcome, error: typ
         patch(made, {"paused": True})
 
 
+def test_a_request_without_a_number_gets_the_most_urgent_one_its_key_allows_from_0_on() -> None:
+    for lowest, given in ((5, 5), (-3, 0), (None, 0)):
+        made, client = api()
+        caller = Caller(tenant="me", lowest_priority_number=lowest)
+        made.ask(CHAT, body(), caller=caller)
+        assert client.submitted[-1]["priority"] == given
+    with pytest.raises(PriorityNotPermitted):
+        made.ask(CHAT, body() | {"priority": 0}, caller=Caller(tenant="me", lowest_priority_number=5))
+
+
 def test_a_priority_stays_within_what_the_key_allows() -> None:
     made, client = api()
     caller = Caller(tenant="me", lowest_priority_number=0)

@@ -26,6 +26,7 @@ class RememberingClient(FakeClient):
 
     known = True
     is_live = False
+    story: list[Decision] | None = None
 
     def submit(self, *given: Any, **more: Any) -> FakeStream:
         stream = super().submit(*given, **more)
@@ -36,7 +37,7 @@ class RememberingClient(FakeClient):
         decided = Decision(
             DecisionKind.ADMIT, RequestId(number), Rule.FITS, 0, 3, 1.0, 9, 8, 2, RequestId(4), 0.5
         )
-        return Told([decided] if self.known else [], self.is_live)
+        return Told(self.story or ([decided] if self.known else []), self.is_live)
 
 
 def api() -> Api:
@@ -142,3 +143,28 @@ def test_who_was_refused_at_the_door_can_ask_why(monkeypatch: pytest.MonkeyPatch
     assert branch["sentences"] == [f"was refused at the door: {caught.value}"]
     with pytest.raises(UnknownRequestId):
         explain(made, "id1", caller=OTHER)
+
+
+def told(made: Api, *decided: tuple[DecisionKind, Rule], is_live: bool = True) -> tuple[str, str]:
+    """The state of a request about which this was decided, and the last sentence of its story."""
+    number = RequestId(10)
+    made.client.story = [  # type: ignore[attr-defined]
+        Decision(kind, number, rule, 0, step, 1.0, 9, 8, 2, RequestId(-1), 0.5)
+        for step, (kind, rule) in enumerate(decided)
+    ]
+    made.client.is_live = is_live  # type: ignore[attr-defined]
+    [branch] = explain(made, chat(made))["branches"]
+    return branch["state"], branch["sentences"][-1]
+
+
+def test_what_a_request_does_now() -> None:
+    made = api()
+    admit, pause = (DecisionKind.ADMIT, Rule.FITS), (DecisionKind.CHANGE, Rule.PAUSED)
+    way = (DecisionKind.PREEMPT, Rule.PAUSED_RECOMPUTE)
+    assert told(made, admit, way, pause) == told(made, admit, pause, way) == ("paused", "is paused now")
+    resumed = (DecisionKind.CHANGE, Rule.RESUMED)
+    assert told(made, admit, way, pause, resumed)[0] == "waiting"
+    assert told(made, admit, way, pause, resumed, (DecisionKind.RESUME, Rule.FITS))[0] == "running"
+    assert told(made, (DecisionKind.CHANGE, Rule.PRIORITY))[0] == "waiting"
+    assert told(made, admit, (DecisionKind.CHANGE, Rule.PRIORITY))[0] == "running"
+    assert told(made, (DecisionKind.REFUSE, Rule.DEADLINE_IMPOSSIBLE), is_live=False)[0] == "refused"

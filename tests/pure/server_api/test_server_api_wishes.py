@@ -1,6 +1,7 @@
 """What requests want of their times, at the API: fields, refusals, endings, and when to come again."""
 
 import asyncio
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -98,14 +99,17 @@ def test_a_full_door_says_when_a_place_comes_free() -> None:
 @pytest.mark.parametrize("num_output", [0, 2])
 def test_a_request_past_its_own_deadline_ends_with_504(num_output: int) -> None:
     def script(prompt: Any, sampling: Any) -> list[Any]:
+        time.sleep(0.005)
         news = BranchNews(branch=0, tokens=ids("ab")[:num_output], time_s=1.0)
         news.ending = ending("abort", num_output, detail="deadline")
         return [[news]]
 
     api = Api(script)
-    with pytest.raises(DeadlineExceeded, match=f"deadline_ms of 40 .* {num_output} tokens"):
-        api.ask(COMPLETIONS, {**ASKED, "deadline_ms": 40})
+    with pytest.raises(DeadlineExceeded, match=f"deadline_ms of 4 .* {num_output} tokens"):
+        api.ask(COMPLETIONS, {**ASKED, "deadline_ms": 4})
     assert problem_of(DeadlineExceeded("x")).status == 504
+    with pytest.raises(DeadlineExceeded, match=f"it was given on its way .* {num_output} tokens"):
+        api.ask(COMPLETIONS, {**ASKED, "deadline_ms": 60_000})  # changed while it was under way
     assert api.is_at_rest
 
 

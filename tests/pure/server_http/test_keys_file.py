@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from paceline.config_serve import ServerConfig
 from paceline.server.app import Api, Application
 from paceline.server.auth import Keyring
-from paceline.server.keys_file import BadKeysFile, parse_keys
+from paceline.server.keys_file import BadKeysFile, parse_keys, read_keys
 from paceline.server.tenant import CLASSES, Prices
 from tests.serve_fake import FakeClient
 
@@ -128,3 +129,18 @@ def test_nothing_is_kept_of_keys_that_are_gone() -> None:
     assert len(rates) == 1, "it may come back"
     app.replace_keys(Keyring([parsed(name="team-b")]))
     assert len(rates) == 0
+
+
+def test_a_key_of_the_environment_that_the_file_has_too_is_the_file_s(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    entries = {"boss": ("secret", True), "team": ("other", False)}
+    lines = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "admin": is_admin}
+        for name, (key, is_admin) in entries.items()
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    path.chmod(0o600)
+    found = read_keys(str(path), {"PACELINE_ADMIN_KEY": "secret", "PACELINE_API_KEY": "other"})
+    assert [caller.tenant for caller in found.callers] == ["boss", "team"]
+    with pytest.raises(BadKeysFile, match="same sha256"):
+        read_keys(str(path), {"PACELINE_ADMIN_KEY": "other"})

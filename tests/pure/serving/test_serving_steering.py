@@ -126,7 +126,10 @@ def test_weights_of_tenants_reach_the_policy_there_is_and_every_engine_after() -
     assert after.sent[1:] == [frames.Steer(0, None, ("", {"tenant_weights": ""}))]
 
 
-def test_an_operators_own_policy_keeps_its_weights() -> None:
+def test_an_operators_own_policy_stays_as_it_is_and_whichever_follows_has_the_weights() -> None:
     engine = scheduler(scheduling_policy="paceline.scheduler.policy.fcfs:FirstComeFirstServed")
+    own = engine.state.policy
     assert steer(engine, frames.Steer(0, None, ("", {"tenant_weights": "a=2"}))).refusal is None
-    assert engine.state.config.tenant_weights == ""
+    assert engine.state.policy is own and engine.state.config.tenant_weights == "a=2"
+    assert steer(engine, frames.Steer(0, None, ("fair", {}))).refusal is None
+    assert engine.state.config.tenant_weights == "a=2"

@@ -103,6 +103,14 @@ class AskedLoad:
             keys=self.keys,
         )
 
+    def arrivals(self, point: LoadPoint) -> str:
+        """How requests came: what was asked for, or what that means here."""
+        if not point.is_open and point.max_concurrency is not None:
+            return "closed"
+        if self.options.arrivals != "recorded" or (not point.is_open and self.recorded_s is not None):
+            return self.options.arrivals
+        return "poisson" if point.is_open else "all-at-once"
+
     def _due_s(self, point: LoadPoint, seed: int) -> NDArray[np.float64] | None:
         """None is a closed loop."""
         options = self.options

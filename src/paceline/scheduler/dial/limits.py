@@ -17,6 +17,7 @@ ROWS_PART = 0.25  # of the dial; above it all rows may run
 ROWS_SPAN = 8.0  # at 0 there is one row for so many of those that may run at a quarter
 SMALLEST_SHARE = 0.25  # of a step's tokens for one prompt while others wait, at 0; all of them at 1
 TOKENS_SPAN = 16  # without step costs: the largest step has so many times the tokens of the smallest
+FEWEST_TOKENS = 8  # and at least so many: fewer take hardly less time
 HEADROOM = 1.5  # the longest step: so much longer than the largest size of the table, for what its rows read
 ROWS_SLOPE = (
     math.log(ROWS_SPAN) / ROWS_PART
@@ -52,7 +53,7 @@ class Range:
             low, high = max(costs.seconds[0], 1e-6), costs.seconds[last] * HEADROOM
             self.fewest = min(costs.sizes[0], most)
         else:
-            self.fewest = max(1, most // TOKENS_SPAN)
+            self.fewest = max(min(FEWEST_TOKENS, most), most // TOKENS_SPAN)
             low, high = float(self.fewest), float(most)
         self.low, self.high = low, max(high, low)
         self._span = math.log(self.high / self.low)

@@ -35,7 +35,8 @@ POLICY_OPTIONS = frozenset(
 def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy:
     """The policy a config names. `before` is the one it takes over from: what tenants were served stays known."""
     if ":" in config.scheduling_policy:
-        return load_policy(config.scheduling_policy, config)
+        # An operator's own has read its options at start-up; what changes is for whichever takes over from it.
+        return before if before is not None else load_policy(config.scheduling_policy, config)
     if config.scheduling_policy == "fair":
         counted = before if isinstance(before, FairShare) else None
         weights = parse_weights(config.tenant_weights)
@@ -50,7 +51,7 @@ def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy
 
 def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, float | str]) -> SchedulerConfig:
     """The config with another policy, for a change while serving."""
-    if name not in POLICIES:
+    if name not in POLICIES and name != config.scheduling_policy:
         what = "is loaded at start-up only" if ":" in name else "is not known"
         raise ConfigError(f"the scheduling policy {name} {what}; choose one of {', '.join(POLICIES)}")
     unknown = sorted(options.keys() - POLICY_OPTIONS)

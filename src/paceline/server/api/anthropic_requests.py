@@ -103,7 +103,7 @@ def parse_messages(
         messages=turns,
         template=TemplateOptions(add_generation_prompt=not goes_on, continue_final_message=goes_on),
         streaming=Streaming(wanted=given.get("stream", False)),
-        priority=given.get("priority", 0),
+        priority=given.get("priority"),
         service_tier=given.get("service_tier"),
         max_price=read_price(given),
         ignored=read.ignored,

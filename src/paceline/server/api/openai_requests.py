@@ -87,7 +87,7 @@ class ParsedBody:
     streaming: Streaming = field(default_factory=Streaming)
     shows_token_ids: bool = False
     shows_prompt_logprobs: bool = False
-    priority: int = 0  # within its class
+    priority: int | None = None  # within its class
     service_tier: str | None = None  # None: the class of the key
     max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
@@ -118,7 +118,7 @@ class BodyParser:
             "streaming": _streaming(given),
             "shows_token_ids": given.get("return_token_ids", False),
             "shows_prompt_logprobs": "prompt_logprobs" in given,
-            "priority": given.get("priority", 0),
+            "priority": given.get("priority"),
             "service_tier": given.get("service_tier"),
             "max_price": read_price(given),
             "cache_salt": checked_salt(given.get("cache_salt", "")),

@@ -86,7 +86,7 @@ def parse_responses(
         sampling=conversation_sampling(given, facts, given.get("max_output_tokens")),
         messages=turns,
         streaming=Streaming(wanted=given.get("stream", False)),
-        priority=given.get("priority", 0),
+        priority=given.get("priority"),
         service_tier=given.get("service_tier"),
         max_price=read_price(given),
         cache_salt=checked_salt(given.get("cache_salt", "")),

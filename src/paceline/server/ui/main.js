@@ -4,6 +4,7 @@ import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { chat } from "./chat.js";
 import { Drawer } from "./drawer.js";
+import { onTheme } from "./colours.js";
 import { ask, follow, keyring } from "./feed.js";
 import { Figures, drawGauges, drawLatencies, drawTenants } from "./figures.js";
 import { Lanes } from "./lanes.js";
@@ -93,6 +94,12 @@ function drawRest(now, at) {
   drawer.draw();
 }
 
+// Colours or widths are others: what waits for a message would stay as it was, for as long as a replay is paused.
+function again() {
+  fresh = true;
+  charted = 0;
+}
+
 function describe(model) {
   const parts = [model, engine.device, engine.dtype, `${engine.max_num_seqs.toLocaleString("en")} rows`, `version ${about.version}`];
   byId("about").textContent = parts.filter(Boolean).join(" · ");
@@ -133,5 +140,7 @@ byId("key").addEventListener("submit", (event) => {
   start();
 });
 chat(byId("chat"), byId("chat-answers"), () => about?.model);
+onTheme(again);
+addEventListener("resize", again);
 start();
 requestAnimationFrame(draw);

@@ -19,7 +19,7 @@ export class Player {
     this.slider.addEventListener("input", () => this.seek(this.first + Number(this.slider.value)));
     this.runs.addEventListener("change", () => this.choose(Number(this.runs.value)));
     addEventListener("keydown", (event) => {
-      if (event.key !== " " || event.target.closest("button,input,select,textarea")) return;
+      if (event.key !== " " || event.target.closest("button,input:not([type=range]),select,textarea")) return;
       event.preventDefault();
       this.toggle();
     });
