@@ -10,7 +10,7 @@ from paceline.audit.runlog import read_run_log
 from paceline.core.events import StepEvents
 from paceline.scheduler.state import SchedulerState
 from paceline.sim.replay import replay
-from tests.browser.viewing import NARROW, Viewer
+from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.model_cli import run
 from tests.e2e.shown_run import shown
 
@@ -67,6 +67,26 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         assert "gave way, swapped out" in page.locator("#drawer-falls span").all_inner_texts()
         assert view.value("stage.disagreements") == 0
         view.shoot("replay")
+        follow_theme_and_window_while_paused(view)
+
+
+def follow_theme_and_window_while_paused(view: View) -> None:
+    page = view.page
+    page.keyboard.press("Escape")  # the drawer
+    page.locator("#play-slider").focus()
+    playing = view.value("paceline.player().playing")
+    page.keyboard.press("Space")
+    view.wait(f"paceline.player().playing === {str(not playing).lower()}")
+    if not playing:
+        page.keyboard.press("Space")
+        view.wait("!paceline.player().playing")
+    page.emulate_media(color_scheme="dark")
+    for chart in ("steps", "rates", "batch"):
+        page.wait_for_selector(f"#chart-{chart} .uplot")
+    page.set_viewport_size(NARROW)
+    view.wait("document.querySelector('#chart-steps .uplot').clientWidth <= innerWidth")
+    assert view.fits()
+    view.shoot("replay-paused-dark-narrow", whole=True)
 
 
 def test_a_log_is_played_step_by_step_as_it_was(viewer: Viewer, tmp_path: Path) -> None:
