@@ -116,11 +116,14 @@ def _bias(values: Mapping[str, Any]) -> None:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
         typer.echo(json.dumps(shown, indent=2))
         return
-    for line in _bias_lines(len(requests), found):
-        typer.echo(line)
+    lines = _bias_lines(len(requests), found)
     left_out = [name for name in by if found and name not in {each.by for each in found}]
     if left_out:
-        typer.echo(f"{', '.join(left_out)}: no two groups are large enough ({LEAST} requests each, at least)")
+        lines.insert(
+            -1, f"{', '.join(left_out)}: no two groups are large enough ({LEAST} requests each, at least)"
+        )
+    for line in lines:
+        typer.echo(line)
 
 
 def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:

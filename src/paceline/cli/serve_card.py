@@ -39,6 +39,7 @@ def card_lines(
             f"{_size(info.kv_bytes)}{kind}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
         ),
         ("concurrency", _concurrency(info, tokens)),
+        ("steps", f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"),
         ("API", f"{base_url}/v1"),
         ("live page", f"{base_url}/ui"),
         ("docs", f"{base_url}/docs"),

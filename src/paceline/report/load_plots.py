@@ -110,6 +110,6 @@ def plot_gantt(record: RunRecord, path: str | Path, *, title: str | None = None)
         axes.set_xlabel("time (s)")
         axes.set_ylabel("requests" if not spare else f"{shown.size} of {order.size:,} requests")
         axes.set_yticks([])
-        axes.invert_yaxis()
-        axes.margins(x=0.01, y=0.01)
+        axes.set_ylim(shown.size - 0.4, -0.6)  # the first on top, and no bar cut
+        axes.margins(x=0.01)
         style.legend_below(figure, axes, 3)
