@@ -39,7 +39,7 @@ TRITON := build/triton-3.7.1
 INTERPRETED := $(wildcard tests/torch/test_*interpreted*.py)
 
 kernels: $(TRITON) ## Check the GPU kernels on a machine without one, through Triton's interpreter
-	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 PACELINE_REQUIRE_TRITON=1 $(PYTEST) $(INTERPRETED) -n auto
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 PACELINE_REQUIRE_TRITON=1 $(PYTEST) $(INTERPRETED) -n auto --dist worksteal
 
 $(TRITON): $(STAMP)
 	@$(PIP) --no-deps --target $@.part triton==$(@:build/triton-%=%) && mv $@.part $@ && touch $@

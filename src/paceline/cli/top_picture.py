@@ -7,6 +7,7 @@ are differences of counters between messages. Knows nothing of terminals and of 
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -200,7 +201,8 @@ class Picture:
         found = {}
         for share in SHARES:
             value = percentile(bounds, counts, share)
-            found[f"p{share * 100:.0f}"] = None if value is None else value * 1e3
+            longest = self._kept[-1]["server"].get("longest", {}).get(name, math.inf)
+            found[f"p{share * 100:.0f}"] = None if value is None else min(value, longest) * 1e3
         return found
 
 

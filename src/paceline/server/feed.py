@@ -113,7 +113,9 @@ class Feed:
 
 def message(number: int, requests: RequestMetrics, seen: bytes) -> bytes:
     """One message: its number, what is known of requests, and what was seen of the engine."""
-    told = {name: requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+    told: dict[str, object] = {name: requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+    # Buckets are wide: no percentile read off them may lie above what was seen.
+    told["longest"] = {name: requests.histograms[full][1].largest for name, full in LATENCIES.items()}
     told["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
     return b'{"n":%d,"server":%b,"engine":%b}' % (number, msgspec.json.encode(told), seen)
 

@@ -14,16 +14,18 @@ E2E_BUCKETS = (
 class Histogram:
     """Counts of values by bucket."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "largest", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.total = self.largest = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+        if value > self.largest:
+            self.largest = value
 
 
 def buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

@@ -131,8 +131,8 @@ class _Latencies:
 
     def _count(self, name: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         histogram = self._requests.histograms[LATENCIES[name]][1]
-        places, times = np.unique(
-            np.searchsorted(histogram.bounds, values[~np.isnan(values)]), return_counts=True
-        )
+        known = values[~np.isnan(values)]
+        places, times = np.unique(np.searchsorted(histogram.bounds, known), return_counts=True)
+        histogram.largest = float(known.max(initial=histogram.largest))
         for place, count in zip(places.tolist(), times.tolist(), strict=True):
             histogram.counts[place] += count

@@ -124,6 +124,11 @@ def test_rates_and_percentiles_are_differences() -> None:
     )
     assert figures.step_ms is None and figures.decode_tokens is None
     assert "none lately" in told(picture)
+    again["server"]["longest"] = {"itl": 0.4, "ttft": 9.0}
+    picture.apply(again)
+    latencies = picture.figures().latencies_ms
+    assert latencies["itl"]["p50"] == 400.0, "nothing is longer than what was seen"
+    assert latencies["ttft"]["p50"] == pytest.approx(550.0)
 
 
 def test_percentiles_of_buckets() -> None:

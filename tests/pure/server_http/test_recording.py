@@ -53,6 +53,7 @@ def test_latencies_are_those_the_simulation_measured(run: tuple[Recording, RunRe
     ttft = record.first_token_s - record.arrival_s
     expected = np.bincount(np.searchsorted(histogram.bounds, ttft), minlength=len(histogram.counts))
     assert told["ttft"] == expected.tolist()
+    assert told["longest"]["ttft"] == ttft.max()
     assert sum(told["itl"]) == int(record.output_len.sum()) - 80
     assert told["tokens"][0] == int(record.output_len.sum())
 

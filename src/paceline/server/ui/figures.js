@@ -54,7 +54,8 @@ export class Figures {
     for (let bucket = 0; bucket < counts.length; bucket++) {
       if (below + counts[bucket] >= share * total) {
         const low = bucket ? bounds[bucket - 1] : 0, high = bounds[bucket] ?? low;
-        return low + ((high - low) * (share * total - below)) / counts[bucket];
+        const longest = this.kept.at(-1).server.longest[name]; // a bucket may reach far beyond what was seen
+        return Math.min(longest, low + ((high - low) * (share * total - below)) / counts[bucket]);
       }
       below += counts[bucket];
     }
