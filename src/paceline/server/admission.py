@@ -152,7 +152,8 @@ class Admission:
             raise self._too_busy("the queue holds as many tokens as it may")
         most = caller.max_concurrency
         if most is not None and self.under_way(caller.tenant) + places > most:
-            message = f"this key may have {most} request{'s'[: most != 1]} under way; wait until one is over"
+            requests = "request" if most == 1 else "requests"
+            message = f"this key may have {most} {requests} under way; wait until one is over"
             raise ConcurrencyExceeded(message, retry_after_s=self.next_place_s())
 
     def _too_busy(self, what: str) -> TooBusy:

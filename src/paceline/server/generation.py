@@ -360,7 +360,8 @@ class Generation:
         made = f"{ending.num_output} tokens were made by then"
         if deadline_ms is not None and taken_s >= deadline_ms / 1e3:
             return DeadlineExceeded(f"the deadline_ms of {deadline_ms} was up; {made}")
-        if deadline_ms is not None or (self._timeout_s is not None and taken_s < self._timeout_s):
+        is_servers = self._timeout_s is not None and taken_s >= self._timeout_s
+        if not is_servers and (deadline_ms is not None or self._timeout_s is not None):
             return DeadlineExceeded(f"the deadline that it was given on its way was up; {made}")
         if ending.num_output == 0:
             message = "no token came in the time a request may take; try again later"

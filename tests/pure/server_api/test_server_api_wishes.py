@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -222,3 +223,17 @@ def test_answers_note_what_was_predicted() -> None:
     api.client.prospect = SOON
     asyncio.run(api.open(COMPLETIONS, ASKED))
     assert api.listener.records[0].predicted_ttft_s == pytest.approx(0.08)
+
+
+def test_the_server_s_own_limit_is_not_told_as_a_deadline_that_was_given() -> None:
+    def script(prompt: Any, sampling: Any) -> list[Any]:
+        time.sleep(0.005)
+        news = BranchNews(branch=0, tokens=ids("ab"), time_s=1.0)
+        news.ending = ending("abort", 2, detail="deadline")
+        return [[news]]
+
+    api = Api(script)
+    api.service.settings = replace(api.service.settings, request_timeout_s=0.004)
+    for wish in ({}, {"deadline_ms": 60_000}):
+        with pytest.raises(DeadlineExceeded, match="took longer than it may"):
+            api.ask(COMPLETIONS, {**ASKED, **wish})
