@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import uvloop
 
 from paceline.config_serve import ServerConfig
+from paceline.core.classes import PLAIN, Urgency
 from paceline.core.sampling import SamplingParams
 from paceline.server.api.error_frames import openai_error_frame
 from paceline.server.api.route import Route
@@ -70,14 +71,18 @@ class FakeClient:
         sampling: SamplingParams,
         *,
         tenant: str,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         timeout_s: float | None = None,
-        is_spot: bool = False,
     ) -> EngineStream:
         raise NotImplementedError
 
     async def ask(
-        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        urgency: Urgency = PLAIN,
     ) -> Prospect:
         raise NotImplementedError
 

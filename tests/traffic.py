@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.audit.runlog import RunLogWriter, run_header
 from paceline.config import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
+from paceline.core.classes import CLASSES, DEFAULT_CLASS, Urgency
 from paceline.core.clock import ManualClock
 from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -84,7 +85,7 @@ class Traffic:
     def run(self, num_actions: int) -> None:
         actions: dict[Callable[[], None], int] = {
             self.step: 40, self.add: 12, self.fork: 3, self.prune: 2, self.abort: 2, self.preempt: 4,
-            self.pause: 3, self.resume: 4, self.spot: 1, self.priority: 2, self.deadline: 2, self.block: 2,
+            self.pause: 3, self.resume: 4, self.priority: 2, self.deadline: 2, self.block: 2,
             self.unblock: 3, self.finish_at: 1, self.reset_cache: 1, self.foreign: 2, self.expire: 1, self.snapshot: 1,
             self.withhold: 2 if self.faults else 0,
         }  # fmt: skip
@@ -125,7 +126,9 @@ class Traffic:
                 prompt if self.rng.random() < 0.97 else prompt * 40,
                 sampling,
                 tenant=self.rng.choice(("default", "other")),
-                priority=self.rng.randint(-1, 2),
+                urgency=Urgency(
+                    self.rng.choice((DEFAULT_CLASS, DEFAULT_CLASS, *CLASSES)), self.rng.randint(-1, 2)
+                ),
                 deadline_s=self.clock.now() + self.rng.random() * 4 if self.rng.random() < 0.1 else None,
                 arrival_s=self.clock.now() - self.rng.random() if self.rng.random() < 0.5 else None,
             )
@@ -159,9 +162,6 @@ class Traffic:
     def preempt(self) -> None:
         swap = self.rng.random() < 0.5
         self._on(self._any(RequestState.RUNNING), lambda r: self.scheduler.preempt(r, swap=swap))
-
-    def spot(self) -> None:
-        self._on(self._any(), self.scheduler.mark_spot)
 
     def pause(self) -> None:
         swap = self.rng.random() < 0.7

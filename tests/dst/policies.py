@@ -44,18 +44,13 @@ def _draw_preemption(rng: random.Random, config: EngineConfig) -> EngineConfig:
 
 
 class PolicyChanges:
-    """Now and then another policy, or a request that becomes spot work, in a few of the runs."""
+    """Now and then another policy, in a few of the runs."""
 
     def __init__(self, seed: int, scheduler: Scheduler) -> None:
         self._rng = random.Random(seed + 4)
         self._chance = self._rng.choice((0.0, 0.0, 0.0, 0.02))
         self._scheduler = scheduler
-        self._spot = random.Random(seed + 6)
-        self._spot_chance = self._spot.choice((0.0, 0.05, 0.3))
 
     def perhaps(self) -> None:
-        live = self._scheduler.state.requests
-        if live and self._spot.random() < self._spot_chance:
-            self._scheduler.mark_spot(self._spot.choice(list(live)))
         if self._rng.random() < self._chance:
             self._scheduler.set_policy(self._rng.choice(POLICIES), **_options(self._rng))

@@ -1,10 +1,11 @@
-"""What requests of a seed's traffic want of their times. Draws from a stream of its own."""
+"""What requests of a seed's traffic want of their times, and how urgent they are. Draws from streams of its own."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
+from paceline.core.classes import CLASSES, DEFAULT_CLASS, SPOT, Urgency
 from paceline.core.sampling import ON_INFEASIBLE, SamplingParams
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, NeverFits, QueueFull
 
@@ -12,11 +13,15 @@ REFUSALS = (QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible)
 
 
 class Wishes:
-    """In one run of five, half of the requests want something."""
+    """In one run of five, half of the requests want something. Classes of service: all alike, some or half spot work,
+    or everything."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed + 9)
         self._chance = self._rng.choice((0.0, 0.0, 0.0, 0.0, 0.5))
+        self._class_rng = random.Random(seed + 6)
+        few = (DEFAULT_CLASS,) * 19 + (SPOT,)
+        self._classes = self._class_rng.choice(((DEFAULT_CLASS,), few, (DEFAULT_CLASS, SPOT), CLASSES))
 
     def of(self, sampling: SamplingParams) -> SamplingParams:
         rng = self._rng
@@ -29,3 +34,6 @@ class Wishes:
             itl_slo_ms=rng.choice((None, 1, 5, 1000)),
             on_infeasible=rng.choice(ON_INFEASIBLE),
         )
+
+    def urgency(self, priority: int) -> Urgency:
+        return Urgency(self._class_rng.choice(self._classes), priority)

@@ -297,7 +297,7 @@ class World:
                 prompt,
                 self.wishes.of(sampling),
                 tenant=tenant,
-                priority=rng.choice((0, 0, 0, 1, 2)),
+                urgency=self.wishes.urgency(rng.choice((0, 0, 0, 1, 2))),
                 needs_host=rng.random() < traffic.host_share,
             )
         except REFUSALS:

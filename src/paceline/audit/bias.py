@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.audit.codec import decode_decision
-from paceline.core.classes import LEVELS
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.request import account_of
 from paceline.errors import InputError
 
 LEAST = 8  # requests in a group, and outside of it: fewer say nothing
+UNKNOWN = "not recorded"
 _LENGTHS = (128, 512, 2048, 8192)
 Values = NDArray[np.float64]
 
@@ -53,15 +53,9 @@ def length_class(num_prompt: int) -> str:
 
 _GROUPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "key": lambda request: account_of(str(request["tenant"])),
-    "class": lambda request: _class_at(request["priority"]),
+    "class": lambda request: str(request["class"]),
     "length": lambda request: length_class(request["num_prompt"]),
 }
-
-
-def _class_at(level: int) -> str:
-    """The class whose level this is: a number of priority counts from it, and the sum is what the log has."""
-    named = {each: name for name, each in LEVELS.items()}
-    return named.get(level, f"priority {level}")
 
 
 def requests_of(pages: Iterable[str]) -> list[dict[str, Any]]:
@@ -71,8 +65,9 @@ def requests_of(pages: Iterable[str]) -> list[dict[str, Any]]:
     for page in map(json.loads, pages):
         if "start" in page:  # of another run, whose numbers begin anew
             live = {}
-        for name, num_prompt, _, _, tenant, priority, *_ in page.get("adds", ()):
-            facts = {"tenant": tenant, "priority": priority, "num_prompt": num_prompt}
+        for name, num_prompt, _, _, tenant, _, _, *rest in page.get("adds", ()):
+            service_class = rest[0] if rest else UNKNOWN  # of a log from before classes were kept
+            facts = {"tenant": tenant, "class": service_class, "num_prompt": num_prompt}
             live[name] = {**facts, "delay_s": None, "preemptions": 0}
         for entry in page.get("decisions", ()):
             _take(decode_decision(entry), live, ended)

@@ -28,6 +28,7 @@ from paceline.config import (
     SchedulerConfig,
     StepCosts,
 )
+from paceline.core.classes import DEFAULT_CLASS, Urgency
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     RUNNING_ON,
@@ -66,6 +67,7 @@ ADD_FIELDS: tuple[tuple[str, object], ...] = (
     ("num_tokens", None),  # None: as many as num_prompt
     ("together", 1),
     ("wishes", None),  # deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible
+    ("service_class", DEFAULT_CLASS),
 )
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
@@ -192,7 +194,7 @@ def decode_add(value: Json) -> tuple[Request, int]:
         _sampling(given["max_tokens"], given["wishes"]),
         arrival_s=decode_time(given["arrival_s"]),
         tenant=given["tenant"],
-        priority=given["priority"],
+        urgency=Urgency(given["service_class"], given["priority"]),
         deadline_s=None if given["deadline_s"] is None else decode_time(given["deadline_s"]),
         keys=decode_keys(given["keys"]),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.audit.codec import decode_add, decode_decision
 from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog
 from paceline.audit.story import story, story_values
+from paceline.core.classes import DEFAULT_CLASS
 from paceline.core.events import Decision
 from paceline.core.request import DEFAULT_TENANT, Request, account_of
 from paceline.errors import InputError
@@ -44,7 +45,8 @@ class Explanation:
             "num_prompt": request.num_prompt,
             "max_tokens": request.sampling.max_tokens,
             "tenant": request.tenant,
-            "priority": request.priority,
+            "service_class": request.urgency.service_class,
+            "priority": request.urgency.priority,
             "parent": request.parent,
         }
         values = story_values(self.decisions)
@@ -54,11 +56,16 @@ class Explanation:
         request = self.request
         tenant = account_of(request.tenant)
         who = "" if tenant == DEFAULT_TENANT else f" of {tenant}"
-        priority = f", priority {request.priority}" if request.priority else ""
+        service = (
+            f", of class {request.urgency.service_class}"
+            if request.urgency.service_class != DEFAULT_CLASS
+            else ""
+        )
+        priority = f", priority {request.urgency.priority}" if request.urgency.priority else ""
         branch = "" if request.parent is None else f", a branch of request {request.parent}"
         return (
             f"request {request.id}{who} came at {request.arrival_s:.3f} s with {request.num_prompt:,} tokens of prompt "
-            f"and asked for up to {request.sampling.max_tokens:,} more{priority}{branch}"
+            f"and asked for up to {request.sampling.max_tokens:,} more{service}{priority}{branch}"
         )
 
 

@@ -201,7 +201,7 @@ def _change(run: list[Decision], past: list[Decision]) -> str:
     decision = run[-1]
     when = f"before step {decision.step}"
     if decision.reason is Rule.PRIORITY:
-        return f"was given priority {decision.value}, its class counted in, {when}"
+        return f"was given priority {decision.value} {when}"
     if decision.reason is Rule.DEADLINE:
         until = "no deadline" if not decision.detail else f"a deadline {decision.detail} away"
         return f"was given {until} {when}"

@@ -93,8 +93,8 @@ def make_pages(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
     decisions: list[Decision] = []
     for inputs, decided in steps:
         for entry in inputs:
-            if entry[0] == "add":  # id, prompt, most tokens, arrival, tenant, priority, parent
-                adds.append((*entry[2:8], entry[9]))
+            if entry[0] == "add":  # id, prompt, most tokens, arrival, tenant, priority, parent, class
+                adds.append((*entry[2:8], entry[9], entry[-1]))
         decisions += decided
         if len(decisions) >= PAGE or len(adds) >= PAGE:
             yield page_text({"adds": adds, "decisions": decisions}), len(decisions)

@@ -6,6 +6,8 @@ Spot work gives way before all other, whatever the policy. Knows nothing of keys
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from paceline.errors import InvalidRequest
 
 INTERACTIVE, STANDARD, SPOT, BATCH = CLASSES = ("interactive", "standard", "spot", "batch")
@@ -20,6 +22,24 @@ OWN = (
 # Words of other servers for classes that are here too.
 SYNONYMS = {"priority": INTERACTIVE, "flex": SPOT}
 TIERS = (*OWN[:2], *CLASSES, *OWN[2:], *SYNONYMS)
+
+
+class Urgency(NamedTuple):
+    """How urgent a request is: its class, and a number within it. The lower goes first."""
+
+    service_class: str = DEFAULT_CLASS
+    priority: int = 0
+
+    @property
+    def standing(self) -> int:
+        """What requests are compared by: the number counts from the level of the class. Raises InvalidRequest."""
+        found = LEVELS[self.service_class] + self.priority
+        if not -(2**31) <= found < 2**31:
+            raise InvalidRequest(f"priority {self.priority} is out of range", param="priority")
+        return found
+
+
+PLAIN = Urgency()
 
 
 def class_of(tier: str | None, own: str = DEFAULT_CLASS) -> str:

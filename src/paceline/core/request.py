@@ -16,6 +16,7 @@ from typing import NamedTuple, NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.classes import PLAIN, SPOT, Urgency
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 
@@ -133,7 +134,6 @@ class Request:
         "first_token_s",
         "host_places",
         "id",
-        "is_spot",
         "joined_at",
         "keys",
         "model",
@@ -143,7 +143,6 @@ class Request:
         "num_prompt",
         "parent",
         "preemptions",
-        "priority",
         "reserved",
         "row",
         "sampling",
@@ -151,6 +150,7 @@ class Request:
         "step_failures",
         "tenant",
         "tokens",
+        "urgency",
     )
 
     def __init__(
@@ -161,7 +161,7 @@ class Request:
         *,
         arrival_s: float = 0.0,
         tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         deadline_s: float | None = None,
         keys: Sequence[BlockKey] = (),
     ) -> None:
@@ -173,7 +173,7 @@ class Request:
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.tenant = tenant
-        self.priority = priority  # the lower goes first
+        self.urgency = urgency
         self.deadline_s = deadline_s
         self.keys = list(keys)  # one per full block of tokens, as far as known
         self.model = 0
@@ -190,7 +190,6 @@ class Request:
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0
-        self.is_spot = False  # gives way before all that are not
         self.displaced_at = -1  # most tokens it had computed when another took its place the last time
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
@@ -210,6 +209,16 @@ class Request:
     def max_total(self) -> int:
         """Prompt and output together, at most."""
         return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def priority(self) -> int:
+        """What it is compared by, its class counted in; the lower goes first."""
+        return self.urgency.standing
+
+    @property
+    def is_spot(self) -> bool:
+        """Gives way before all that are not."""
+        return self.urgency.service_class == SPOT
 
     @property
     def due_s(self) -> float:

@@ -19,6 +19,10 @@ def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) ->
     request = scheduler.state.requests.get(request_id)
     if request is None:
         return ChangeOutcome.ENDED
+    if change.priority is not None:
+        _ = request.urgency._replace(
+            priority=change.priority
+        ).standing  # raises for one that nothing can be compared with
     is_paused = request.state is RequestState.PAUSED
     if change.paused and not is_paused:
         try:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.audit.ring import DecisionRing
+from paceline.core.classes import PLAIN, Urgency
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, StepEvents
 from paceline.core.hooks import RequestHooks
@@ -81,7 +82,7 @@ class Engine:
         sampling: SamplingParams,
         *,
         tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
         needs_host: bool = False,
@@ -96,7 +97,7 @@ class Engine:
                 raise InvalidRequest(f"request id {first_id} was used before")
             self._next_id = first_id
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        branches = self._family(tokens, sampling, tenant, priority, arrival_s)
+        branches = self._family(tokens, sampling, tenant, urgency, arrival_s)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s, branch.needs_host = due_s, needs_host
@@ -111,7 +112,7 @@ class Engine:
         sampling: SamplingParams,
         *,
         tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
     ) -> Forecast | None:
         """When a request would have its first and last token if it came now; it is not added.
 
@@ -119,7 +120,7 @@ class Engine:
         """
         next_id = self._next_id
         try:
-            branches = self._family(tokens, sampling, tenant, priority, self._clock.now())
+            branches = self._family(tokens, sampling, tenant, urgency, self._clock.now())
         finally:
             self._next_id = next_id
         self.scheduler.check(branches)
@@ -130,14 +131,14 @@ class Engine:
         tokens: Sequence[int] | NDArray[np.int32],
         sampling: SamplingParams,
         tenant: str,
-        priority: int,
+        urgency: Urgency,
         arrival_s: float,
     ) -> list[Request]:
         """The branches of a request, the others children of the first."""
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
-            branch.tenant, branch.priority, branch.arrival_s = tenant, priority, arrival_s
+            branch.tenant, branch.urgency, branch.arrival_s = tenant, urgency, arrival_s
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
@@ -168,9 +169,8 @@ class Engine:
         branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
         parent.branches += count
         for branch in branches:
-            branch.tenant, branch.priority = parent.tenant, parent.priority
+            branch.tenant, branch.urgency = parent.tenant, parent.urgency
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
-            branch.is_spot = parent.is_spot
             branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)

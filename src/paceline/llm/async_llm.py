@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from paceline.core.changes import Change, ChangeOutcome
-from paceline.core.classes import LEVELS, SPOT, class_of
+from paceline.core.classes import Urgency, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
 from paceline.core.sampling import SamplingParams
@@ -36,7 +36,6 @@ class Reader:
 
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event
-    level: int  # of its class of service
     output: RequestOutput | None = None
     error: Exception | None = None
 
@@ -56,8 +55,7 @@ class Placing:
     """Whose a request is, and how urgent."""
 
     tenant: str
-    service_class: str
-    priority: int  # within the class
+    urgency: Urgency
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -101,7 +99,7 @@ class AsyncLLM(ModelHolder):
         `priority` counts within the class of service that `service_tier` names; lower goes first.
         """
         params = sampling_params or self._front.default_sampling
-        placing = Placing(tenant, class_of(service_tier), priority)
+        placing = Placing(tenant, Urgency(class_of(service_tier), priority))
         return self._stream(lambda: self._front.read(prompt, params), request_id, placing)
 
     def chat(
@@ -121,7 +119,7 @@ class AsyncLLM(ModelHolder):
         def read() -> PreparedRequest:
             return self._front.read_chat(messages, params, switches=chat_template_kwargs)
 
-        return self._stream(read, request_id, Placing(tenant, class_of(service_tier), priority))
+        return self._stream(read, request_id, Placing(tenant, Urgency(class_of(service_tier), priority)))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -200,8 +198,7 @@ class AsyncLLM(ModelHolder):
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
             raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
-        level = LEVELS[placing.service_class]
-        reader = Reader(asyncio.get_running_loop(), asyncio.Event(), level)
+        reader = Reader(asyncio.get_running_loop(), asyncio.Event())
         self._readers[name] = reader
         try:
             self._loop.do(lambda: self._add(name, reader, prepared, placing, arrival_s))
@@ -229,12 +226,10 @@ class AsyncLLM(ModelHolder):
             ids = self._engine.add(
                 prepared.token_ids,
                 prepared.sampling,
-                priority=LEVELS[placing.service_class] + placing.priority,
+                urgency=placing.urgency,
                 tenant=placing.tenant,
                 arrival_s=arrival_s,
             )
-            for number in ids if placing.service_class == SPOT else ():
-                self._engine.scheduler.mark_spot(number)
         except Exception as error:  # refused: the caller's business alone
             reader.tell(error)
             return
@@ -247,9 +242,7 @@ class AsyncLLM(ModelHolder):
 
     def _change(self, name: str, priority: int | None, timeout_s: float | None, paused: bool | None) -> None:
         until_s = None if timeout_s is None else self._engine.now_s + timeout_s
-        reader = self._readers.get(name)
-        number = None if priority is None or reader is None else reader.level + priority
-        change = Change(priority=number, until_s=until_s, paused=paused)
+        change = Change(priority=priority, until_s=until_s, paused=paused)
         ids = self._collector.ids_of(name)
         outcomes = [apply_change(self._engine.scheduler, request_id, change) for request_id in ids]
         if ChangeOutcome.BUSY in outcomes:

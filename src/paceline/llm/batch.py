@@ -10,7 +10,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from paceline.core.classes import DEFAULT_CLASS, LEVELS, SPOT
+from paceline.core.classes import DEFAULT_CLASS, Urgency
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
 from paceline.llm.frontend import Frontend
 from paceline.llm.interrupts import Interrupts
@@ -89,10 +89,11 @@ def _feed(
 
 def _add(front: Frontend, submission: Submission) -> None:
     request = submission.request
-    level = LEVELS[submission.service_class]
-    ids = front.engine.add(request.token_ids, request.sampling, priority=level + submission.priority)
-    for number in ids if submission.service_class == SPOT else ():
-        front.engine.scheduler.mark_spot(number)
+    ids = front.engine.add(
+        request.token_ids,
+        request.sampling,
+        urgency=Urgency(submission.service_class, submission.priority),
+    )
     arrival_s = front.engine.scheduler.state.now_s
     front.collector.open(submission.name, request, ids, arrival_s, only_whole=True)
 

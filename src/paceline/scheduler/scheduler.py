@@ -114,9 +114,6 @@ class Scheduler:
             raise objection.error
         for request in requests:
             self._accept(request, len(requests))
-        for request in requests:
-            if request.is_spot:
-                self._note("spot", request.id)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise what these requests would be refused with if they came now."""
@@ -184,22 +181,18 @@ class Scheduler:
         return np.concatenate([request.tokens, rows.outputs[row, :count]])
 
     def set_priority(self, request_id: RequestId, priority: int) -> None:
+        """Another number of priority, which counts from the level of the request's class."""
         request = self._live(request_id)
+        urgency = request.urgency._replace(priority=priority)
+        found = urgency.standing
         self._tick()
         self._note("priority", request_id, priority)
         self.state.decide(DecisionKind.CHANGE, request, Rule.PRIORITY, priority)
-        request.priority = priority
+        request.urgency = urgency
         if request.row != NO_ROW:
-            self.state.rows.priority[request.row] = priority
+            self.state.rows.priority[request.row] = found
         elif request.id in self.state.queue:
             self.state.queue.set_priority(request)
-
-    def mark_spot(self, request_id: RequestId) -> None:
-        """From now on a request gives way before all that are not spot work."""
-        request = self._live(request_id)
-        self._tick()
-        self._note("spot", request_id)
-        request.is_spot = True
 
     def set_deadline(self, request_id: RequestId, deadline_s: float | None) -> None:
         request = self._live(request_id)
@@ -422,10 +415,11 @@ class Scheduler:
     def _note_add(self, request: Request, together: int) -> None:
         """`together` is the number of requests this call accepts or refuses as one."""
         sizes = (request.num_prompt, request.sampling.max_tokens)
-        order = (request.arrival_s, request.tenant, request.priority, request.deadline_s)
+        order = (request.arrival_s, request.tenant, request.urgency.priority, request.deadline_s)
         keys = tuple(key.key for key in request.keys)
         extra = (request.model, request.adapter, request.num_tokens, together, _wishes(request))
-        self._note("add", request.id, *sizes, *order, request.parent, request.needs_host, keys, *extra)
+        kind = (request.parent, request.needs_host, keys, *extra, request.urgency.service_class)
+        self._note("add", request.id, *sizes, *order, *kind)
 
     def _note_idle(self, noted: int, decided: int) -> None:
         """A look that gave no plan may have moved something; repeated looks that did not are left out."""

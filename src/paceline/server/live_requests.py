@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.changes import Change, ChangeOutcome
-from paceline.core.classes import LEVELS
+from paceline.core.classes import Urgency
 from paceline.errors import InvalidRequest
 from paceline.server.call import Caller
 from paceline.server.failures import RequestBusy, RequestEnded
@@ -64,12 +64,11 @@ class LiveRequests:
 
 
 def _change(wish: Wish, known: Recent) -> Change:
-    """The same in the engine's words: a number counts from the level of the class, no deadline is the server's own."""
+    """The same in the engine's words: no deadline is the server's own."""
     until_s = None
     if wish.deadline_ms is not None:
         wanted_s = time.monotonic() + wish.deadline_ms / 1e3 if wish.deadline_ms else math.inf
         until_s = min(wanted_s, known.until_s)
-    priority = None if wish.priority is None else LEVELS[known.service_class] + wish.priority
-    if priority is not None and not -(2**31) <= priority < 2**31:
-        raise InvalidRequest(f"priority {wish.priority} is out of range", param="priority")
-    return Change(priority=priority, until_s=until_s, paused=wish.paused)
+    if wish.priority is not None:
+        _ = Urgency(known.service_class, wish.priority).standing  # raises if nothing can be compared with it
+    return Change(priority=wish.priority, until_s=until_s, paused=wish.paused)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.checkpoint.open import Checkpoint
-from paceline.core.classes import SPOT
+from paceline.core.classes import Urgency
 from paceline.core.request import SALT
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.chat import ChatPrompts
@@ -33,7 +33,7 @@ from paceline.server.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.live_requests import LiveRequests
 from paceline.server.prompt_size import check_prompt
 from paceline.server.recent_requests import RecentRequests
-from paceline.server.urgency import Urgency, urgency_of
+from paceline.server.urgency import urgency_of
 from paceline.serving.client import (
     EngineClient,
     EngineInfo,
@@ -151,9 +151,7 @@ class Service:
         prospect, refusal = None, None
         try:
             self._quote(call, body, urgency.service_class)  # with the price it accepts
-            prospect = await self.client.ask(
-                ids, sampling, tenant=self._tenant(call, body), priority=urgency.priority
-            )
+            prospect = await self.client.ask(ids, sampling, tenant=self._tenant(call, body), urgency=urgency)
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
                 call.allowance.check_charge(len(ids), num_output)
@@ -314,8 +312,7 @@ class Service:
                     prompt.token_ids,
                     prompt.sampling,
                     tenant=tenant,
-                    priority=urgency.priority,
-                    is_spot=urgency.service_class == SPOT,
+                    urgency=urgency,
                     timeout_s=timeout_s,
                 )
                 started.append((prompt, stream))

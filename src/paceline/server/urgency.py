@@ -5,19 +5,9 @@ A request may name a class that is no better than its key's, and a number within
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from paceline.core.classes import LEVELS, class_of, is_better
+from paceline.core.classes import Urgency, class_of, is_better
 from paceline.server.call import Caller
 from paceline.server.failures import NotPermitted, PriorityNotPermitted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Urgency:
-    """What the engine is told of a request's urgency."""
-
-    service_class: str
-    priority: int  # the level of the class, and the request's own number
 
 
 class ClassNotPermitted(NotPermitted):
@@ -36,7 +26,7 @@ def urgency_of(caller: Caller, tier: str | None, priority: int | None) -> Urgenc
         raise ClassNotPermitted(message, param="service_tier")
     number = max(0, caller.lowest_priority_number or 0) if priority is None else priority
     check_number(caller, number)
-    return Urgency(service_class=chosen, priority=LEVELS[chosen] + number)
+    return Urgency(service_class=chosen, priority=number)
 
 
 def check_number(caller: Caller, priority: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from paceline.config_process import ProcessConfig
 from paceline.core.changes import Change, ChangeOutcome
+from paceline.core.classes import PLAIN, Urgency
 from paceline.core.dial import DialSetting
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
@@ -95,13 +96,12 @@ class AsyncEngine:
         sampling: SamplingParams,
         *,
         tenant: str,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         timeout_s: float | None = None,
-        is_spot: bool = False,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
         sender = self._ready_sender()
-        payload = self._payload(tokens, sampling, tenant, priority, timeout_s, is_spot=is_spot)
+        payload = self._payload(tokens, sampling, tenant, urgency, timeout_s)
         first = self._next_id
         self._next_id += sampling.n
         stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
@@ -149,13 +149,18 @@ class AsyncEngine:
         self._questions.answer(answer)
 
     async def ask(
-        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        urgency: Urgency = PLAIN,
     ) -> Prospect:
         """See `EngineClient`. Raises as `submit` does."""
         sender = self._ready_sender()
         if len(self._asked) >= MOST_QUESTIONS:
             raise QueueFull("too many estimates are being made at once; try again later")
-        payload = self._payload(tokens, sampling, tenant, priority, None, asks=True)
+        payload = self._payload(tokens, sampling, tenant, urgency, None, asks=True)
         number = self._next_id
         self._next_id += 1
         answer: asyncio.Future[Prospect] = asyncio.get_running_loop().create_future()
@@ -173,28 +178,26 @@ class AsyncEngine:
         tokens: Sequence[int],
         sampling: SamplingParams,
         tenant: str,
-        priority: int,
+        urgency: Urgency,
         timeout_s: float | None,
         *,
         asks: bool = False,
-        is_spot: bool = False,
     ) -> bytes:
         """A request under the next number, as the engine is told of it."""
         sender = self._ready_sender()
         if sender.num_unsent_bytes > self._config.max_unsent_bytes:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
-        if not -(2**31) <= priority < 2**31:
-            raise InvalidRequest(f"priority {priority} is out of range", param="priority")
+        _ = urgency.standing  # raises for one that nothing can be compared with
         add = frames.Add(
             self._next_id,
             _column(tokens),
             frames.Sampling.of(sampling),
             tenant,
-            priority,
+            urgency.priority,
             time.monotonic(),
             timeout_s,
             asks,
-            is_spot,
+            urgency.service_class,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from paceline.core.changes import Change, ChangeOutcome
+from paceline.core.classes import PLAIN, Urgency
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision
 from paceline.core.plan import RowLogprobs
@@ -267,14 +268,17 @@ class EngineClient(Protocol):
         sampling: SamplingParams,
         *,
         tenant: str,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         timeout_s: float | None = None,
-        is_spot: bool = False,
     ) -> EngineStream:
-        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it. Spot work
-        gives way before all other."""
+        """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
 
     async def ask(
-        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        urgency: Urgency = PLAIN,
     ) -> Prospect:
         """When a request would be served if it came now. Raises what it would be refused with."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.changes import Change
+from paceline.core.classes import Urgency
 from paceline.core.events import StepEvents
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
@@ -186,24 +187,23 @@ class EngineService:
             _check_logprobs(sampling)
             if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
+            urgency = Urgency(add.service_class, add.priority)
             if add.asks:
-                forecast = self._engine.forecast(tokens, sampling, tenant=add.tenant, priority=add.priority)
+                forecast = self._engine.forecast(tokens, sampling, tenant=add.tenant, urgency=urgency)
                 self._foretell(add.first, forecast)
                 return
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
-            added = self._engine.add(
+            self._engine.add(
                 tokens,
                 sampling,
                 tenant=add.tenant,
-                priority=add.priority,
+                urgency=urgency,
                 arrival_s=submitted_s,
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
                 first_id=RequestId(add.first),
             )
-            for number in added if add.is_spot else ():
-                self._engine.scheduler.mark_spot(number)
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
             self._outbox.put_refusal(refusal_of(add.first, error, place_s))

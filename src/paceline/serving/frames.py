@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.config import ModelConfig
 from paceline.core.changes import ChangeOutcome
+from paceline.core.classes import CLASSES, DEFAULT_CLASS
 from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import RowLogprobs
@@ -26,6 +27,7 @@ TOKEN = np.dtype("<i4")
 
 RequestNumber = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+ServiceClass = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(CLASSES)})$")]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Given = dict[str, bool | int | float | str | None]
 
@@ -96,7 +98,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
     asks: bool = False  # only to be told when it would be served
-    is_spot: bool = False
+    service_class: ServiceClass = DEFAULT_CLASS
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -342,7 +342,6 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "preempt": lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),
     "pause": lambda scheduler, request, swap: scheduler.pause(request, swap=swap),
     "resume": Scheduler.resume,
-    "spot": Scheduler.mark_spot,
     "block": lambda scheduler, request, reason, time_s: scheduler.block(
         request, BlockReason(reason), _time_or_none(time_s)
     ),

@@ -8,12 +8,13 @@ length, as in the benchmarks: nothing ends it early.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.classes import DEFAULT_CLASS, LEVELS, SPOT
+from paceline.core.classes import CLASSES, DEFAULT_CLASS, Urgency
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
@@ -50,14 +51,14 @@ class RequestSource:
         block_size: int,
         *,
         priorities: NDArray[np.int32],
-        spot: NDArray[np.bool_] | None = None,
+        classes: Sequence[str] = (),
         wants: Wants | None = None,
     ) -> None:
         self._wants = wants or Wants()
         self.workload = workload
         self._block_size = block_size
         self._priority: list[int] = priorities.tolist()
-        self._spot = spot  # which requests are spot work; None: none
+        self._classes = classes or [DEFAULT_CLASS] * len(workload.tenants)  # of service, one for each tenant
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
@@ -65,18 +66,17 @@ class RequestSource:
     def make(self, index: int) -> Request:
         workload = self.workload
         sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
-        request = Request(
+        tenant = int(workload.tenant[index])
+        return Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
             sampling,
             arrival_s=arrival_s,
-            tenant=workload.tenants[workload.tenant[index]],
-            priority=self._priority[index],
+            tenant=workload.tenants[tenant],
+            urgency=Urgency(self._classes[tenant], self._priority[index]),
             deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
         )
-        request.is_spot = self._spot is not None and bool(self._spot[index])
-        return request
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""
@@ -119,15 +119,14 @@ class RequestSource:
 
 
 def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int32]:
-    """A priority per request: `none` (as the workload has it, else all 0), `tenant` (the tenant's number), `class` (the
-    level of the class that the tenant is named after) or `random:LEVELS`."""
-    if form == "none":
-        return np.zeros(len(workload), np.int32) if workload.priority is None else workload.priority
+    """A priority per request: `none` (as the workload has it, else all 0), `tenant` (the tenant's number), `class` (0:
+    the class that a tenant is named after says it) or `random:LEVELS`."""
+    if form == "none" and workload.priority is not None:
+        return workload.priority
+    if form in ("none", "class"):
+        return np.zeros(len(workload), np.int32)
     if form == "tenant":
         return workload.tenant
-    if form == "class":
-        by_tenant = [LEVELS.get(name, LEVELS[DEFAULT_CLASS]) for name in workload.tenants]
-        return np.array(by_tenant, np.int32)[workload.tenant]
     kind, _, levels = form.partition(":")
     if kind != "random" or not levels.isascii() or not levels.isdigit():
         raise InputError(f"unknown priorities '{form}'; the forms are {PRIORITY_FORMS}")
@@ -137,18 +136,25 @@ def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int3
     return random.integers(0, int(levels), len(workload), dtype=np.int32)
 
 
-def classes_of(form: str, priorities: NDArray[np.int32]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """Names of the classes that requests fall into, and which one each falls into; nothing where all are alike."""
-    levels, index = np.unique(priorities, return_inverse=True)
-    if not 1 < len(levels) <= MOST_CLASSES:
+def service_classes(form: str, workload: Workload) -> list[str]:
+    """The class of service of each tenant: with `class` the one it is named after."""
+    if form != "class":
+        return [DEFAULT_CLASS] * len(workload.tenants)
+    return [name if name in CLASSES else DEFAULT_CLASS for name in workload.tenants]
+
+
+def kinds_of(
+    form: str, workload: Workload, priorities: NDArray[np.int32]
+) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Names of what figures are kept apart for, classes or levels of priority, and which of them each request has;
+    nothing where all are alike."""
+    if form == "class":
+        classes = service_classes(form, workload)
+        names = sorted(set(classes), key=CLASSES.index)
+        index = np.array([names.index(name) for name in classes])[workload.tenant]
+    else:
+        levels, index = np.unique(priorities, return_inverse=True)
+        names = [f"priority {level}" for level in levels]
+    if not 1 < len(names) <= MOST_CLASSES:
         return (), np.empty(0, np.int32)
-    names = {level: name for name, level in LEVELS.items()} if form == "class" else {}
-    return tuple(names.get(int(level), f"priority {level}") for level in levels), index.astype(np.int32)
-
-
-def draw_spot(form: str, workload: Workload) -> NDArray[np.bool_] | None:
-    """Which requests are spot work: with `class`, those of the tenant of that name."""
-    if form != "class" or SPOT not in workload.tenants:
-        return None
-    found: NDArray[np.bool_] = workload.tenant == workload.tenants.index(SPOT)
-    return found
+    return tuple(names), index.astype(np.int32)

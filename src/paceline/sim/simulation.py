@@ -21,7 +21,7 @@ from paceline.report.record import RunRecord
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.sim.faults import draw_aborts, with_bursts
 from paceline.sim.replica import Replica
-from paceline.sim.requests import RequestSource, Wants, classes_of, draw_priorities, draw_spot
+from paceline.sim.requests import RequestSource, Wants, draw_priorities, kinds_of, service_classes
 from paceline.sim.router import ROUTERS
 from paceline.sim.settings import SimConfig
 from paceline.watch.film import Watch
@@ -87,7 +87,7 @@ class Simulation:
         self._config = config
         self._on_progress = on_progress
         priorities = draw_priorities(config.priorities, self.workload, config.seed)
-        self._meter = Meter(self.workload, classes_of(config.priorities, priorities))
+        self._meter = Meter(self.workload, kinds_of(config.priorities, self.workload, priorities))
         self._loads = np.zeros(config.num_replicas, np.int64)
         self._router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
@@ -95,7 +95,7 @@ class Simulation:
             self.workload,
             config.engine.kv.block_size,
             priorities=priorities,
-            spot=draw_spot(config.priorities, self.workload),
+            classes=service_classes(config.priorities, self.workload),
             wants=Wants(
                 deadline_s=config.deadline_s,
                 ttft_slo_ms=config.ttft_slo_ms,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.audit.bias import compare, length_class, rank_test, requests_of
+from paceline.audit.bias import UNKNOWN, compare, length_class, rank_test, requests_of
+from paceline.core.classes import CLASSES
 from paceline.errors import InputError
 
 
@@ -18,7 +19,7 @@ def requests(seed: int, slower: float = 0.0, count: int = 200) -> list[dict[str,
     return [
         {
             "tenant": "ab"[index % 2],
-            "priority": index % 3,
+            "class": CLASSES[index % 3],
             "num_prompt": int(rng.integers(1, 1000)),
             "delay_s": float(rng.exponential()) + slower * (index % 2),
             "preemptions": int(rng.random() < 0.1),
@@ -85,7 +86,7 @@ def test_lengths_fall_into_classes() -> None:
 
 
 def test_only_requests_that_were_admitted_count() -> None:
-    facts = [30, 10, 0.5, "key", 0, None]
+    facts = [30, 10, 0.5, "key", 0, None, "batch"]
     pages = [
         {"adds": [[number, *facts] for number in (1, 2, 3)], "decisions": [["admit", 1, "fits", 0, 1, 1.0]]},
         {"lost": 3},
@@ -93,8 +94,14 @@ def test_only_requests_that_were_admitted_count() -> None:
         {"decisions": [["refuse", 3, "queue_full", 40, 2, 2.0], ["finish", 99, "stop", 1, 2, 2.0]]},
     ]
     assert requests_of(map(json.dumps, pages)) == [
-        {"tenant": "key", "priority": 0, "num_prompt": 30, "delay_s": 0.0, "preemptions": 0}
+        {"tenant": "key", "class": "batch", "num_prompt": 30, "delay_s": 0.0, "preemptions": 0}
     ]
+
+
+def test_a_log_from_before_classes_were_kept_can_be_read() -> None:
+    decisions = [["admit", 1, "fits", 0, 1, 1.0], ["finish", 1, "stop", 5, 2, 2.0]]
+    page = {"adds": [[1, 30, 10, 0.5, "key", 2, None]], "decisions": decisions}
+    assert [request["class"] for request in requests_of([json.dumps(page)])] == [UNKNOWN]
 
 
 def test_a_group_nobody_knows_is_refused() -> None:

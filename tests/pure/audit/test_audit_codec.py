@@ -22,8 +22,8 @@ from paceline.audit.codec import (
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
 
 KEYS = (bytes(range(4)), b"\xff\x00")
-ADD = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, KEYS, 0, 0, 9, 1, None)
-BRANCH = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, (9000, None, 50, "try"))
+ADD = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, KEYS, 0, 0, 9, 1, None, "standard")
+BRANCH = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, (9000, None, 50, "try"), "batch")
 
 
 def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
@@ -40,7 +40,8 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     entry = encode_input(BRANCH)
     request, together = decode_add(entry[2])
     assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
-    assert (request.tenant, request.priority, request.deadline_s, request.arrival_s) == ("a", -1, 9.5, 0.5)
+    assert (request.tenant, request.deadline_s, request.arrival_s) == ("a", 9.5, 0.5)
+    assert (request.urgency, request.priority) == (("batch", -1), 1)
     assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
     assert together == 2 and not request.tokens.any()
     wanted = request.sampling

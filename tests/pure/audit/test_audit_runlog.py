@@ -81,8 +81,8 @@ def joining(seq: int = 1) -> StepRecord:
         work=StepWork(prefill_tokens=6, prefill_context_products=24, logit_rows=2),
     )
     keys = (bytes(range(4)), b"\xff\x00")
-    add = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, keys, 0, 0, 9, 1, None)
-    branch = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, None)
+    add = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, keys, 0, 0, 9, 1, None, "standard")
+    branch = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, None, "standard")
     return StepRecord(
         t_plan=0.75,
         t_done=1.0,

@@ -26,7 +26,7 @@ Entries = list[tuple[object, ...]]
 
 
 def add(request: int) -> tuple[object, ...]:
-    return ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, (b"key",), 0, 0, 9, 1, None)
+    return ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, (b"key",), 0, 0, 9, 1, None, "spot")
 
 
 def record(request: int, *decisions: Decision, inputs: Entries | None = None) -> StepRecord:
@@ -64,7 +64,7 @@ def test_decisions_are_written_with_the_requests_they_speak_of(tmp_path: Path) -
     both.close([], ())
     start, page = pages(tmp_path)
     assert start["start"].keys() == {"version", "unix_s", "clock_s"}
-    assert page["adds"] == [[7, 9, 11, 0.5, "a", 2, None]]  # no keys, no text
+    assert page["adds"] == [[7, 9, 11, 0.5, "a", 2, None, "spot"]]  # no keys, no text
     assert [decode_decision(entry) for entry in page["decisions"]] == list(life(7))
     found = verify(tmp_path)
     assert found.problem == "" and found.num_entries == 3
@@ -76,7 +76,7 @@ def test_who_reads_the_pages_knows_how_requests_fared(tmp_path: Path) -> None:
         writer.step(record(7, *life(7)[:2]))
         writer.step(record(8, life(8)[0]))  # has not ended
         writer.close([], life(7)[2:])
-    fared = {"tenant": "a", "priority": 2, "num_prompt": 9, "delay_s": 0.5, "preemptions": 1}
+    fared = {"tenant": "a", "class": "spot", "num_prompt": 9, "delay_s": 0.5, "preemptions": 1}
     assert requests_of(page.body for page in TrailReader(tmp_path)) == [fared, fared]
 
 
@@ -93,7 +93,7 @@ def test_steps_of_plain_decode_leave_nothing(tmp_path: Path) -> None:
         writer.step(record(7, inputs=[("done", 1.0, 3)]))
     writer.step(record(8, inputs=[add(8)]))  # somebody who came while all rows were taken
     writer.close([], ())
-    assert [page.get("adds") for page in pages(tmp_path)] == [None, [[8, 9, 11, 0.5, "a", 2, None]]]
+    assert [page.get("adds") for page in pages(tmp_path)] == [None, [[8, 9, 11, 0.5, "a", 2, None, "spot"]]]
 
 
 def test_what_a_slow_disk_does_not_take_is_counted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.core.classes import Urgency
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
 from paceline.core.hooks import RequestHooks
@@ -207,7 +208,9 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "priority", "deadline_s", "arrival_s")
+        names = ("tenant", "urgency", "deadline_s", "arrival_s")
+        urgent = {name: options.pop(name) for name in Urgency._fields if name in options}
+        options["urgency"] = Urgency(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}
         ids = self.engine.add(list(tokens), SamplingParams(max_tokens=max_tokens, **options), **placing)
         for request_id in ids:

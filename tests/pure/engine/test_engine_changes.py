@@ -124,8 +124,8 @@ def test_a_priority_changes_the_order_of_who_waits() -> None:
 
 def test_spot_work_gives_way_first_whatever_the_policy() -> None:
     bench = Bench(engine_config(num_blocks=9, max_preemptions=0))
-    ids = [bench.add(prompt(6, start), 16) for start in range(3)]
-    bench.scheduler.mark_spot(ids[1])
+    classes = ("standard", "spot", "standard")
+    ids = [bench.add(prompt(6, start), 16, service_class=name) for start, name in enumerate(classes)]
     while not bench.reasons(DecisionKind.PREEMPT):
         bench.step()
     victims = [d.request for d in bench.watch.decisions if d.kind is DecisionKind.PREEMPT]

@@ -216,11 +216,11 @@ def test_batch_work_never_starves() -> None:
     ageing_s = 0.05
     bench = by_class(max_num_seqs=1, ageing_s=ageing_s)
     levels = LEVELS["batch"] - LEVELS["interactive"]
-    batch = bench.add(prompt(4, 1), 12, priority=LEVELS["batch"])
+    batch = bench.add(prompt(4, 1), 12, service_class="batch")
     start = 2
     while batch not in bench.finished:
         if sum(request.priority < 0 for request in bench.state.requests.values()) < 3:
-            bench.add(prompt(4, start), 6, priority=LEVELS["interactive"])
+            bench.add(prompt(4, start), 6, service_class="interactive")
             start += 1
         bench.step()
         assert bench.clock.now() < 2 * levels * ageing_s, "the bound of its wait has passed"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SchedulerConfig
+from paceline.core.classes import Urgency
 from paceline.core.policy import RequestView, Victim
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.core.sampling import SamplingParams
@@ -150,7 +151,9 @@ def test_the_queue_agrees_with_a_list(moves: list[tuple[bool, int]]) -> None:
     here: dict[int, Request] = {}
     for number, (push, which) in enumerate(moves):
         if push or not here:
-            here[number] = request(number, 1 + which % 7, arrival_s=float(which), priority=which % 3)
+            here[number] = request(
+                number, 1 + which % 7, arrival_s=float(which), urgency=Urgency(priority=which % 3)
+            )
             queue.push(here[number], order=number, tenant=which % 2)
         else:
             queue.remove(here.pop(sorted(here)[which % len(here)]))
@@ -177,7 +180,7 @@ def test_the_priority_of_who_waits_is_in_the_column_at_once() -> None:
     queue = WaitingQueue()
     waiting = request(1)
     queue.push(waiting, order=0, tenant=0)
-    waiting.priority = -4
+    waiting.urgency = Urgency(priority=-4)
     queue.set_priority(waiting)
     assert queue.view(0.0).priority.tolist() == [-4]
 
@@ -206,7 +209,7 @@ def test_a_row_rests_until_the_steps_before_it_are_done() -> None:
 def test_a_row_is_written_anew_for_its_next_owner() -> None:
     """S23: nothing of the one before is left in any column."""
     used, fresh = Rows(1, 16), Rows(1, 16)
-    before = request(1, 9, priority=3, arrival_s=4.0)
+    before = request(1, 9, urgency=Urgency(priority=3), arrival_s=4.0)
     before.needs_host, before.preemptions = True, 2
     row = seat(used, before, order=7, tenant=5)
     for name in ("computed", "upper", "pad", "pad_left", "num_tokens"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.core.classes import PLAIN, Urgency
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.errors import NeverFits
@@ -181,21 +182,33 @@ class FakeClient:
         sampling: SamplingParams,
         *,
         tenant: str,
-        priority: int = 0,
+        urgency: Urgency = PLAIN,
         timeout_s: float | None = None,
-        is_spot: bool = False,
     ) -> FakeStream:
-        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
-        self.submitted.append({**given, "timeout_s": timeout_s, "is_spot": is_spot})
+        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
+        self.submitted.append(
+            {
+                **given,
+                "timeout_s": timeout_s,
+            }
+        )
         self.streams.append(FakeStream(self.script(tokens, sampling)))
         self.streams[-1].prospect = self.prospect
         return self.streams[-1]
 
     async def ask(
-        self, tokens: Sequence[int], sampling: SamplingParams, *, tenant: str, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        urgency: Urgency = PLAIN,
     ) -> Prospect:
+        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
         self.asked.append(
-            {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, "priority": priority}
+            {
+                **given,
+            }
         )
         if isinstance(self.prospect, Prospect):
             return self.prospect

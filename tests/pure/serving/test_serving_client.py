@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config_process import ProcessConfig
+from paceline.core.classes import Urgency
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError, InvalidRequest, NeverFits, PacelineError, QueueFull
 from paceline.serving import frames
@@ -60,11 +61,12 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_branches_are_numbered_one_behind_the_other() -> None:
     client, sender = connected()
     for count in (1, 3, 2):
-        client.submit([1, 2], SamplingParams(n=count), tenant="a", priority=-1, timeout_s=2.5)
+        client.submit([1, 2], SamplingParams(n=count), tenant="a", urgency=Urgency("spot", -1), timeout_s=2.5)
     adds = [message for message in sender.sent if isinstance(message, frames.Add)]
     assert [add.first for add in adds] == [1, 2, 5]
     assert [add.sampling.n for add in adds] == [1, 3, 2]
-    assert (adds[0].tenant, adds[0].priority, adds[0].timeout_s) == ("a", -1, 2.5)
+    assert (adds[0].tenant, adds[0].timeout_s) == ("a", 2.5)
+    assert (adds[0].service_class, adds[0].priority) == ("spot", -1)
     assert np.frombuffer(adds[0].tokens, frames.TOKEN).tolist() == [1, 2]
     assert abs(adds[0].submitted_s - time.monotonic()) < 5
 
@@ -226,7 +228,7 @@ def test_a_prompt_that_is_no_list_of_numbers_is_refused(prompt: Any) -> None:
 def test_a_priority_that_no_column_holds_is_refused(priority: int) -> None:
     client, sender = connected()
     with pytest.raises(InvalidRequest, match="priority"):
-        client.submit([1], SAMPLING, tenant="a", priority=priority)
+        client.submit([1], SAMPLING, tenant="a", urgency=Urgency(priority=priority))
     assert not sender.sent
 
 

@@ -141,6 +141,7 @@ def add(**changes: Any) -> list[Any]:
         add(sampling={"max_tokens": 1, "bad_words": ["text"]}),
         add(tenant=None),
         add(priority=2**31),
+        add(asks=False, service_class="gold"),
         add(timeout_s="soon"),
     ],
 )

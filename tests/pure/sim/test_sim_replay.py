@@ -37,7 +37,7 @@ from tests.traffic import (
 
 WANTED = [
     *("add", "abort", "finish_at", "priority", "deadline", "preempt", "pause", "resume", "block", "unblock"),
-    *("spot", "preempt:place:recompute", "change:priority", "change:paused"),
+    *("preempt:place:recompute", "change:priority", "change:paused"),
     *("reset_cache", "expired", "done", "keys", "idle", "withheld", "step_failed", "lost step"),
     *("plan.leaves", "plan.joins", "plan.spans", "plan.decode_rows", "plan.new_blocks", "plan.block_copies"),
     *(
