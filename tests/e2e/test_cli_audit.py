@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -23,9 +24,9 @@ def audit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def complete(server: ClientServer, key: str) -> None:
+def complete(server: ClientServer, key: str, **more: object) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    body = json.dumps({"model": MODEL, "prompt": "hello there", "max_tokens": 3})
+    body = json.dumps({"model": MODEL, "prompt": "hello there", "max_tokens": 3, **more})
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     connection.request("POST", "/v1/completions", body, headers)
     assert connection.getresponse().status == 200
@@ -37,9 +38,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("audit")
     with client_server(folder, "--decision-log", str(folder / "decisions")) as server:
         server.wait_for(200)
-        for _ in range(NUM_REQUESTS):
-            complete(server, KEY)
-            complete(server, NARROW_KEY)
+        for number in range(NUM_REQUESTS):
+            complete(server, KEY, priority=number % 3)
+            complete(server, NARROW_KEY, service_tier="batch", priority=number % 3)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     return folder / "decisions"
@@ -67,7 +68,13 @@ def test_groups_are_compared(log: Path) -> None:
     assert told[1].split()[:3] == ["by", "group", "of"] and "luck" in told[-1]
 
 
-def test_a_change_is_named(log: Path) -> None:
+def test_classes_are_told_apart_whatever_the_numbers_of_priority(log: Path) -> None:
+    found = json.loads(audit("bias", log, "--by", "class", "--json").stdout)
+    assert {(each["group"], each["count"]) for each in found["comparisons"]} == {("batch", NUM_REQUESTS)}
+
+
+def test_a_change_is_named(log: Path, tmp_path: Path) -> None:
+    log = shutil.copytree(log, tmp_path / "decisions")
     connection = sqlite3.connect(trail_files(log)[0])
     changed = "UPDATE pages SET body = replace(body, 'admit', 'defer') WHERE page = 2"
     connection.executescript(f"DROP TRIGGER no_update; {changed}")

@@ -55,7 +55,9 @@ class ServerOptions:
 class DialOptions:
     """What the dial is to be."""
 
-    position: float | None = option(None, "place between 0 and 1", low=0.0, high=1.0, kind=float)
+    position: float | None = option(
+        None, "place between 0 and 1", low=0.0, high=1.0, kind=float, flag="VALUE"
+    )
     itl_p99_ms: float | None = option(
         None,
         "milliseconds between tokens to hold the p99 to",

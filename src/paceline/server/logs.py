@@ -106,17 +106,18 @@ def _json_line(record: logging.LogRecord, uses_colour: bool) -> str:
         "message": record.getMessage(),
         **getattr(record, FACTS, {}),
     }
-    if record.exc_info:
-        line["traceback"] = _traceback(record).strip()
+    if trace := _traceback(record):
+        line["traceback"] = trace.strip()
     encoded = msgspec.json.encode(line, enc_hook=str)
     return _CONTROL.sub(lambda found: f"\\u{ord(found.group()):04x}", encoded.decode())
 
 
 def _traceback(record: logging.LogRecord) -> str:
-    if not record.exc_info:
-        return ""
-    lines = logging.Formatter().formatException(record.exc_info).splitlines()
-    return "\n" + "\n".join("    " + escaped(line) for line in lines)
+    """Where an error came from, in this process or, as the record says, in the engine's."""
+    text: str = getattr(record, "traceback", "")
+    if record.exc_info:
+        text = logging.Formatter().formatException(record.exc_info)
+    return "".join(f"\n    {escaped(line)}" for line in text.splitlines())
 
 
 def _short(value: Any) -> str:

@@ -30,10 +30,11 @@ class LogQueue(logging.Handler):
             self._num_dropped += 1
             return
         try:
-            text = self.format(record)
+            text = record.getMessage()
         except Exception:  # a message that does not fit its arguments
             text = str(record.msg)
-        self._waiting.append(frames.Log(record.levelno, text[:MAX_CHARS]))
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+        self._waiting.append(frames.Log(record.levelno, text[:MAX_CHARS], trace[-MAX_CHARS:]))
 
     def send(self, channel: Channel) -> None:
         """As much as the socket takes now."""
@@ -46,7 +47,8 @@ class LogQueue(logging.Handler):
     def spill(self) -> None:
         """Nobody will take the rest: show it."""
         while self._waiting:
-            print(self._waiting.popleft().message, file=sys.stderr, flush=True)
+            left = self._waiting.popleft()
+            print("\n".join(filter(None, (left.message, left.traceback))), file=sys.stderr, flush=True)
 
 
 def set_up_logs() -> LogQueue:

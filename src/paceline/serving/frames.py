@@ -316,6 +316,7 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
 
     level: int  # of the logging module
     message: str
+    traceback: str = ""
 
 
 class Seen(msgspec.Struct, tag="seen", array_like=True, frozen=True):

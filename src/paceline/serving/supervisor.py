@@ -226,7 +226,7 @@ class EngineProcess:
             self.client.answered(frame)
             return
         if isinstance(frame, frames.Log):
-            _engine_logger.log(frame.level, "%s", frame.message)
+            _engine_logger.log(frame.level, "%s", frame.message, extra={"traceback": frame.traceback})
             return
         self.client.heard()
         life = self._life

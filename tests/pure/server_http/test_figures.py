@@ -128,6 +128,21 @@ def test_a_line_is_always_one_line() -> None:
     assert escaped("tab\t") == "tab\\x09"
 
 
+def test_where_an_error_of_the_engine_came_from_is_told_below_its_line() -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, as_json=False)
+    told = {
+        "msg": "row 0 failed",
+        "levelno": logging.ERROR,
+        "levelname": "ERROR",
+        "traceback": "Traceback\n  a\x1b",
+    }
+    output.handle(logging.makeLogRecord(told))
+    output.finish(5.0)
+    first, *rest = stream.getvalue().splitlines()
+    assert first.endswith(" ERROR row 0 failed") and rest == ["    Traceback", "      a\\x1b"]
+
+
 class Blocked(io.StringIO):
     def write(self, text: str) -> int:
         time.sleep(60)

@@ -55,7 +55,8 @@ def test_records_travel_with_level_and_traceback(
     queue.send(ends[0])
     one, two, three, four = heard(ends[1])
     assert one == frames.Log(logging.WARNING, "one 1")
-    assert isinstance(two, frames.Log) and "RuntimeError: a reason" in two.message
+    assert isinstance(two, frames.Log) and two.message == "two"
+    assert two.traceback.startswith("Traceback") and two.traceback.endswith("RuntimeError: a reason")
     assert three == frames.Log(logging.INFO, "no %d")
     assert isinstance(four, frames.Log) and len(four.message) == MAX_CHARS
 
