@@ -65,7 +65,8 @@ def body(number: int, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def begin(server: LiveServer, pool: ThreadPoolExecutor, **fields: Any) -> list[Future[Reply]]:
-    """Requests of both kinds that are under way."""
+    """Requests of both kinds that are under way, at steps slow enough for all to be there at once."""
+    server.fault("forward", "wait", 0.03, last=ALWAYS)
     futures = [pool.submit(server.post, *body(number, **fields)) for number in range(8)]
     server.wait_until(lambda: server.metrics()["num_requests_running"] == 8)
     return futures
