@@ -41,6 +41,7 @@ INFO = EngineInfo(
     num_blocks=1,
     max_num_seqs=1,
     max_num_batched_tokens=1,
+    max_num_prompt_tokens=0,
     device="",
     dtype="",
     kv_dtype="",

@@ -90,6 +90,7 @@ class ReadyClient:
             num_blocks=1,
             max_num_seqs=256,
             max_num_batched_tokens=1,
+            max_num_prompt_tokens=0,
             device="none",
             dtype="none",
             kv_dtype="none",

@@ -42,6 +42,7 @@ INFO = EngineInfo(
     num_blocks=8,
     max_num_seqs=4,
     max_num_batched_tokens=64,
+    max_num_prompt_tokens=0,
     device="none",
     dtype="none",
     kv_dtype="none",

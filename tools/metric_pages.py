@@ -64,6 +64,7 @@ class DescribedEngine:
             num_blocks=8,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            max_num_prompt_tokens=0,
             device="NVIDIA H200",
             dtype="bfloat16",
             kv_dtype="bfloat16",

@@ -126,6 +126,9 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536)
     max_num_batched_tokens: int = option(2048, "most tokens of one step", low=1)
+    max_num_prompt_tokens: int = option(
+        0, "most tokens of a step in which nobody decodes; 0: as --max-num-batched-tokens", low=0
+    )
     step_target_ms: float | None = option(
         None,
         "milliseconds a step with prompts should take, so that streams flow; 0 for none",
@@ -227,6 +230,15 @@ class SchedulerConfig:
     def keeps_pace(self) -> bool:
         """Whether the number of tokens of a step follows from its duration. Padded batches have no use for it."""
         return bool(self.step_target_ms) and self.step_costs is not None and self.mode == "continuous"
+
+    @property
+    def largest_step(self) -> int:
+        """Most tokens of any step."""
+        return max(self.max_num_batched_tokens, self.max_num_prompt_tokens)
+
+    def step_tokens(self, decoding: int) -> int:
+        """Most tokens of a step with so many decoding rows, where its duration does not say it."""
+        return self.max_num_batched_tokens if decoding else self.largest_step
 
     @property
     def fewest_step_tokens(self) -> int:

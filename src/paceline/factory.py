@@ -30,6 +30,7 @@ from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.keys import PrefixKeyHooks
+from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
@@ -66,7 +67,7 @@ def build_scheduler(
     kv = KVManager(
         kv_config,
         capacity,
-        max_chunk=config.scheduler.max_num_batched_tokens,
+        max_chunk=config.scheduler.largest_step,
         at_once=mode.keeps_finished,
         make_pool=make_pool,
     )
@@ -277,6 +278,11 @@ def _on_gpu(
     from paceline.runner.gpu.pacing import device_preemption_costs, with_pace
     from paceline.runner.swap_speed import block_seconds
 
+    if given.get("max_num_prompt_tokens"):
+        raise ConfigError(
+            "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have "
+            "one size (--max-num-batched-tokens)"
+        )
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)

@@ -103,9 +103,10 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
-    take short requests first."""
+    take short requests first. Of the others some have larger steps while nobody decodes."""
     if rng.random() < 0.8:
-        return config
+        alone = replace(config.scheduler, max_num_prompt_tokens=rng.choice((0, 0, 40, 100)))
+        return replace(config, scheduler=alone)
     policy = "shortest" if rng.random() < 0.3 else config.scheduler.scheduling_policy
     sizes = tuple(sorted(rng.sample((2, 6, 12, 16, 24, 32, 48, 64, 96, 128), rng.randint(1, 6))))
     costs = StepCosts(

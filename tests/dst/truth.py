@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config import Capacity, EngineConfig
+from paceline.config import Capacity, EngineConfig, SchedulerConfig
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
@@ -304,8 +304,7 @@ class Truth:
             self._same(decision, "that all rows are taken", True, taken)
             self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
         elif decision.reason is Rule.BUDGET and config.step_costs is None and not self._dialled:
-            carried = plan.work.decode_rows + plan.work.prefill_tokens
-            self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
+            self._same(decision, "that the step is full", True, _is_full(plan, config))
         elif decision.reason is Rule.PREFIX:
             other = self._requests.get(decision.against)
             shares = other is not None and set(other.keys) & set(known.keys)
@@ -327,8 +326,7 @@ class Truth:
         if decision.reason is Rule.BUDGET:
             self._same(decision, "tokens left", decision.budget_left, 0)
             if config.step_costs is None and not self._dialled:
-                carried = plan.work.decode_rows + plan.work.prefill_tokens
-                self._same(decision, "tokens in the step", config.max_num_batched_tokens, carried)
+                self._same(decision, "that the step is full", True, _is_full(plan, config))
         elif decision.reason is Rule.SHARE:
             self._same(decision, "that tokens are left", decision.budget_left > 0, True)
 
@@ -398,3 +396,10 @@ def _copies(plan: StepPlan) -> list[tuple[int, int, int, int]]:
     copies = plan.block_copies
     columns = (copies.row, copies.index, copies.source, copies.target)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _is_full(plan: StepPlan, config: SchedulerConfig) -> bool:
+    """Whether a step carries what it may. Rows that stand still are not in a plan: beside them it may carry less."""
+    work = plan.work
+    carried = work.decode_rows + work.prefill_tokens
+    return carried in (config.max_num_batched_tokens, config.step_tokens(work.decode_rows))

@@ -50,6 +50,10 @@ def source_commit() -> str | None:
     return f"{commit}+changes" if _git(root, "status", "--porcelain", "--", "src") else commit
 
 
+# What a machine's measurement decides: to be the same in runs that are compared.
+BUDGETS = ("max_num_batched_tokens", "max_num_prompt_tokens")
+
+
 def engine_sizes(loaded: LoadedModel) -> dict[str, Any]:
     """The sizes the engine runs with, given or chosen."""
     scheduler, kv = loaded.config.scheduler, loaded.config.kv
@@ -57,6 +61,7 @@ def engine_sizes(loaded: LoadedModel) -> dict[str, Any]:
         "max_model_len": scheduler.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_prompt_tokens": scheduler.max_num_prompt_tokens,
         "step_target_ms": scheduler.step_target_ms,
         "mode": scheduler.mode,
         "scheduling_policy": scheduler.scheduling_policy,

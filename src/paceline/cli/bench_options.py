@@ -54,7 +54,7 @@ _ENGINE = (
                 default=f"{MAX_MODEL_LEN} with --shape, else what the model and the KV cache allow",
             ),
             Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
-            BUDGET,
+            *BUDGET,
             Flag(name="step_target_ms", default="latency on a GPU: 7.1 steps of 64 decoding rows; else none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paceline.bench.machine import engine_sizes
+from paceline.bench.machine import BUDGETS, engine_sizes
 from paceline.bench.options import ThroughputOptions
 from paceline.bench.recheck import Case, choose, eager_llm, has_eager_option, recheck
 from paceline.bench.tables import recheck_json, recheck_lines, throughput_json, throughput_table
@@ -57,8 +57,8 @@ def run_throughput(options: ThroughputOptions, asked: Asked, modes: Sequence[str
 
 def _next_llm(asked: Asked, mode: str, report: Report) -> LLM:
     """An engine of another mode, with the token budget that the first one took: only the mode differs."""
-    budget = report.engine["max_num_batched_tokens"]
-    llm, startup_s = load(LLM, {**asked.engine, "mode": mode, "max_num_batched_tokens": budget})
+    budgets = {name: report.engine[name] for name in BUDGETS}
+    llm, startup_s = load(LLM, {**asked.engine, "mode": mode, **budgets})
     report.further.append({"startup_s": startup_s, **engine_sizes(llm.loaded)})
     return llm
 

@@ -95,7 +95,7 @@ BATCH = Panel(
     optional=True,
     flags=(
         Flag(name="max_num_seqs", default="128"),
-        BUDGET,
+        *BUDGET,
     ),
 )
 

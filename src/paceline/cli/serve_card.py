@@ -39,7 +39,7 @@ def card_lines(
             f"{_size(info.kv_bytes)}{kind}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
         ),
         ("concurrency", _concurrency(info, tokens)),
-        ("steps", f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"),
+        ("steps", _steps(info)),
         ("API", f"{base_url}/v1"),
         ("live page", f"{base_url}/ui"),
         ("docs", f"{base_url}/docs"),
@@ -80,6 +80,13 @@ def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:
         return "\n".join(framed) + "\n\n" + outside + "\n"
     top, bottom = "╭" + "─" * (inner + 2) + "╮\n", "╰" + "─" * (inner + 2) + "╯\n"
     return top + "".join(f"│ {line:<{inner}} │\n" for line in framed) + bottom + "\n" + outside + "\n"
+
+
+def _steps(info: EngineInfo) -> str:
+    told = f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"
+    if info.max_num_prompt_tokens > info.max_num_batched_tokens:
+        told += f", {info.max_num_prompt_tokens:,} while nobody decodes"
+    return told
 
 
 def _concurrency(info: EngineInfo, tokens: int) -> str:

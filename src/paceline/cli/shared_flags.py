@@ -34,7 +34,10 @@ POLICY = (
     Flag(name="output_token_cost"),
     Flag(name="flood_tokens"),
 )
-BUDGET = Flag(name="max_num_batched_tokens", default="measured when the model is loaded")
+BUDGET = (
+    Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
+    Flag(name="max_num_prompt_tokens", default="measured on a CPU where neither is given"),
+)
 KV_BLOCKS = Panel(
     title="Engine",
     config=KVConfig,

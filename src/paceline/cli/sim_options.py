@@ -169,6 +169,7 @@ PANELS = (
         flags=(
             Flag(name="max_num_seqs"),
             Flag(name="max_num_batched_tokens"),
+            Flag(name="max_num_prompt_tokens"),
             Flag(name="step_target_ms", default="none"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),

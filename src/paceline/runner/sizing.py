@@ -23,6 +23,9 @@ from paceline.runner.kv_tensors import block_bytes
 GIB = 1 << 30
 MAX_STEP_S = 0.25
 MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
+ALONE = (
+    1.0  # of a step in which nobody decodes: no stream waits for it, and larger ones compute a prompt sooner
+)
 DEFAULT_ROWS = 128
 SMALLEST_BUDGET, LARGEST_BUDGET = 16, 2048
 DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode together, and what they read
@@ -53,7 +56,9 @@ def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any])
         )
     sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
     if "max_num_batched_tokens" not in sizes:
-        sizes["max_num_batched_tokens"] = step_budget(*measure_step(decoder))
+        measured = measure_step(decoder)
+        sizes["max_num_batched_tokens"] = step_budget(*measured)
+        sizes.setdefault("max_num_prompt_tokens", step_budget(*measured, margin=ALONE))
     sizes.setdefault("depth", 0)  # host and device are the same cores: planning ahead would gain nothing
     if any(rope.kind == "dynamic" for rope in spec.ropes) and longest > min(
         rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"
@@ -63,9 +68,9 @@ def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any])
     return sizes
 
 
-def step_budget(fixed_s: float, per_token_s: float) -> int:
+def step_budget(fixed_s: float, per_token_s: float, margin: float = MARGIN) -> int:
     """Tokens of a step that takes `fixed_s` and `per_token_s` for each, and should stay under MAX_STEP_S."""
-    tokens = int((MAX_STEP_S * MARGIN - fixed_s) / max(per_token_s, 1e-9))
+    tokens = int((MAX_STEP_S * margin - fixed_s) / max(per_token_s, 1e-9))
     return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 

@@ -65,7 +65,7 @@ class Composer:
             self.held = self.displacement.held_back(self._prompt_room())
         mask = self._decode()
         prompts = self._prompts()
-        if state.keeps_pace and (prompts or len(state.queue)):
+        if prompts or len(state.queue):
             self.budget = step_budget(state, self.pace, mask, prompts)
             self._left = self.budget - self._decode_count
         if prompts:
@@ -87,9 +87,8 @@ class Composer:
         self.held = _NO_ROWS
         self.budget = self._left = self._state.config.max_num_batched_tokens
         mask = self._decode()
-        if self._state.keeps_pace:
-            self.budget = step_budget(self._state, self.pace, mask, [])
-            self._left = self.budget - self._decode_count
+        self.budget = step_budget(self._state, self.pace, mask, [])
+        self._left = self.budget - self._decode_count
         return mask
 
     @property
@@ -165,9 +164,7 @@ class Composer:
     def _prompt_room(self) -> int:
         """Tokens a step has for prompts if all rows decode."""
         mask = self._state.rows.decoding[: self._state.rows.high]
-        paced = self._state.keeps_pace
-        budget = step_budget(self._state, self.pace, mask, self._prompts()) if paced else self.budget
-        return budget - int(np.count_nonzero(mask))
+        return step_budget(self._state, self.pace, mask, self._prompts()) - int(np.count_nonzero(mask))
 
     def _prompt_need(self) -> int:
         """Blocks the first prompt under way needs for its next token."""

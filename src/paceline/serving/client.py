@@ -50,6 +50,7 @@ class EngineInfo:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prompt_tokens: int
     device: str
     dtype: str
     kv_dtype: str

@@ -167,6 +167,7 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         num_blocks=config.kv.num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_prompt_tokens=config.scheduler.max_num_prompt_tokens,
         device=loaded.hardware.device,
         dtype=loaded.hardware.dtype,
         kv_dtype=loaded.hardware.kv_dtype,

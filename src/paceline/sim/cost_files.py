@@ -127,6 +127,7 @@ def _engine_sizes(config: EngineConfig) -> dict[str, int]:
         "num_blocks": config.kv.num_blocks,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_num_prompt_tokens": config.scheduler.max_num_prompt_tokens,
     }
 
 

@@ -139,7 +139,10 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     them.
     """
     recorded = machine.cost.engine if isinstance(machine.cost, FittedCost) else {}
-    options = {**recorded, **{name: value for name, value in given.items() if value is not None}}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "max_num_batched_tokens" in chosen:  # as on a server, it then is the size of all steps
+        chosen.setdefault("max_num_prompt_tokens", 0)
+    options = {**recorded, **chosen}
     block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
     kv_defaults = {
         "block_size": block_size,

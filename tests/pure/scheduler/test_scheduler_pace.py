@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.config import SchedulerConfig, StepCosts
 from paceline.core.plan import StepTimes, StepWork
 from paceline.errors import ConfigError
-from paceline.scheduler.pace import FASTEST, SLOWEST, Pace, make_pace
+from paceline.scheduler.pace import FASTEST, SLOWEST, Pace, make_pace, step_budget
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 FRESH = (0, 0)  # nobody computes a prompt
@@ -271,3 +271,39 @@ def test_a_step_without_prompts_is_not_held_to_a_pace() -> None:
     seen = one.step()
     assert seen is not None and seen.decodes <= set(rows)
     assert one.state.config.max_num_batched_tokens == one.scheduler.composer.budget
+
+
+# -- nobody decodes ------------------------------------------------------------------------------------------
+
+
+def sizes_of_steps(bench: Bench, count: int) -> list[tuple[int, int]]:
+    """Rows that decode and tokens of prompts of the next steps."""
+    found = []
+    for _ in range(count):
+        bench.step()
+        work = bench.watch.seen[-1].plan.work
+        found.append((work.decode_rows, work.prefill_tokens))
+    return found
+
+
+def test_a_prompt_goes_in_large_steps_until_somebody_decodes() -> None:
+    bench = Bench(engine_config(max_num_batched_tokens=8, max_num_prompt_tokens=32, num_blocks=200))
+    bench.add(prompt(40, 1), 3)
+    assert sizes_of_steps(bench, 2) == [(0, 32), (0, 8)]
+    bench.add(prompt(40, 2), 3)
+    # The first one's last token is in the third step: it waits for that one too.
+    assert sizes_of_steps(bench, 4) == [(1, 7), (1, 7), (0, 26), (1, 0)]
+    bench.run()
+
+
+def test_a_row_that_stands_still_keeps_steps_short() -> None:
+    bench = Bench(engine_config(max_num_batched_tokens=8, max_num_prompt_tokens=32, num_blocks=200))
+    bench.add(prompt(4, 1), 9)
+    bench.step(2)
+    assert step_budget(bench.state, None, bench.state.rows.decoding[:1] & False, []) == 8
+
+
+@pytest.mark.parametrize("alone", [0, 5])
+def test_steps_that_nobody_waits_for_are_never_the_smaller_ones(alone: int) -> None:
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_prompt_tokens=alone)
+    assert (config.step_tokens(0), config.step_tokens(3), config.largest_step) == (64, 64, 64)

@@ -37,6 +37,7 @@ INFO = EngineInfo(
     num_blocks=64,
     max_num_seqs=8,
     max_num_batched_tokens=64,
+    max_num_prompt_tokens=0,
     device="cpu",
     dtype="float32",
     kv_dtype="float32",

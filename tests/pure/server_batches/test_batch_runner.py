@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.core.classes import LEVELS
 from paceline.core.sampling import SamplingParams
 from paceline.errors import QueueFull
 from paceline.server.batches.database import Database
@@ -107,8 +106,8 @@ def test_every_line_gets_its_result_and_the_engine_knows_them_as_the_lowest_clas
             sum_of(found, "prompt"),
             sum_of(found, "completion"),
         )
-        given = [submitted["priority"] for submitted in world.client.submitted]
-        assert sorted(given) == [LEVELS[BATCH_CLASS]] * 99 + [LEVELS[BATCH_CLASS] + 500]
+        given = [(told["service_class"], told["priority"]) for told in world.client.submitted]
+        assert sorted(given) == [(BATCH_CLASS, 0)] * 99 + [(BATCH_CLASS, 500)]
         assert {submitted["timeout_s"] for submitted in world.client.submitted} == {None}
         records = world.api.listener.records
         assert {(record.service_class, record.batch_id) for record in records} == {("batch", batch.id)}

@@ -40,6 +40,7 @@ INFO = EngineInfo(
     num_blocks=9,
     max_num_seqs=4,
     max_num_batched_tokens=32,
+    max_num_prompt_tokens=0,
     device="cpu",
     dtype="float32",
     kv_dtype="float32",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.bench.demo.run import Driver, ModeRun, load_mode
 from paceline.bench.demo.traffic import LENGTHS, at_once, burst_traffic, prompt_tokens
+from paceline.bench.machine import BUDGETS, engine_sizes
 from paceline.bench.shapes import write_shape
 from paceline.bench.throughput import release_memory
 from paceline.config import ModelConfig
@@ -72,8 +73,8 @@ def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
     with _model_config(plan) as model:
         loaded = load_mode(model, "continuous", _sizes(plan))
         # The budget follows from a measurement; it must not differ between modes.
-        budget = loaded.config.scheduler.max_num_batched_tokens
-        sizes = {**_sizes(plan), "max_num_batched_tokens": budget}
+        chosen = engine_sizes(loaded)
+        sizes = {**_sizes(plan), **{name: chosen[name] for name in BUDGETS}}
         traffic = _traffic(plan, loaded, viewer)
         for mode in MODES:
             del loaded  # two engines need twice the memory
