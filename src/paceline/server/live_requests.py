@@ -41,7 +41,7 @@ class LiveRequests:
         """Change a request of this caller. Raises UnknownRequestId, RequestEnded, RequestBusy, NotPermitted."""
         if wish == Wish():
             raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
-        known = self._recent.find(request_id, caller, for_admin=True)
+        known = self._recent.find(request_id, caller)
         if known.refusal:
             raise RequestEnded("the request was refused at the door; there is nothing to change")
         if wish.priority is not None:

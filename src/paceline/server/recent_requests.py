@@ -87,10 +87,10 @@ class RecentRequests:
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def find(self, request_id: str, caller: Caller, *, for_admin: bool = False) -> Recent:
-        """A request of this caller, or of anybody where an admin may know. Raises UnknownRequestId."""
+    def find(self, request_id: str, caller: Caller) -> Recent:
+        """A request of this caller, or of anybody for an admin. Raises UnknownRequestId."""
         found = self._known.get(own_id(request_id))
-        may_know = found is not None and (found.tenant == caller.tenant or (for_admin and caller.is_admin))
+        may_know = found is not None and (found.tenant == caller.tenant or caller.is_admin)
         if found is None or not may_know or not (found.numbers or found.refusal):
             raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
         return found

@@ -75,6 +75,12 @@ def test_every_branch_is_told() -> None:
     assert [branch["number"] for branch in explain(made, request_id)["branches"]] == [10, 11]
 
 
+def test_an_admin_hears_of_everybodys_requests() -> None:
+    made = api()
+    found = explain(made, chat(made), Caller(tenant="operator", is_admin=True))
+    assert found["branches"] and found == explain(made, "id1")
+
+
 @pytest.mark.parametrize("request_id, caller", [("chatcmpl-id1", OTHER), ("chatcmpl-id2", ME), ("", ME)])
 def test_a_request_of_somebody_else_is_as_unknown_as_one_that_never_was(
     request_id: str, caller: Caller
