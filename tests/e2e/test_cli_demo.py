@@ -49,6 +49,7 @@ def test_every_mode_does_the_same_work_and_only_continuous_pads_nothing(shown: t
 
 def test_the_table_stands_beside_the_claims(shown: tuple[str, Path]) -> None:
     text = " ".join(shown[0].split())
+    assert "20 requests in bursts over about 0.5 s" in text, "as --seconds says"
     for part in ("static begins", "continuous begins", "2 to 4 x", "-60 %", "padded share", "against static"):
         assert part in text
 
@@ -78,6 +79,8 @@ def test_ctrl_c_ends_with_the_modes_that_had_ended(tmp_path: Path) -> None:
     assert stderr.decode() == "paceline: error: interrupted\n" and b"against static" not in stdout
     modes = json.loads((tmp_path / "out" / "demo.json").read_text())["modes"]
     assert [mode["mode"] for mode in modes] == ["static"]
+    wrote = stdout.decode().splitlines()[-1].removeprefix("Wrote ").split(", ")
+    assert {str(path) for path in (tmp_path / "out").iterdir()} == set(wrote), "no file that is not told"
 
 
 def test_a_terminal_gets_lanes(tmp_path: Path) -> None:
