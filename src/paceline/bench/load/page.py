@@ -26,7 +26,8 @@ p { margin: .3rem 0; color: var(--soft) }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; background: var(--card) }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem }
 th, td { padding: .45rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th { font-weight: 600; color: var(--soft); white-space: normal; vertical-align: bottom } tr:last-child td { border-bottom: 0 }
+th { font-weight: 600; color: var(--soft); white-space: normal; vertical-align: bottom }
+tr:last-child td { border-bottom: 0 }
 th:first-child, td:first-child { text-align: left }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere } .facts td:first-child { width: 12rem }
 @media (max-width: 60rem) {
