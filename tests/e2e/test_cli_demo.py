@@ -49,6 +49,7 @@ def test_every_mode_does_the_same_work_and_only_continuous_pads_nothing(shown: t
 
 def test_the_table_stands_beside_the_claims(shown: tuple[str, Path]) -> None:
     text = " ".join(shown[0].split())
+    assert "20 requests in bursts over about 0.5 s" in text, "as --seconds says"
     for part in ("static begins", "continuous begins", "2 to 4 x", "-60 %", "padded share", "against static"):
         assert part in text
 
@@ -78,6 +79,8 @@ def test_ctrl_c_ends_with_the_modes_that_had_ended(tmp_path: Path) -> None:
     assert stderr.decode() == "paceline: error: interrupted\n" and b"against static" not in stdout
     modes = json.loads((tmp_path / "out" / "demo.json").read_text())["modes"]
     assert [mode["mode"] for mode in modes] == ["static"]
+    wrote = stdout.decode().splitlines()[-1].removeprefix("Wrote ").split(", ")
+    assert {str(path) for path in (tmp_path / "out").iterdir()} == set(wrote), "no file that is not told"
 
 
 def test_a_terminal_gets_lanes(tmp_path: Path) -> None:
@@ -144,13 +147,14 @@ def test_from_a_recorded_run_to_flags(shown: tuple[str, Path], tmp_path: Path) -
 def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tmp_path: Path) -> None:
     log = str(shown[1] / "continuous.jsonl.gz")
     asked = ("--slo", "ttft_p99=30s", "--trace", "fixed:20x5", "--num-requests", "30", "--rate", "15")
-    with client_server(tmp_path) as server:
+    with client_server(tmp_path, PACELINE_ADMIN_KEY="admin") as server:
         server.wait_for(200)
         done = run(
             *("tune", "--cost-model", log, *asked, "--max-trials", "2"),
             *("--verify", server.url, "--verify-seconds", "2"),
             cache=tmp_path,
             PACELINE_API_KEY=KEY,
+            PACELINE_ADMIN_KEY="admin",
         )
         refused = run("tune", "--cost-model", log, *asked, "--verify", server.url, cache=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -158,6 +162,9 @@ def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tm
     lines = {line.split("(")[0].strip(): line for line in done.stdout.splitlines() if "(ms)" in line}
     assert set(lines) >= {"TTFT p50", "TTFT p99", "ITL p50", "end to end p99"}
     assert "not answered" not in done.stdout
+    said = next(line for line in done.stdout.splitlines() if "has other settings than those found" in line)
+    assert " instead of 4" in said and "--max-num-seqs" in said, "the recorded engine had four rows"
+    assert "start it with: --max-num-batched-tokens" in done.stdout
     assert refused.returncode != 0 and "401" in refused.stderr, "a server that wants a key says so"
 
 

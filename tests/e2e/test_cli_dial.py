@@ -83,7 +83,15 @@ def test_the_policy_is_changed_while_requests_come(server: ClientServer, tmp_pat
     changed = steer(server, "policy", "fair", "--tenant-weights", "anybody=2", cache=tmp_path)
     assert changed.returncode == 0, changed.stderr
     assert changed.stdout.startswith("Requests are ordered by fair.\n") and "anybody=2" in changed.stdout
+    assert "replace the weights there were: 1 for everybody." in changed.stdout
     generate(server, 2)
+    other = steer(server, "policy", "fair", "--tenant-weights", "somebody=3", cache=tmp_path).stdout
+    assert "  tenant_weights = somebody=3 (1 for everybody else)\n" in other
+    assert other.endswith("These replace the weights there were: anybody=2.\n")
+    kept = steer(server, "policy", "fair", "--ageing-s", "4", cache=tmp_path).stdout
+    assert "tenant_weights = somebody=3" in kept and "replace" not in kept, "nothing was said of weights"
+    again = steer(server, "policy", "fair", "--tenant-weights", "anybody=2", cache=tmp_path).stdout
+    assert again.endswith("These replace the weights there were: somebody=3.\n")
     status, found = call(server, "GET", "/v1/admin/policy")
     assert (status, found["policy"], found["options"]["tenant_weights"]) == (200, "fair", "anybody=2")
 
@@ -91,7 +99,7 @@ def test_the_policy_is_changed_while_requests_come(server: ClientServer, tmp_pat
 def test_mistakes_are_told_by_name(server: ClientServer, tmp_path: Path) -> None:
     for arguments, message in (
         (("dial", "0.5", "--off"), "give one of VALUE, --itl-p99-ms, --ttft-p99-ms and --off"),
-        (("dial", "3"), "--position must be at most 1.0"),
+        (("dial", "3"), "VALUE must be at most 1.0"),
         (("policy", "--ageing-s", "3"), "name the policy whose options are to change"),
         (("policy", "sideways"), "the server answered 400: policy must be one of fcfs, priority, fair"),
         (("policy", "fair", "--ageing-s", "-1"), "the server answered 400: --ageing-s must be at least"),

@@ -22,6 +22,15 @@ class Grid:
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+    breaks: Sequence[int] = ()  # columns that begin another table where there is no room for one
+
+    def least_width(self, column: int) -> int:
+        """Of a column whose heading may be broken between words; what stands below it may not."""
+        return max(*map(len, self.headings[column].split()), *(len(row[column]) for row in self.rows))
+
+    def of(self, columns: Sequence[int]) -> Grid:
+        rows = [[row[column] for column in columns] for row in self.rows]
+        return Grid(headings=[self.headings[column] for column in columns], rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,22 @@ _LATENCY = (
     _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
     _Column(heading="preemptions", cell=_number("preemptions", _count)),
 )
+
+
+def split_grid(grid: Grid, width: int, *, edge: int, gap: int) -> list[Grid]:
+    """As few tables as have room in a width, each with the first column. A table takes `edge` characters itself and
+    `gap` for each column."""
+    name = edge + gap + grid.least_width(0)
+    places = [gap + grid.least_width(column) for column in range(len(grid.headings))]
+    if name + sum(places[1:]) <= width:
+        return [grid]
+    parts: list[list[int]] = []
+    for column in range(1, len(grid.headings)):
+        is_full = not parts or name + sum(places[each] for each in (*parts[-1], column)) > width
+        if is_full or column in grid.breaks:
+            parts.append([])
+        parts[-1].append(column)
+    return [grid.of([0, *part]) for part in parts]
 
 
 def throughput_table(results: Sequence[ThroughputResult]) -> Grid:

@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.bench.machine import accelerator, engine_sizes, source_commit, triton_version
-from paceline.bench.tables import Grid, rounded
+from paceline.bench.tables import Grid, rounded, split_grid
 from paceline.cli.doctor_facts import gather
 from paceline.errors import InputError
 from paceline.factory import LoadedModel
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 FORMAT = "paceline-bench"
+EDGES, GAP = 1, 3  # characters a table has beside its columns, and beside the text of each
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,22 +110,39 @@ def plain_lines(grid: Grid) -> list[str]:
 
 
 def _show_rich(title: str, grid: Grid) -> None:
-    from rich import box
     from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: lose nothing
+        console = Console(width=max(80, len(title), _natural_width(_rich_table(grid))))
+    console.print(Text(title, style="bold"))
+    for part in split_grid(grid, console.width, edge=EDGES, gap=GAP):
+        table = _rich_table(part)
+        is_wide = _natural_width(table) > console.width
+        console.print(_rich_table(part, is_narrow=True) if is_wide else table)
+
+
+def _natural_width(table: Table) -> int:
+    from rich.console import Console
+
+    return Console(width=10_000).measure(table).maximum
+
+
+def _rich_table(grid: Grid, *, is_narrow: bool = False) -> Table:
+    """Numbers are never broken; headings are, between words, where the table has to be narrow."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for heading in grid.headings:  # a narrow terminal gets lines that are broken, never cut
-        is_name = not table.columns
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+    for column, heading in enumerate(grid.headings):
+        justify: Literal["left", "right"] = "left" if column == 0 else "right"
+        width = grid.least_width(column) if is_narrow else None
+        table.add_column(heading, justify=justify, width=width, overflow="fold")
     for row in grid.rows:
         table.add_row(*map(Text, row))
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width: lose nothing
-        console = Console(width=max(80, len(title), Console(width=10_000).measure(table).maximum))
-    console.print(Text(title, style="bold"))
-    console.print(table)
+    return table
 
 
 def note(text: str) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from paceline.bench.load.bodies import PATHS
 from paceline.bench.load.pool import Target
-from paceline.cli.remote import UNKNOWN_LENGTH, Remote, ServerRefused, admin_connection
+from paceline.cli.remote import UNKNOWN_LENGTH, Connection, Remote, ServerRefused, admin_connection
 from paceline.errors import InputError
 
 
@@ -46,16 +46,17 @@ class BenchServer:
     def facts(self) -> dict[str, Any]:
         """For the record: version, longest sequence, and for an operator the engine and its device."""
         facts: dict[str, Any] = {"url": self.url, "model": self.model, "max_model_len": self.max_model_len}
-        version = _asked(self._remote, "/version")
+        version = told_by(self._remote, "/version")
         if version is not None:
             facts["version"] = version.get("version")
-        about = _asked(admin_connection(self.url), "/v1/admin/about")
+        about = told_by(admin_connection(self.url), "/v1/admin/about")
         if about is not None and "engine" in about:
             facts["engine"] = about["engine"]
         return facts
 
 
-def _asked(connection: Any, path: str) -> dict[str, Any] | None:
+def told_by(connection: Connection, path: str) -> dict[str, Any] | None:
+    """What a server answers; None where it does not, or not to this key."""
     try:
         found: dict[str, Any] = connection.ask("GET", path)
     except ServerRefused:

@@ -32,6 +32,7 @@ from paceline.report.summary import summarize
 from paceline.report.table import format_number
 
 PAGE, RESULTS = "report.html", "sweep.json"
+TIMES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,29 +130,29 @@ def _folder(name: str) -> Path:
 
 
 def sweep_grid(measured: Sequence[Measured]) -> Grid:
-    """One row for each load."""
+    """One row for each load: what was served, then how long it took."""
     has_goodput = any(each.found.request_goodput is not None for each in measured)
-    headings = ["load", "completed", "failed", "req/s", "output tok/s"]
-    headings += [
-        f"{name.upper()} median / P{_highest(measured):g} ms" for name in ("ttft", "tpot", "itl", "e2el")
-    ]
-    rows = [
-        [*_row(each), *([_shown(each.found.request_goodput)] if has_goodput else [])] for each in measured
-    ]
-    return Grid(headings=headings + (["goodput/s"] if has_goodput else []), rows=rows)
+    served = ["load", "completed", "failed", "req/s", "output tok/s", *(["goodput/s"] * has_goodput)]
+    times = [f"{name.upper()} median / P{_highest(measured):g} ms" for name in TIMES]
+    rows = [[*_served(each)[: len(served)], *_times(each)] for each in measured]
+    return Grid(headings=[*served, *times], rows=rows, breaks=(len(served),))
 
 
-def _row(each: Measured) -> list[str]:
+def _served(each: Measured) -> list[str]:
     found = each.found
-    spreads = [found.spreads[name] for name in ("ttft", "tpot", "itl", "e2el")]
     return [
         each.point.label,
         f"{found.completed:,}",
         f"{found.failed:,}",
         _shown(found.request_throughput),
         _shown(found.output_throughput),
-        *(f"{_shown(spread.median)} / {_shown(max(spread.percentiles)[1])}" for spread in spreads),
+        _shown(found.request_goodput),
     ]
+
+
+def _times(each: Measured) -> list[str]:
+    spreads = [each.found.spreads[name] for name in TIMES]
+    return [f"{_shown(spread.median)} / {_shown(max(spread.percentiles)[1])}" for spread in spreads]
 
 
 def _highest(measured: Sequence[Measured]) -> float:

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.bench.demo.run import Driver, ModeRun
+from paceline.bench.demo.session import Traffic
 from paceline.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.report.summary import Summary, summarize
 from paceline.report.table import format_number
-from paceline.workload import Workload
 
 FRAME_S = 0.25
 LOOKS = {
@@ -56,9 +56,12 @@ class DemoView:
         self._mode = "warm-up"
         self._say(f"Warming up with {num_requests} requests at once, continuous batching.")
 
-    def begins(self, mode: str, workload: Workload) -> None:
+    def begins(self, mode: str, traffic: Traffic) -> None:
         if not self._mode or self._mode == "warm-up":
-            told = f"{len(workload)} requests in bursts over {workload.duration_s:.0f} s, the same for every mode:"
+            told = (
+                f"{len(traffic.workload)} requests in bursts over about {traffic.span_s:.3g} s "
+                f"(the last after {traffic.workload.duration_s:.3g} s), the same for every mode:"
+            )
             self._done.append(Text(told))
             self._say(self._done[-1].plain)
         self._mode = mode

@@ -19,6 +19,7 @@ from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig, ch
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
+POLICY_ROUTE = "/v1/admin/policy"
 DIAL_HELP = """
 Turn a running server between latency and throughput, or give it a time to hold; without either, say how it stands.
 
@@ -39,7 +40,10 @@ Change who goes first on a running server; without a name, say who does.
   paceline policy fair --tenant-weights alice=2,bob=0.5
   paceline policy priority --ageing-s 10 --url http://gpu-3:8000
 
-Requests that run or wait stay; they are ordered anew from the next step on. Needs an admin key, in PACELINE_ADMIN_KEY.
+Requests that run or wait stay; they are ordered anew from the next step on. Options that are not given stay as they
+are. --tenant-weights is one option: it takes the place of all weights there are, those of the keys file too, and a
+tenant it does not name has 1; the answer says which hold now and which held before. Needs an admin key, in
+PACELINE_ADMIN_KEY.
 """
 
 
@@ -105,6 +109,7 @@ _OPTION_NAMES = (
     *(flag.name for flag in POLICY if flag.name != "scheduling_policy"),
     "long_prefill_share",
 )
+_STAYS = {"tenant_weights": "as they are; if given, they replace all there are"}
 POLICY_PANELS = (
     Panel(
         title="Policy",
@@ -115,7 +120,7 @@ POLICY_PANELS = (
         title="Policy",
         config=SchedulerConfig,
         optional=True,
-        flags=tuple(Flag(name=name, default="as it is") for name in _OPTION_NAMES),
+        flags=tuple(Flag(name=name, default=_STAYS.get(name, "as it is")) for name in _OPTION_NAMES),
     ),
     _SERVER,
 )
@@ -152,11 +157,32 @@ def _policy(given: Mapping[str, Any]) -> None:
     name = given["name"]
     if name is None and changed:
         raise InputError("name the policy whose options are to change: paceline policy fair --ageing-s 10")
-    found = _ask(given, "/v1/admin/policy", None if name is None else {"policy": name, "options": changed})
+    before = _weights(_ask(given, POLICY_ROUTE, None)) if "tenant_weights" in changed else None
+    found = _ask(given, POLICY_ROUTE, None if name is None else {"policy": name, "options": changed})
     options = found.get("options", {})
     sentences = [f"Requests are ordered by {found.get('policy')}."]
-    sentences += [f"  {name} = {value}" for name, value in options.items() if value not in (None, "")]
+    sentences += [
+        f"  {name} = {value}"
+        for name, value in options.items()
+        if value not in (None, "") and name != "tenant_weights"
+    ]
+    if _weights(found) or before or found.get("policy") == "fair":
+        sentences += weight_sentences(_weights(found), before)
     _show(given, found, sentences)
+
+
+def _weights(found: Mapping[str, Any]) -> str:
+    return str(found.get("options", {}).get("tenant_weights") or "")
+
+
+def weight_sentences(now: str, before: str | None) -> list[str]:
+    """Which shares tenants have now, and those they had where others took their place; None: nothing was asked for."""
+    sentences = [
+        f"  tenant_weights = {now} (1 for everybody else)" if now else "  tenant_weights: 1 for everybody"
+    ]
+    if before is not None and before != now:
+        sentences.append(f"These replace the weights there were: {before or '1 for everybody'}.")
+    return sentences
 
 
 def _ask(given: Mapping[str, Any], path: str, body: dict[str, Any] | None) -> dict[str, Any]:

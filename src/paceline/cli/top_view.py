@@ -1,7 +1,8 @@
-"""How `paceline top` looks: figures, bars and lanes as text that fits a terminal of eighty columns.
+"""How `paceline top` looks: figures, bars and lanes as text that fits its terminal, from sixty columns on.
 
-A function of the picture and the size of the terminal. What comes from a server (names of models and tenants) is shown
-as text and never as control characters.
+A function of the picture and the size of the terminal. What a narrow terminal has no room for goes to a further line
+where it matters, such as latencies, and is left out where it does not. What comes from a server (names of models and
+tenants) is shown as text and never as control characters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from paceline.cli.terminal import shown
 from paceline.cli.top_picture import DECODE, PREFILL, RECOMPUTE, SWAP, WINDOW_S, Figures, Lane, Picture
 
 LEAST_WIDTH = 60
+WIDE = 100  # columns, from which there is room for large numbers of blocks before the bars
 CELLS = {
     PREFILL: ("▒", "yellow"),
     DECODE: ("█", "green"),
@@ -23,6 +25,7 @@ CELLS = {
     SWAP: ("s", "bold magenta"),
 }
 LABEL = 8  # characters before the figures of a line
+LEAST_BAR, MOST_BAR = 6, 40
 SHOWN_TENANTS = 4
 DIM, BOLD = "dim", "bold"
 
@@ -35,9 +38,9 @@ def frame(picture: Picture, state: str, address: str, width: int, height: int) -
         return Group(*lines, Text(picture.unavailable or "nothing heard yet", style=DIM))
     figures = picture.figures()
     lines += _load_lines(figures, width)
-    lines += _latency_lines(figures)
+    lines += _latency_lines(figures, width)
     lines += _step_lines(figures, width)
-    lines += _tenant_lines(figures)
+    lines += _tenant_lines(figures, width)
     if picture.unavailable:
         lines.append(Text(f"the engine: {shown(picture.unavailable)}", style="red"))
     waiting = _waiting_line(picture, figures, width)
@@ -45,7 +48,7 @@ def frame(picture: Picture, state: str, address: str, width: int, height: int) -
     lines += _lane_lines(picture, width, max(3, room))
     lines += waiting
     for line in lines:
-        line.no_wrap, line.overflow = True, "crop"
+        line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
 
 
@@ -54,89 +57,113 @@ def _title(picture: Picture, state: str, address: str, width: int) -> Text:
     what = [picture.about.get("model", ""), engine.get("device", ""), engine.get("dtype", "")]
     left = " · ".join(["paceline", *(shown(str(part)) for part in what if part)])
     right = state if state != "live" else address
-    text = Text(left[: max(0, width - len(right) - 2)], style=BOLD)
+    text = Text(left, style=BOLD)
+    text.truncate(max(1, width - len(right) - 2), overflow="ellipsis")
     text.append(" " * max(1, width - len(text) - len(right)))
     text.append(right[: width - 1], style="green" if state == "live" else "bold red")
     return text
 
 
 def _load_lines(figures: Figures, width: int) -> list[Text]:
-    bar_width = _bar_width(width)
     rows, blocks = figures.rows or max(1, figures.running), figures.blocks
     total = max(1, sum(blocks.values()))
     held = blocks["held"] + blocks["shared"]
-    running = _line("rows", f"{figures.running} of {figures.rows}", 14)
-    running.append_text(_bar([(figures.running / rows, "█", "green")], bar_width))
-    running.append(f"  waiting {figures.waiting:,}  out {figures.output_per_s:,.0f} tok/s")
-    running.append(f"  in {figures.prompt_per_s:,.0f} tok/s", style=DIM)
-    memory = _line("blocks", f"{held:,} of {total:,}", 14)
-    parts = [(blocks["shared"] / total, "█", "cyan"), (blocks["held"] / total, "█", "green")]
-    memory.append_text(_bar([*parts, (blocks["cached"] / total, "░", "green")], bar_width))
+    running = _line("rows", f"{figures.running} of {figures.rows}", width)
+    rates = [
+        Text(f"  waiting {figures.waiting:,}  out {figures.output_per_s:,.0f} tok/s"),
+        Text(f"  in {figures.prompt_per_s:,.0f} tok/s", style=DIM),
+    ]
+    memory = _line("blocks", f"{held:,} of {total:,}", width)
     hits = "–" if figures.hit_share is None else f"{figures.hit_share:.0%}"
-    memory.append(f"  shared {blocks['shared']:,}  cached {blocks['cached']:,}  hits {hits}")
-    return [running, memory]
+    uses = [
+        Text(f"  hits {hits}"),
+        Text(f"  cached {blocks['cached']:,}"),
+        Text(f"  shared {blocks['shared']:,}"),
+    ]
+    parts = [
+        (blocks["shared"] / total, "█", "cyan"),
+        (blocks["held"] / total, "█", "green"),
+        (blocks["cached"] / total, "░", "green"),
+    ]
+    return [
+        _barred(running, [(figures.running / rows, "█", "green")], rates, width),
+        _barred(memory, parts, uses, width),
+    ]
 
 
-def _latency_lines(figures: Figures) -> list[Text]:
-    names = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
-    line = _line("latency", "", 0)
-    for name, label in names.items():
+def _latency_lines(figures: Figures, width: int) -> list[Text]:
+    parts = []
+    for name, label in {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}.items():
         found = figures.latencies_ms[name]
-        line.append(f"{label} ", style=DIM)
-        line.append("/".join(_milliseconds(found[share]) for share in ("p50", "p90", "p99")))
-        line.append("   ")
-    line.append("ms, p50/90/99", style=DIM)
-    return [line]
+        times = "/".join(_milliseconds(found[share]) for share in ("p50", "p90", "p99"))
+        parts.append(Text.assemble((f"{label} ", DIM), times, "   "))
+    parts[-1].append("ms, p50/90/99", style=DIM)  # never on a line without figures
+    return _wrapped(Text(f"{'latency':<{LABEL}}", style=DIM), parts, width)
 
 
 def _step_lines(figures: Figures, width: int) -> list[Text]:
-    line = _line("steps", f"{figures.steps_per_s:,.1f}/s", 14)
+    line = _line("steps", f"{figures.steps_per_s:,.1f}/s", width)
     if figures.decode_tokens is None or figures.prefill_tokens is None or not figures.budget:
         line.append("none lately", style=DIM)
-        return [line, _ends(figures)]
+        return [line, _ends(figures, width)]
     budget = max(figures.budget, figures.decode_tokens + figures.prefill_tokens)
     decode, prefill = figures.decode_tokens, figures.prefill_tokens
     padding = figures.padding or 0.0
-    parts = [(decode / budget, "█", "green"), (prefill / budget, "▒", "yellow")]
-    line.append_text(_bar(parts, _bar_width(width)))
     took = "" if figures.step_ms is None else f"{figures.step_ms:,.1f} ms: "
     wasted = f" ({padding:,.0f} pad)" if padding >= 0.5 else ""
-    line.append(f"  {took}{decode:,.0f} decode + {prefill:,.0f} prefill{wasted} of {budget:,.0f}")
-    return [line, _ends(figures)]
+    told = [
+        Text(f"  {took}{decode:,.0f} decode + {prefill:,.0f} prefill"),
+        Text(f" of {budget:,.0f}"),
+        Text(wasted),
+    ]
+    parts = [(decode / budget, "█", "green"), (prefill / budget, "▒", "yellow")]
+    return [_barred(line, parts, told, width), _ends(figures, width)]
 
 
-def _ends(figures: Figures) -> Text:
-    line = _line("total", f"step {figures.step:,}", 14)
-    line.append(f"finished {figures.finished:,}   gave way {figures.preempted:,}")
-    line.append(f" ({figures.swapped:,} swapped)", style=DIM)
-    return line
+def _ends(figures: Figures, width: int) -> Text:
+    line = _line("total", f"step {figures.step:,}", width)
+    told = [
+        Text(f"finished {figures.finished:,}"),
+        Text(f"   gave way {figures.preempted:,}"),
+        Text(f" ({figures.swapped:,} swapped)", style=DIM),
+    ]
+    return line.append_text(_first_that_fit(told, width - line.cell_len))
 
 
-def _tenant_lines(figures: Figures) -> list[Text]:
+def _tenant_lines(figures: Figures, width: int) -> list[Text]:
+    """Those with the most rows; a count stands for the others."""
     if len(figures.tenants) < 2:
         return []
-    line = _line("tenants", "", 0)
-    total = max(1, figures.running)
+    line = Text(f"{'tenants':<{LABEL}}", style=DIM)
+    total, left = max(1, figures.running), len(figures.tenants)
     for name, (rows, waits) in islice(figures.tenants.items(), SHOWN_TENANTS):
-        line.append(f"{shown(name)[:16]} ", style=BOLD)
-        line.append(f"{rows / total:.0%}{f' +{waits}' if waits else ''}   ")
-    if len(figures.tenants) > SHOWN_TENANTS:
-        line.append(f"and {len(figures.tenants) - SHOWN_TENANTS} more", style=DIM)
+        share = f"{rows / total:.0%}{f' +{waits:,}' if waits else ''}   "
+        part = Text.assemble((f"{shown(name)[:16]} ", BOLD), share)
+        rest = f"and {left - 1} more" if left > 1 else ""
+        if line.cell_len + part.cell_len + len(rest) > width and left < len(figures.tenants):
+            break
+        line.append_text(part)
+        left -= 1
+    if left:
+        line.append(f"and {left} more", style=DIM)
     return [line]
 
 
 def _lane_lines(picture: Picture, width: int, room: int) -> list[Text]:
     strip = min(width - 28, int(WINDOW_S / 0.5))
-    legend = Text(f"{'row':>4} {'request':>9} {'tokens':>11}  ", style=DIM)
-    for what, name in ((PREFILL, "prefill"), (DECODE, "decode"), (RECOMPUTE, "recompute"), (SWAP, "swap")):
-        sign, style = CELLS[what]
-        legend.append(f"{sign} ", style=style)
-        legend.append(f"{name} ", style=DIM)
+    head = Text(f"{'row':>4} {'request':>9} {'tokens':>11}  ", style=DIM)
+    names = {PREFILL: "prefill", DECODE: "decode", RECOMPUTE: "recompute", SWAP: "swap"}
+    signs = [
+        Text.assemble((f"{CELLS[what][0]} ", CELLS[what][1]), (f"{name} ", DIM))
+        for what, name in names.items()
+    ]
+    legend = _wrapped(head, signs, width)
     lanes = sorted(picture.lanes.items())
     # Rows in use come first where there is no room for all.
-    chosen = sorted(lanes, key=lambda each: each[1].request is None)[: max(1, room - 2)]
+    chosen = sorted(lanes, key=lambda each: each[1].request is None)
+    chosen = chosen[: max(1, room - len(legend) - 1)]
     lines = [
-        legend,
+        *legend,
         *(_lane(row, lane, picture, strip) for row, lane in sorted(chosen, key=lambda each: each[0])),
     ]
     if len(lanes) > len(chosen):
@@ -160,7 +187,7 @@ def _lane(row: int, lane: Lane, picture: Picture, strip: int) -> Text:
 def _waiting_line(picture: Picture, figures: Figures, width: int) -> list[Text]:
     if not picture.waiting:
         return []
-    line = _line("queue", "", 0)
+    line = Text(f"{'queue':<{LABEL}}", style=DIM)
     for request, arrival_s, *_ in picture.waiting:
         part = f"{request} ({max(0.0, picture.now_s - arrival_s):.1f} s)  "
         if len(line) + len(part) > width - 12:
@@ -171,15 +198,44 @@ def _waiting_line(picture: Picture, figures: Figures, width: int) -> list[Text]:
 
 
 def _line(label: str, value: str, width: int) -> Text:
-    text = Text(f"{label:<{LABEL}}")
-    text.stylize(DIM)
-    text.append(f"{value:<{width}}" if width else value, style=BOLD)
+    """A label and the value it is about, at least a blank before what follows."""
+    column = 18 if width >= WIDE else 14
+    return Text.assemble((f"{label:<{LABEL}}", DIM), (f"{value:<{column - 1}} ", BOLD))
+
+
+def _wrapped(head: Text, parts: Sequence[Text], width: int) -> list[Text]:
+    """A line and as many more, set in as far as its head, as the parts need; none of them is broken."""
+    lines, indent = [head], head.cell_len
+    for part in parts:
+        if lines[-1].cell_len > indent and lines[-1].cell_len + len(part.plain.rstrip()) > width:
+            lines.append(Text(" " * indent))
+        lines[-1].append_text(part)
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def _first_that_fit(parts: Sequence[Text], room: int) -> Text:
+    """The parts as far as there is room; the first stays in any case."""
+    text = parts[0].copy()
+    for part in parts[1:]:
+        if text.cell_len + part.cell_len > room:
+            break
+        text.append_text(part)
     return text
 
 
-def _bar_width(width: int) -> int:
-    """What the figures beside a bar leave of a line."""
-    return max(6, min(40, width - 68))
+def _barred(head: Text, shares: Sequence[tuple[float, str, str]], told: Sequence[Text], width: int) -> Text:
+    """A line with a bar and what is told behind it, of which the last parts go first where there is no room.
+
+    All bars of a screen are equally long; one goes too where what must be told needs its place.
+    """
+    room = width - head.cell_len
+    bar_width = max(LEAST_BAR, min(MOST_BAR, width - 68))
+    if bar_width + told[0].cell_len > room:
+        return head.append_text(_first_that_fit(told, room))
+    head.append_text(_bar(shares, bar_width))
+    return head.append_text(_first_that_fit(told, room - bar_width))
 
 
 def _bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:

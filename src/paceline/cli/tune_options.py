@@ -18,7 +18,8 @@ machine. Prints the best few and the flags of `paceline serve`.
 
 Tried are the tokens and rows of a step, the share of a step one prompt may take, the pace of steps, and the policy.
 With --rate the rate is given, and the settings with the most room below the SLO are looked for. --verify sends the
-workload at the rate found to a server that runs, and prints what was seen beside what was predicted.
+workload at the rate found to a server that runs, and prints what was seen beside what was predicted; with an admin key
+(PACELINE_ADMIN_KEY) it also says where the server's settings are not those found. Ctrl-C prints the best so far.
 """
 
 

@@ -43,6 +43,7 @@ PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
 PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
 LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
 AT_ONCE = 4.0
+MOST_DIGITS = 4  # of a share of the SLO, behind the point
 POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
 
 
@@ -78,6 +79,7 @@ def run_tune(options: TuneOptions) -> None:
     started_s = time.monotonic()
     until_s = started_s + options.seconds
     limits = Limits(max_trials=options.max_trials, is_over=lambda: time.monotonic() > until_s)
+    is_interrupted = False
     with _progress() as tell:
 
         def simulated(settings: Settings, rate: float) -> Summary:
@@ -85,24 +87,42 @@ def run_tune(options: TuneOptions) -> None:
             return task.simulate(settings, rate)
 
         search = Search(simulated, bounds, knobs_for(bounds), limits)
-        start = _start(task.machine)
-        if options.rate is None:
-            best = search.highest_rate(start, _first_rate(task))
-        else:
-            best = search.most_room(start, options.rate)
-        if best is None:
-            raise InputError(
-                f"no setting keeps {options.slo} at any rate, in {len(search.trials)} simulations: loosen the SLO, "
-                "take shorter requests, or give --rate to see what comes closest"
-            )
-        shown = search.best_of(options.top, best.rate)
-    _print(shown, search, bounds, task, options, time.monotonic() - started_s)
-    if target is not None:
-        _write_json(target, shown, search, options)
+        try:
+            shown = _found(search, task, options)
+        except KeyboardInterrupt:  # what was found in minutes is not lost
+            shown = search.best_so_far(options.top, options.rate)
+            search.was_cut = is_interrupted = True
+    if shown:
+        _print(shown, search, bounds, task, options, time.monotonic() - started_s)
+        if target is not None:
+            _write_json(target, shown, search, options)
+    if is_interrupted:
+        print(_interrupted(shown, search), file=sys.stderr)
+        raise KeyboardInterrupt
     if options.verify:
         from paceline.cli.tune_verify import verify
 
         verify(options, shown[0], task)
+
+
+def _found(search: Search, task: Task, options: TuneOptions) -> list[Trial]:
+    start = _start(task.machine)
+    if options.rate is None:
+        best = search.highest_rate(start, _first_rate(task))
+    else:
+        best = search.most_room(start, options.rate)
+    if best is None:
+        raise InputError(
+            f"no setting keeps {options.slo} at any rate, in {len(search.trials)} simulations: loosen the SLO, "
+            "take shorter requests, or give --rate to see what comes closest"
+        )
+    return search.best_of(options.top, best.rate)
+
+
+def _interrupted(shown: Sequence[Trial], search: Search) -> str:
+    if shown:
+        return "Cut short: this is the best of what was tried so far, and a whole search may find better."
+    return f"Cut short after {len(search.trials)} simulations, before anything kept the SLO."
 
 
 def parse_bounds(text: str) -> tuple[Bound, ...]:
@@ -144,7 +164,7 @@ def knobs_for(bounds: Sequence[Bound]) -> tuple[Knob, ...]:
 
 def serve_flags(settings: Settings) -> str:
     """As they stand behind `paceline serve`."""
-    return " ".join(f"--{name.replace('_', '-')} {_shown(value)}" for name, value in settings.items())
+    return " ".join(f"--{name.replace('_', '-')} {shown_value(value)}" for name, value in settings.items())
 
 
 def _task(options: TuneOptions, bounds: Sequence[Bound]) -> Task:
@@ -237,7 +257,7 @@ def _print(
     )
     if not best.holds:
         print(
-            f"None keeps {options.slo} at this rate; the first comes closest ({best.pressure:.2f} of its bounds)."
+            f"None keeps {options.slo} at this rate; the first comes closest ({share_of_slo(best)} of its bounds)."
         )
     print(f"paceline serve {serve_flags(best.settings)}")
 
@@ -245,15 +265,26 @@ def _print(
 def _cells(trial: Trial, bounds: Sequence[Bound]) -> list[str]:
     seen = [bound.seen_s(trial.summary) for bound in bounds]
     return [
-        *(_shown(value) for value in trial.settings.values()),
+        *(shown_value(value) for value in trial.settings.values()),
         *(ABSENT if value is None else format_number(1e3 * value) for value in seen),
         format_number(trial.summary.goodput_per_s or 0.0),
         format_number(trial.summary.output_tokens_per_s or 0.0),
-        f"{100 * trial.pressure:.0f} %" if trial.pressure < math.inf else "not served",
+        share_of_slo(trial),
     ]
 
 
-def _shown(value: Value) -> str:
+def share_of_slo(trial: Trial) -> str:
+    """How much of its tightest bound a setting uses, with as many digits as it takes to see which side it is on."""
+    if trial.pressure == math.inf:
+        return "not served"
+    for digits in range(MOST_DIGITS):
+        text = f"{100 * trial.pressure:.{digits}f}"
+        if trial.pressure == 1.0 or float(text) != 100.0:
+            return f"{text} %"
+    return "100 %" if trial.holds else "just over 100 %"
+
+
+def shown_value(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -272,6 +303,7 @@ def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: Tun
         "slo": options.slo,
         "seed": options.seed,
         "flags": serve_flags(shown[0].settings),
+        "cut_short": search.was_cut,
         "best": [plain(trial) for trial in shown],
         "trials": [
             {

@@ -59,7 +59,7 @@ def plot_goodput(
             axes.set_title(f"Most within all bounds: {good[best]:.3g}/s at {loads[best]:.3g}")
         style.count_axis(axes, label="requests/s")
         axes.set_xlabel(load)
-        axes.set_xlim(left=0)
+        style.from_zero(axes, vertical=False)
         style.legend_below(figure, axes, 3)
 
 

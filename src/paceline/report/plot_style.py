@@ -4,8 +4,9 @@ Owns colours, type, grids, axis formats and the writing of the file. Figures are
 so no display is needed and nothing stays open. It knows no measures.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,15 @@ from paceline.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
 
 # The colours of Okabe and Ito, told apart with any common colour blindness; markers repeat the message.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PINK, SKY, INK, GREY = "#CC79A7", "#56B4E9", "#222222", "#8A8F98"
 PALETTE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, INK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+ROOM = 1.05  # of an axis from zero, beyond its largest value
+GAP_PX = 6.0  # at least, between two labels beside each other
 
 _STYLE: Any = {  # matplotlib types the keys as literals that differ between its versions
     "font.size": 10,
@@ -106,7 +110,7 @@ def legend_below(figure: "Figure", axes: "Axes", num_columns: int) -> None:
 
 def seconds_axis(axes: "Axes", *, vertical: bool, label: str) -> None:
     """A logarithmic axis whose ticks read 1 ms, 20 ms, 5 s; a word instead where no line has a value."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullFormatter, NullLocator
 
     drawn = [np.asarray(line.get_ydata() if vertical else line.get_xdata(), float) for line in axes.lines]
     if not any(np.isfinite(values).any() for values in drawn):
@@ -114,25 +118,68 @@ def seconds_axis(axes: "Axes", *, vertical: bool, label: str) -> None:
         return
     axis = axes.yaxis if vertical else axes.xaxis
     (axes.set_yscale if vertical else axes.set_xscale)("log")
-    low, high = sorted(axes.get_ylim() if vertical else axes.get_xlim())
-    # Powers of ten alone would leave a narrow axis without numbers, and 1-2-5 a very narrow one.
-    decades = high / max(low, 1e-12)
-    if decades > 4.0:
-        within = (1.0,) if decades > 300.0 else (1.0, 2.0, 5.0)
-        axis.set_major_locator(LogLocator(base=10.0, subs=within, numticks=12))
-    else:
-        axis.set_major_locator(MaxNLocator(nbins=5))
+    axis.set_major_locator(_seconds_locators(*sorted(axes.get_ylim() if vertical else axes.get_xlim()))[0])
     axis.set_major_formatter(lambda value, _: format_seconds(value))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
     axis.set_label_text(label)
 
 
+def space_seconds(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """Take fewer ticks on lower axes of seconds where labels would touch. The figure must be complete, since its
+    layout decides how much room there is."""
+    figure.draw_without_rendering()
+    for axes in panels:
+        if not axes.lines:
+            continue
+        for locator in _seconds_locators(*sorted(axes.get_xlim())):
+            axes.xaxis.set_major_locator(locator)
+            if not _touch(axes):
+                break
+
+
+def _seconds_locators(low: float, high: float) -> "list[Locator]":
+    """Ways to place ticks on a logarithmic axis, from the closest to the widest apart."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    # Powers of ten alone would leave a narrow axis without numbers, and 1-2-5 a very narrow one.
+    ratio = high / max(low, 1e-12)
+    if ratio <= 4.0:
+        return [MaxNLocator(nbins=count) for count in (5, 4, 3, 2)]
+    within = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)] if ratio <= 300.0 else [(1.0,)]
+    locators: list[Locator] = [LogLocator(base=10.0, subs=subs, numticks=12) for subs in within]
+    return locators + [LogLocator(base=10.0, numticks=count) for count in (5, 3)]
+
+
+def _touch(axes: "Axes") -> bool:
+    """Whether labels of the lower axis are too close to each other."""
+    low, high = axes.get_xlim()
+    shown = [
+        label
+        for label in axes.get_xticklabels()
+        if label.get_text() and low <= label.get_position()[0] <= high
+    ]
+    boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.x0)
+    return any(left.x1 + GAP_PX > right.x0 for left, right in pairwise(boxes))
+
+
 def count_axis(axes: "Axes", *, label: str) -> None:
     """An upright axis from zero with short numbers: 800, 12k, 3M."""
     axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    from_zero(axes, vertical=True)
+
+
+def from_zero(axes: "Axes", *, vertical: bool) -> None:
+    """Let an axis begin at zero and end beyond the largest value, so that no marker is cut.
+
+    The room matplotlib leaves is a share of what the values span, which is next to nothing where all are alike.
+    """
+    high = (axes.get_ylim() if vertical else axes.get_xlim())[1]
+    largest = axes.dataLim.y1 if vertical else axes.dataLim.x1
+    if np.isfinite(largest):
+        high = max(high, largest * ROOM)
+    (axes.set_ylim if vertical else axes.set_xlim)(0.0, high)
 
 
 def square_root_scale(axes: "Axes") -> None:

@@ -90,7 +90,7 @@ def plot_throughput_latency(
         style.count_axis(throughput, label="output tokens/s")
         frontier.set_title("First token at a given throughput (p99)")
         frontier.set_xlabel("output tokens/s")
-        frontier.set_xlim(left=0)
+        style.from_zero(frontier, vertical=False)
         frontier.xaxis.set_major_formatter(lambda value, _: style.format_count(value))
         style.seconds_axis(frontier, vertical=True, label="TTFT p99")
         ttft.set_title("Time to first token")
@@ -99,7 +99,7 @@ def plot_throughput_latency(
         style.seconds_axis(e2e, vertical=True, label="E2E (solid p99, dashed p50)")
         for panel in (throughput, ttft, e2e):
             panel.set_xlabel(load)
-            panel.set_xlim(left=0)
+            style.from_zero(panel, vertical=False)
         style.legend_below(figure, throughput, 4)
 
 
@@ -145,6 +145,7 @@ def plot_cdfs(
         figure.axes[0].set_ylabel("share at or below")
         fullest = max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
         style.legend_below(figure, fullest, 4)
+        style.space_seconds(figure, figure.axes)
 
 
 def plot_modes(

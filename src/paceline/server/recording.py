@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from paceline.audit.ring import DecisionRing
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents, TokenEvents
 from paceline.core.plan import StepPlan
-from paceline.core.request import RequestId
+from paceline.core.request import Request, RequestId
 from paceline.scheduler.state import SchedulerState
 from paceline.server.feed import LATENCIES, message
 from paceline.server.metrics import RequestMetrics
@@ -29,6 +30,7 @@ INTERVAL_S = 0.1  # of the run, between two messages at its beginning
 DOUBLES_AFTER = 1_500  # messages, after which they come half as often
 BUNDLE = 8  # messages: a page reads one of them between two frames
 MOST_DECISIONS = 500_000
+NOT_KNOWN = -1  # how long a prompt is
 _BEGINNINGS = (DecisionKind.ADMIT, DecisionKind.FORK)
 _ENDINGS = (DecisionKind.FINISH, DecisionKind.REFUSE)
 
@@ -47,9 +49,11 @@ class Recording:
         self._ring = DecisionRing(MOST_DECISIONS)
         self._latencies = _Latencies(self.requests)
         self._cutter: Cutter | None = None
+        self._state: SchedulerState | None = None
 
     def watch(self, state: SchedulerState) -> Recording:
         """Begin, as the watcher of the engine that has this state."""
+        self._state = state
         self._cutter = Cutter(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
         return self
 
@@ -83,10 +87,13 @@ class Recording:
         self._pack()
 
     def _keep(self, decisions: Sequence[Decision]) -> None:
+        assert self._state is not None
         self._ring.add(decisions)
         for decision in decisions:
             if decision.kind in _BEGINNINGS:
-                self._latencies.began(decision.request, decision.time_s - decision.seconds)
+                request = self._state.requests.get(decision.request)
+                arrival_s = decision.time_s - decision.seconds
+                self._latencies.began(decision.request, arrival_s, _own_prompt(request))
 
     def _take(self, cut: Cut) -> None:
         seen = msgspec.json.encode({"first": not self.times, "costs": None, **cut_values(cut)})
@@ -101,32 +108,48 @@ class Recording:
             self._pending = []
 
 
+def _own_prompt(request: Request | None) -> int:
+    """Tokens of the prompt a request brings: branches share that of the one they come from, and a server counts a
+    prompt once. `NOT_KNOWN` where the request has ended already, which tells its prompt itself."""
+    if request is None:
+        return NOT_KNOWN
+    return request.num_prompt if request.parent is None else 0
+
+
 class _Latencies:
-    """The same histograms a server fills, from columns of tokens."""
+    """The same counters and histograms a server fills, from columns of tokens."""
 
     def __init__(self, requests: RequestMetrics) -> None:
         self._requests = requests
         self._arrival_s = np.full(1024, np.nan)  # by request
         self._last_s = np.full(1024, np.nan)
+        self._uncounted = np.full(1024, NOT_KNOWN)  # tokens of a prompt that has had no answer yet
 
-    def began(self, request: int, arrival_s: float) -> None:
+    def began(self, request: int, arrival_s: float, num_prompt: int) -> None:
         if request >= len(self._arrival_s):
-            grown = np.full(max(request + 1, 2 * len(self._arrival_s)), np.nan)
-            last = grown.copy()
-            grown[: len(self._arrival_s)], last[: len(self._last_s)] = self._arrival_s, self._last_s
-            self._arrival_s, self._last_s = grown, last
+            size = max(request + 1, 2 * len(self._arrival_s))
+            self._arrival_s = _grown(self._arrival_s, size, np.nan)
+            self._last_s = _grown(self._last_s, size, np.nan)
+            self._uncounted = _grown(self._uncounted, size, NOT_KNOWN)
         self._arrival_s[request] = arrival_s
+        self._uncounted[request] = num_prompt
 
     def tokens(self, events: TokenEvents) -> None:
-        first = events.index == 0
-        self._count("ttft", events.time_s - self._arrival_s[events.requests[first]])
-        self._count("itl", events.time_s - self._last_s[events.requests[~first]])
+        is_first = events.index == 0
+        first = events.requests[is_first]
+        self._count("ttft", events.time_s - self._arrival_s[first])
+        self._count("itl", events.time_s - self._last_s[events.requests[~is_first]])
         self._last_s[events.requests] = events.time_s
         self._requests.generation_tokens += len(events.requests)
+        there = first[self._uncounted[first] != NOT_KNOWN]
+        self._requests.prompt_tokens += int(self._uncounted[there].sum())
+        self._uncounted[there] = 0
 
     def finished(self, finished: Finished) -> None:
-        self._requests.prompt_tokens += finished.num_prompt
-        if 0 <= finished.request < len(self._arrival_s):
+        has_begun = 0 <= finished.request < len(self._arrival_s)
+        left = int(self._uncounted[finished.request]) if has_begun else NOT_KNOWN
+        self._requests.prompt_tokens += finished.num_prompt if left == NOT_KNOWN else left
+        if has_begun:
             self._count("e2e", np.array([finished.time_s - self._arrival_s[finished.request]]))
 
     def _count(self, name: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
@@ -136,3 +159,9 @@ class _Latencies:
         histogram.largest = float(known.max(initial=histogram.largest))
         for place, count in zip(places.tolist(), times.tolist(), strict=True):
             histogram.counts[place] += count
+
+
+def _grown(column: np.ndarray[Any, Any], size: int, fill: float) -> np.ndarray[Any, Any]:
+    grown = np.full(size, fill, dtype=column.dtype)
+    grown[: len(column)] = column
+    return grown

@@ -118,6 +118,14 @@ class Search:
         there = [trial for trial in found if trial is not None]
         return sorted(there, key=lambda trial: trial.pressure)[:count]
 
+    def best_so_far(self, count: int, rate: float | None) -> list[Trial]:
+        """The like without another simulation, for a search that was broken off: of what was tried at `rate`, or at the
+        highest rate at which any held. Empty where there is nothing of the kind."""
+        if rate is None:
+            rate = max((trial.rate for trial in self.trials if trial.holds), default=math.nan)
+        there = [trial for trial in self.trials if trial.rate == rate]
+        return sorted(there, key=lambda trial: trial.pressure)[:count]
+
     # -- the search ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Settings, rate: float, *, until_it_holds: bool = False) -> Trial | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,15 +12,18 @@ import pytest
 from paceline.bench.latency import Seen, summarize
 from paceline.bench.recheck import Difference, Recheck, choose, first_difference
 from paceline.bench.tables import (
+    Grid,
     latency_json,
     latency_table,
     recheck_json,
     recheck_lines,
+    split_grid,
     throughput_json,
     throughput_table,
 )
 from paceline.bench.throughput import ThroughputResult, check_complete, sampling_of, warm_up_requests
 from paceline.bench.workloads import LARGEST_TOKEN, OFFLINE, BenchRequest, BenchWorkload, make_workload
+from paceline.cli.bench_output import show
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -150,3 +154,42 @@ def test_the_warm_up_has_tokens_no_workload_has() -> None:
     prompts, sampling = warm_up_requests(LARGEST_TOKEN + 2)
     assert {token for prompt in prompts for token in prompt} == {LARGEST_TOKEN + 1}
     assert len(prompts) == len(sampling)
+
+
+WIDE = Grid(
+    headings=("load", "completed", "output tok/s", "TTFT median / P99 ms", "E2EL median / P99 ms"),
+    rows=[
+        ("0.5/s", "1,200", "12.3", "61.0 / 62.2", "309 / 310"),
+        ("16/s", "12", "1,748", "1,061 / 12,345", "12,309 / 123,456"),
+    ],
+    breaks=(3,),
+)
+
+
+def test_a_table_without_room_is_split_where_it_says() -> None:
+    whole = split_grid(WIDE, 66, edge=1, gap=3)
+    assert whole == [WIDE], "headings may be broken, so that it has room in 66 columns"
+    counts, times = split_grid(WIDE, 65, edge=1, gap=3)
+    assert counts.headings == ["load", "completed", "output tok/s"]
+    assert times.headings == ["load", "TTFT median / P99 ms", "E2EL median / P99 ms"]
+    assert times.rows[1] == ["16/s", "1,061 / 12,345", "12,309 / 123,456"]
+
+
+def test_a_very_narrow_table_keeps_every_column() -> None:
+    parts = split_grid(WIDE, 10, edge=1, gap=3)
+    assert [part.headings for part in parts] == [["load", heading] for heading in WIDE.headings[1:]]
+
+
+@pytest.mark.parametrize("width", [40, 66, 80, 200])
+def test_numbers_are_never_broken(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    show("a title", WIDE)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    for cell in (cell for row in WIDE.rows for cell in row):
+        assert any(cell in line for line in lines), f"{cell} is not in one piece"
+    assert any("completed" in line for line in lines)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -101,6 +103,57 @@ def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
     if width >= 80:
         assert len(text.splitlines()) <= height
         assert "rows" in text and "TTFT" in text and "tok/s" in text
+
+
+def busy() -> Picture:
+    """A picture whose figures are as long as those of a large server."""
+    picture = Picture()
+    picture.meet(ABOUT)
+    for message in messages():
+        picture.apply(message)
+    times = {"p50": 12_345.0, "p90": 34_567.0, "p99": 123_456.0}
+    figures = replace(
+        picture.figures(),
+        running=128,
+        rows=256,
+        waiting=1_234,
+        output_per_s=12_345.0,
+        prompt_per_s=123_456.0,
+        step_ms=123.4,
+        decode_tokens=128.0,
+        prefill_tokens=1_920.0,
+        padding=64.0,
+        budget=8_192.0,
+        blocks={"free": 20_000, "cached": 12_345, "held": 30_123, "shared": 4_321},
+        latencies_ms={"ttft": times, "itl": times, "e2e": times},
+        tenants={f"tenant {number} of many": (20 - number, number) for number in range(8)},
+    )
+    picture.figures = lambda: figures  # type: ignore[method-assign]
+    return picture
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_nothing_of_a_frame_is_cut_in_the_middle(width: int, is_busy: bool) -> None:
+    picture = busy()
+    if not is_busy:
+        del picture.figures
+    lines = told(picture, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines[1:]), "only a long name of a model may be shortened"
+    text = "\n".join(lines)
+    latency = "12,345/34,567/123,456" if is_busy else "550/910/991"
+    assert re.search(rf"E2E {latency} +ms, p50/90/99$", text, re.M)
+    assert re.search(r"x recompute\s+s swap$", text, re.M), "every sign of the lanes has its name"
+    assert "tok/s" in text and re.search(r"\d decode \+ [\d,]+ prefill( |$)", text, re.M)
+    assert not is_busy or re.search(r"and \d more$", text, re.M), "tenants without room are counted"
+    assert width < 120 or ("in 123,456 tok/s" in text if is_busy else "prefill of 64" in text)
+
+
+def test_bars_begin_below_each_other_on_a_wide_terminal() -> None:
+    lines = told(busy(), 120).splitlines()
+    bars = [line.index("█") for line in lines if line.startswith(("rows", "blocks", "steps"))]
+    assert len(bars) == 3 and len(set(bars)) == 1
 
 
 def test_rates_and_percentiles_are_differences() -> None:

@@ -5,7 +5,8 @@ import math
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,58 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(InputError, match=r"pip install 'paceline\[plot\]'"):
         plots.plot_modes([summarize(record())], tmp_path / "modes.png")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Draws a picture and gives the figure itself, drawn, for what cannot be read from a file."""
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    kept: list[Any] = []
+    save = figure_of.savefig
+
+    def saved(figure: Any, *arguments: Any, **named: Any) -> None:
+        save(figure, *arguments, **named)
+        kept.append(figure)
+
+    monkeypatch.setattr(figure_of, "savefig", saved)
+
+    def draw(plot: Callable[..., None], *values: Any) -> Any:
+        plot(*values, tmp_path / "a.png")
+        kept[-1].draw_without_rendering()
+        return kept[-1]
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "span_s",
+    [(0.3076, 0.3112), (0.0595, 0.0625), (0.9, 2.6), (1.0, 12.0), (0.1, 20.0), (0.002, 0.4), (1e-5, 900.0)],
+)
+def test_labels_of_a_logarithmic_axis_do_not_touch(span_s: tuple[float, float], drawn: Any) -> None:
+    arrival_s = record().arrival_s
+    took_s = np.geomspace(*span_s, arrival_s.size)
+    run = record(first_token_s=arrival_s + took_s, finished_s=arrival_s + took_s, itl_s=took_s)
+    for axes in drawn(plots.plot_cdfs, [run]).axes:
+        low, high = axes.get_xlim()
+        there = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        boxes = sorted((label.get_window_extent() for label in there), key=lambda box: box.x0)
+        assert boxes, "an axis without numbers says nothing"
+        for left, right in pairwise(boxes):
+            assert left.x1 < right.x0, [label.get_text() for label in there]
+
+
+@pytest.mark.parametrize("served", [[3460.0, 3470.0, 3480.0], [100.0, 2000.0, 3480.0]])
+def test_no_marker_is_cut_at_the_edge(served: list[float], drawn: Any) -> None:
+    points = [
+        plots.CurvePoint(
+            rate=rate, throughput=tokens, ttft_p50_s=1.0, ttft_p99_s=2.0, e2e_p50_s=5.0, e2e_p99_s=9.0
+        )
+        for rate, tokens in zip((78.0, 79.0, 80.0), served, strict=True)
+    ]
+    figure = drawn(plots.plot_throughput_latency, [plots.Curve(label="flat", points=points)])
+    for axes in figure.axes:
+        frame = axes.get_window_extent()
+        for line in axes.lines:
+            radius = line.get_markersize() / 72.0 * figure.dpi / 2.0
+            for x, y in axes.transData.transform(line.get_xydata()):
+                assert x + radius <= frame.x1 and y + radius <= frame.y1, axes.get_title(loc="left")

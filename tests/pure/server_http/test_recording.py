@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.core.events import Finished, TokenEvents
+from paceline.core.request import FinishReason, RequestId
 from paceline.report.record import RunRecord
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
@@ -56,6 +58,51 @@ def test_latencies_are_those_the_simulation_measured(run: tuple[Recording, RunRe
     assert told["longest"]["ttft"] == ttft.max()
     assert sum(told["itl"]) == int(record.output_len.sum()) - 80
     assert told["tokens"][0] == int(record.output_len.sum())
+
+
+def test_prompts_count_from_the_first_token_on(run: tuple[Recording, RunRecord]) -> None:
+    recording, record = run
+    found = messages(recording)
+    assert found[-1]["server"]["tokens"][1] == int(record.prompt_len.sum())
+    assert recording.requests.prompt_tokens == int(record.prompt_len.sum()), "each once"
+    is_between = False
+    for time_s, message in zip(recording.times, found, strict=True):
+        # A message may be made just before what its own moment brings is told.
+        counted = message["server"]["tokens"][1]
+        begun = [
+            int(record.prompt_len[at].sum())
+            for at in (record.first_token_s < time_s, record.first_token_s <= time_s)
+        ]
+        assert begun[0] <= counted <= begun[1]
+        is_between |= counted > int(record.prompt_len[record.finished_s <= time_s].sum())
+    assert is_between, "before their requests have ended"
+
+
+def test_a_prompt_counts_once_however_its_requests_end() -> None:
+    recording = Recording("run", num_rows=4, device="made up")
+    latencies = recording._latencies
+
+    def ended(request: int, num_prompt: int) -> Finished:
+        return Finished(RequestId(request), FinishReason.ABORT, "", 2.0, num_prompt, 0, 0, 0)
+
+    latencies.began(1, 0.0, 30)
+    latencies.began(2, 0.0, 0)  # a branch of the first
+    latencies.began(3000, 0.0, 500)
+    one = np.ones(2, np.int32)
+    latencies.tokens(
+        TokenEvents(seq=1, time_s=1.0, requests=np.array([1, 2]), tokens=one, index=np.zeros(2, int))
+    )
+    assert recording.requests.prompt_tokens == 30
+    latencies.tokens(
+        TokenEvents(seq=2, time_s=1.5, requests=np.array([1, 2]), tokens=one, index=np.ones(2, int))
+    )
+    latencies.finished(ended(1, 30))
+    latencies.finished(ended(2, 30))
+    assert recording.requests.prompt_tokens == 30
+    latencies.finished(ended(3000, 500))  # begun, and never answered
+    latencies.finished(ended(4, 7))  # never begun
+    latencies.finished(ended(90_000, 11))
+    assert recording.requests.prompt_tokens == 30 + 500 + 7 + 11
 
 
 def test_a_story_is_whole_and_unknown_requests_are_unknown(run: tuple[Recording, RunRecord]) -> None:

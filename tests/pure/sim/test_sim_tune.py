@@ -1,16 +1,19 @@
 """The search behind `paceline tune`: a known best is found, and the simulator itself is asked the right questions."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline.cli.main import run
 from paceline.cli.tune_options import TuneOptions
-from paceline.cli.tune_run import Task, knobs_for, parse_bounds, serve_flags
+from paceline.cli.tune_run import Task, knobs_for, parse_bounds, serve_flags, share_of_slo
 from paceline.errors import ConfigError, InputError
 from paceline.report.summary import Distribution, Slo, Summary, summarize
 from paceline.sim.simulation import simulate
-from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, pressure_of
+from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, Trial, pressure_of
 from tests.pure.sim.sim_helpers import PerToken, machine, make_workload, sim_config
 
 BOUNDS = (
@@ -180,3 +183,69 @@ def test_paces_lie_around_the_bound_between_tokens() -> None:
 def test_options_outside_their_bounds_are_named() -> None:
     with pytest.raises(ConfigError, match="top"):
         TuneOptions(top=0)
+
+
+@pytest.mark.parametrize(
+    ("pressure", "told"),
+    [
+        (0.5, "50 %"),
+        (0.9996, "99.96 %"),
+        (1.0 - 1e-9, "100 %"),
+        (1.0, "100 %"),
+        (1.0004, "100.04 %"),
+        (1.004, "100.4 %"),
+        (1.04, "104 %"),
+        (1.0 + 1e-9, "just over 100 %"),
+        (math.inf, "not served"),
+    ],
+)
+def test_what_misses_the_slo_never_reads_as_all_of_it(pressure: float, told: str) -> None:
+    assert share_of_slo(Trial(settings=START, rate=1.0, summary=EMPTY, pressure=pressure)) == told
+
+
+def test_the_best_so_far_needs_no_simulation() -> None:
+    search = Search(valley, BOUNDS, KNOBS, Limits(max_trials=25))
+    assert search.best_so_far(3, None) == []
+    best = search.highest_rate(START, first_rate=1.0)
+    tried = len(search.trials)
+    shown = search.best_so_far(3, None)
+    assert best is not None and shown[0].holds and shown[0].rate == best.rate
+    assert {trial.rate for trial in shown} == {best.rate} and len(search.trials) == tried
+    assert search.best_so_far(3, 123.0) == []
+
+
+@pytest.mark.parametrize("num_trials", [0, 12])
+def test_ctrl_c_shows_what_was_found(
+    num_trials: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = 0
+
+    def interrupted(self: Task, settings: Settings, rate: float) -> Summary:
+        nonlocal asked
+        asked += 1
+        if asked > 1 + num_trials:  # the first one finds a rate to begin with
+            raise KeyboardInterrupt
+        return summary(rate / 5.0, 0.05)
+
+    monkeypatch.setattr(Task, "simulate", interrupted)
+    target = tmp_path / "told.json"
+    arguments = [
+        "--slo",
+        "ttft_p99=1s",
+        "--trace",
+        "fixed:20x5",
+        "--num-requests",
+        "20",
+        "--json",
+        str(target),
+    ]
+    assert run(["tune", *arguments]) == 130
+    printed = capsys.readouterr()
+    assert "Cut short" in printed.err and asked == 2 + num_trials
+    assert target.exists() == (num_trials > 0)
+    if num_trials:
+        assert f"{num_trials} simulations in" in printed.out and "cut short" in printed.out
+        assert printed.out.splitlines()[-2].startswith("paceline serve --max-num-batched-tokens ")
+        assert json.loads(target.read_text())["cut_short"] is True
+    else:
+        assert printed.out == "" and "before anything kept the SLO" in printed.err

@@ -48,24 +48,25 @@ class DemoPlan:
     log_folder: Path | None = None  # where the run logs go
 
 
-class DemoViewer(Protocol):
-    """Is told what happens."""
-
-    def warming_up(self, num_requests: int) -> None: ...
-
-    def begins(self, mode: str, workload: Workload) -> None: ...
-
-    def stepped(self, driver: Driver) -> None: ...
-
-    def ended(self, run: ModeRun) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
     """Requests with their tokens."""
 
     workload: Workload
     prompts: list[NDArray[np.int32]]
+    span_s: float  # what so many requests take at the mean rate; the last of them may come sooner or later
+
+
+class DemoViewer(Protocol):
+    """Is told what happens."""
+
+    def warming_up(self, num_requests: int) -> None: ...
+
+    def begins(self, mode: str, traffic: Traffic) -> None: ...
+
+    def stepped(self, driver: Driver) -> None: ...
+
+    def ended(self, run: ModeRun) -> None: ...
 
 
 def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
@@ -79,13 +80,14 @@ def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
         for mode in MODES:
             del loaded  # two engines need twice the memory
             release_memory()
-            loaded = load_mode(model, mode, {**sizes, **_log(plan, mode)})
-            viewer.begins(mode, traffic.workload)
-            driver = Driver(loaded, traffic.workload, traffic.prompts)
-            try:
-                run = driver.run(viewer.stepped)
-            finally:
-                loaded.engine.close()  # completes its log
+            with _log_of_a_whole_run(plan, mode) as log:
+                loaded = load_mode(model, mode, {**sizes, **log})
+                viewer.begins(mode, traffic)
+                driver = Driver(loaded, traffic.workload, traffic.prompts)
+                try:
+                    run = driver.run(viewer.stepped)
+                finally:
+                    loaded.engine.close()  # completes its log
             viewer.ended(run)
             yield run
 
@@ -99,7 +101,8 @@ def _traffic(plan: DemoPlan, loaded: LoadedModel, viewer: DemoViewer) -> Traffic
     run = Driver(loaded, warm, prompt_tokens(warm, vocab_size, plan.seed + 2)).run(viewer.stepped)
     rate = plan.rate if plan.rate is not None else LOAD * _requests_per_s(run)
     workload = burst_traffic(max(FEWEST, round(rate * plan.seconds)), rate, plan.seed, lengths)
-    return Traffic(workload=workload, prompts=prompt_tokens(workload, vocab_size, plan.seed + 3))
+    prompts = prompt_tokens(workload, vocab_size, plan.seed + 3)
+    return Traffic(workload=workload, prompts=prompts, span_s=len(workload) / rate)
 
 
 def _requests_per_s(run: ModeRun) -> float:
@@ -124,10 +127,18 @@ def _sizes(plan: DemoPlan) -> dict[str, Any]:
     }
 
 
-def _log(plan: DemoPlan, mode: str) -> dict[str, Any]:
+@contextmanager
+def _log_of_a_whole_run(plan: DemoPlan, mode: str) -> Iterator[dict[str, Any]]:
+    """Where the run is logged. After Ctrl-C its file goes: a part of a run stands beside no other mode."""
     if plan.log_folder is None:
-        return {}
-    return {"run_log": str(plan.log_folder / f"{mode}.jsonl.gz"), "run_log_files": 0}
+        yield {}
+        return
+    path = plan.log_folder / f"{mode}.jsonl.gz"
+    try:
+        yield {"run_log": str(path), "run_log_files": 0}
+    except KeyboardInterrupt:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

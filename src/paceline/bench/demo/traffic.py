@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from paceline.workload import Workload, load_workload
 
 SOURCE = "azure-conv"
-BURSTS = "onoff:2,3"  # seconds of requests, seconds of none
+ON_S, OFF_S = 2.0, 3.0  # seconds of requests, seconds of none
+WHOLE_BURSTS_S = 7.0  # of traffic: in less time there would be only one burst of that length
+LEAST_SHARE = 0.001  # of the length of a burst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,13 @@ LENGTHS = {
 
 
 def burst_traffic(num_requests: int, rate: float, seed: int, lengths: Lengths) -> Workload:
-    """So many requests in bursts, with a mean of `rate` a second."""
-    return lengths.of(load_workload(SOURCE, num_requests=num_requests, seed=seed, rate=rate, arrivals=BURSTS))
+    """So many requests in bursts, with a mean of `rate` a second. Little traffic has short bursts: if all of it came in
+    the first one, it would come faster and be over sooner than was asked for."""
+    share = min(1.0, max(LEAST_SHARE, num_requests / rate / WHOLE_BURSTS_S))
+    arrivals = f"onoff:{ON_S * share:g},{OFF_S * share:g}"
+    return lengths.of(
+        load_workload(SOURCE, num_requests=num_requests, seed=seed, rate=rate, arrivals=arrivals)
+    )
 
 
 def at_once(num_requests: int, seed: int, lengths: Lengths) -> Workload:

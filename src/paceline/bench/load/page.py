@@ -26,9 +26,18 @@ p { margin: .3rem 0; color: var(--soft) }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; background: var(--card) }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem }
 th, td { padding: .45rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th { font-weight: 600; color: var(--soft) } tr:last-child td { border-bottom: 0 }
+th { font-weight: 600; color: var(--soft); white-space: normal; vertical-align: bottom }
+tr:last-child td { border-bottom: 0 }
 th:first-child, td:first-child { text-align: left }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere } .facts td:first-child { width: 12rem }
+@media (max-width: 60rem) {
+  .figures, .figures tbody, .figures tr { display: block }
+  .figures tr:first-child { display: none }
+  .figures td { display: flex; justify-content: space-between; gap: 1rem; padding: .25rem .7rem; border: 0 }
+  .figures td:first-child { padding-top: .6rem; font-weight: 600 }
+  .figures td:last-child { padding-bottom: .6rem; border-bottom: 1px solid var(--line) }
+  .figures td[data-heading]::before { content: attr(data-heading); color: var(--soft) }
+}
 figure { margin: 0 0 1.2rem; padding: .6rem; background: #fff; border: 1px solid var(--line); border-radius: 8px }
 img { display: block; width: 100%; height: auto }
 figcaption { color: #5a5f69; font-size: .9rem; padding: .4rem .2rem 0 }
@@ -68,8 +77,15 @@ def make_page(
 
 def _table(grid: Grid) -> str:
     head = "".join(f"<th>{_text(heading)}</th>" for heading in grid.headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in grid.rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    rows = "".join(f"<tr>{_cells(grid.headings, row)}</tr>" for row in grid.rows)
+    return f'<div class="scroll"><table class="figures"><tr>{head}</tr>{rows}</table></div>'
+
+
+def _cells(headings: Sequence[str], row: Sequence[str]) -> str:
+    """The cells of a row. A narrow window shows them below each other, each with its heading."""
+    others = zip(headings[1:], row[1:], strict=True)
+    named = (f'<td data-heading="{_text(heading)}">{_text(cell)}</td>' for heading, cell in others)
+    return f"<td>{_text(row[0])}</td>{''.join(named)}"
 
 
 def _figure(picture: Picture) -> str:
