@@ -86,9 +86,10 @@ def run_tune(options: TuneOptions) -> None:
             tell(len(search.trials), rate)
             return task.simulate(settings, rate)
 
-        search = Search(simulated, bounds, knobs_for(bounds), limits)
+        start = _start(task.machine)
+        search = Search(simulated, bounds, knobs_for(bounds, start), limits)
         try:
-            shown = _found(search, task, options)
+            shown = _found(search, start, task, options)
         except KeyboardInterrupt:  # what was found in minutes is not lost
             shown = search.best_so_far(options.top, options.rate)
             search.was_cut = is_interrupted = True
@@ -105,8 +106,7 @@ def run_tune(options: TuneOptions) -> None:
         verify(options, shown[0], task)
 
 
-def _found(search: Search, task: Task, options: TuneOptions) -> list[Trial]:
-    start = _start(task.machine)
+def _found(search: Search, start: Settings, task: Task, options: TuneOptions) -> list[Trial]:
     if options.rate is None:
         best = search.highest_rate(start, _first_rate(task))
     else:
@@ -147,19 +147,22 @@ def parse_bounds(text: str) -> tuple[Bound, ...]:
     return tuple(bounds.values())
 
 
-def knobs_for(bounds: Sequence[Bound]) -> tuple[Knob, ...]:
-    """What is turned, and how far. Paces are tried around what must lie between two tokens."""
+def knobs_for(bounds: Sequence[Bound], start: Settings) -> tuple[Knob, ...]:
+    """What is turned, and how far, of what there is at the start. Paces are tried around what must lie between two
+    tokens."""
     between_ms = min((1e3 * bound.seconds for bound in bounds if bound.measure == "itl"), default=None)
     paces: tuple[Value, ...] = PACES_MS
     if between_ms is not None:
         paces = tuple(round(between_ms * share, 3) for share in PACE_SHARES)
-    return (
+    knobs = (
         Knob(name="max_num_batched_tokens", values=TOKENS),
+        Knob(name="max_num_prompt_tokens", values=(0, *TOKENS)),
         Knob(name="max_num_seqs", values=ROWS),
         Knob(name="long_prefill_share", values=SHARES),
         Knob(name="step_target_ms", values=paces),
         Knob(name="scheduling_policy", values=POLICIES),
     )
+    return tuple(knob for knob in knobs if knob.name in start)
 
 
 def serve_flags(settings: Settings) -> str:
@@ -199,11 +202,13 @@ def _num_requests(options: TuneOptions) -> int | None:
 
 
 def _start(machine: Machine) -> dict[str, Value]:
-    """What an engine has without any of these options."""
+    """What an engine has without any of these options. Larger steps while nobody decodes are for CPUs alone."""
     declared = SchedulerConfig()
     recorded: dict[str, int] = getattr(machine.cost, "engine", {})
+    alone = recorded.get("max_num_prompt_tokens", 0)
     return {
         "max_num_batched_tokens": recorded.get("max_num_batched_tokens", declared.max_num_batched_tokens),
+        **({"max_num_prompt_tokens": alone} if alone else {}),
         "max_num_seqs": recorded.get("max_num_seqs", declared.max_num_seqs),
         "long_prefill_share": declared.long_prefill_share,
         "step_target_ms": 0.0,

@@ -25,6 +25,7 @@ from paceline.sim.tune import Bound, Settings, Trial, Value
 FEW = 100  # requests, of which one is the p99
 LIMITS = {  # settings, and what a server calls them where it tells how it is steered
     "max_num_batched_tokens": "max_step_tokens",
+    "max_num_prompt_tokens": "max_prompt_tokens",
     "max_num_seqs": "max_rows",
     "long_prefill_share": "prompt_share",
     "step_target_ms": "step_target_ms",
@@ -89,9 +90,17 @@ def differences(wanted: Settings, found: Mapping[str, Value]) -> list[str] | Non
         return None
     return [
         f"--{name.replace('_', '-')} {shown_value(found[name])} instead of {shown_value(value)}"
-        for name, value in wanted.items()
+        for name, value in _as_told(wanted).items()
         if not _is_same(found[name], value) and not _is_for_the_pace(name, found, wanted)
     ]
+
+
+def _as_told(wanted: Settings) -> Settings:
+    """What a server set to these tells: its largest step, whichever of the two options says so."""
+    alone = wanted.get("max_num_prompt_tokens")
+    if alone is None:
+        return wanted
+    return {**wanted, "max_num_prompt_tokens": max(float(alone), float(wanted["max_num_batched_tokens"]))}
 
 
 def conclusion(settings: Settings, differing: Sequence[str] | None) -> str:

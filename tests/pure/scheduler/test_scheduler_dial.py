@@ -318,7 +318,7 @@ def test_rows_and_tokens_of_steps_follow_the_dial() -> None:
     bench.run()
     bench.scheduler.set_dial(OFF)
     assert bench.scheduler.state.dial.status() == DialStatus(
-        max_step_tokens=32, prompt_share=0.5, max_rows=8, position=1.0
+        max_step_tokens=32, max_prompt_tokens=32, prompt_share=0.5, max_rows=8, position=1.0
     )
 
 

@@ -22,6 +22,7 @@ STATUS = DialStatus(
     itl_p99_ms=50.0,
     step_target_ms=7.5,
     max_step_tokens=2048,
+    max_prompt_tokens=4096,
     prompt_share=0.25,
     max_rows=90,
     moves=1,
@@ -55,6 +56,7 @@ def test_looking_changes_nothing() -> None:
     assert found["limits"] == {
         "step_target_ms": 7.5,
         "max_step_tokens": 2048,
+        "max_prompt_tokens": 4096,
         "prompt_share": 0.25,
         "max_rows": 90,
     }

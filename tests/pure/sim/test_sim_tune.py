@@ -169,14 +169,17 @@ def test_flags_are_those_of_serve() -> None:
     from paceline.cli.serve import PANELS
 
     known = {flag.name for panel in PANELS for flag in panel.flags}
-    assert {knob.name for knob in knobs_for(BOUNDS)} <= known
+    start: Settings = {"max_num_batched_tokens": 24, "max_num_prompt_tokens": 72, "step_target_ms": 0.0}
+    assert {knob.name for knob in knobs_for(BOUNDS, start)} == start.keys() <= known
     assert serve_flags({"max_num_seqs": 8, "long_prefill_share": 0.5, "scheduling_policy": "fcfs"}) == (
         "--max-num-seqs 8 --long-prefill-share 0.5 --scheduling-policy fcfs"
     )
 
 
 def test_paces_lie_around_the_bound_between_tokens() -> None:
-    paces = {knob.name: knob.values for knob in knobs_for(parse_bounds("itl_p99=40ms"))}["step_target_ms"]
+    paces = {
+        knob.name: knob.values for knob in knobs_for(parse_bounds("itl_p99=40ms"), {"step_target_ms": 0.0})
+    }["step_target_ms"]
     assert paces[0] == 0.0 and 40.0 in paces and 20.0 in paces
 
 

@@ -69,6 +69,12 @@ def test_fewer_tokens_for_a_pace_are_as_they_should_be() -> None:
     assert differences(WANTED, {**WANTED, "max_num_batched_tokens": 128}) != []
 
 
+@pytest.mark.parametrize("alone, is_found", [(0, True), (100, True), (512, True), (1024, False)])
+def test_larger_steps_while_nobody_decodes_are_compared(alone: int, is_found: bool) -> None:
+    wanted = {**WANTED, "max_num_prompt_tokens": alone}
+    assert (differences(wanted, {**WANTED, "max_num_prompt_tokens": 512}) == []) is is_found
+
+
 @pytest.mark.parametrize("answers", [{}, {"policy": {"policy": "fcfs"}}, {"dial": {"limits": LIMITS}}])
 def test_a_server_that_does_not_tell_is_named_so(
     answers: dict[str, object], monkeypatch: pytest.MonkeyPatch

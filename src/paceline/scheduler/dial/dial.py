@@ -200,6 +200,7 @@ class Dial:
             ttft_p99_ms=_milliseconds(firsts),
             step_target_ms=_milliseconds(target_s),
             max_step_tokens=config.max_num_batched_tokens if limits is None else limits.tokens,
+            max_prompt_tokens=config.largest_step if limits is None else limits.tokens,
             prompt_share=config.long_prefill_share if limits is None else limits.share,
             max_rows=config.max_num_seqs if limits is None else limits.rows,
             moves=self.moves,

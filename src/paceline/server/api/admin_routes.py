@@ -119,6 +119,7 @@ def dial_values(status: DialStatus) -> dict[str, Any]:
         "limits": {
             "step_target_ms": status.step_target_ms,
             "max_step_tokens": status.max_step_tokens,
+            "max_prompt_tokens": status.max_prompt_tokens,
             "prompt_share": status.prompt_share,
             "max_rows": status.max_rows,
         },
