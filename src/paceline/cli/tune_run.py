@@ -44,6 +44,14 @@ PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
 LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
 AT_ONCE = 4.0
 MOST_DIGITS = 4  # of a share of the SLO, behind the point
+HEADINGS = {  # short: the flags stand below the table
+    "max_num_batched_tokens": "tokens",
+    "max_num_prompt_tokens": "tokens, nobody decodes",
+    "max_num_seqs": "rows",
+    "long_prefill_share": "prompt share",
+    "step_target_ms": "step ms",
+    "scheduling_policy": "policy",
+}
 POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
 
 
@@ -246,7 +254,7 @@ def _print(
 ) -> None:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     for name in shown[0].settings:
-        table.add_column(name.replace("max_num_batched_tokens", "tokens").replace("_", " "), justify="right")
+        table.add_column(HEADINGS[name], justify="right")
     for bound in bounds:
         table.add_column(f"{bound.name.replace('_', ' ')} ms", justify="right")
     for name in ("goodput/s", "tok/s", "SLO"):
