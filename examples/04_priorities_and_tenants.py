@@ -9,6 +9,7 @@ By the order of arrival everybody waits behind a tenant that floods. By shares (
 import sys
 
 from paceline import LLM, SamplingParams
+from paceline.core.classes import Urgency
 
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ARRIVALS = [("flood", 1)] * 5 + [("alice", 1), ("bob", 0)]  # tenant and priority
@@ -23,7 +24,9 @@ def begins(policy: str) -> list[str]:
     llm.set_policy(policy)
     names, order = {}, []
     for number, (tenant, priority) in enumerate(ARRIVALS):
-        (request,) = engine.add(tokenizer.encode("Hello"), FEW, tenant=tenant, priority=priority)
+        (request,) = engine.add(
+            tokenizer.encode("Hello"), FEW, tenant=tenant, urgency=Urgency(priority=priority)
+        )
         names[request] = f"{tenant}{number}"
     while engine.has_requests:
         for delivered in engine.step().tokens:
