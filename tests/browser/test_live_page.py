@@ -220,6 +220,7 @@ def test_screenshots_wide_and_narrow_light_and_dark(server: ClientServer, viewer
             with crowd(server, 6):
                 view.wait("stage.steps.length > 20")
                 view.wait_for_pixels("blocks", "held")
+                assert f" of {NUM_BLOCKS - 1} held" in view.page.locator("#block-note").inner_text()
                 assert view.fits()
                 view.shoot(name, whole=size is NARROW)
     with viewer.view(server.url, size=NARROW, dark=True, key=ADMIN) as view:
