@@ -83,7 +83,12 @@ def follow_theme_and_window_while_paused(view: View) -> None:
     page.emulate_media(color_scheme="dark")
     for chart in ("steps", "rates", "batch"):
         page.wait_for_selector(f"#chart-{chart} .uplot")
+    page.evaluate(
+        "addEventListener('resize', () => { window.wide = document.documentElement.scrollWidth; }, { once: true })"
+    )
     page.set_viewport_size(NARROW)
+    view.wait("window.wide > 0")
+    assert view.value("window.wide <= innerWidth"), "it is too wide until the next picture"
     view.wait("document.querySelector('#chart-steps .uplot').clientWidth <= innerWidth")
     assert view.fits()
     view.shoot("replay-paused-dark-narrow", whole=True)
