@@ -16,10 +16,12 @@ import { Steering } from "./steer.js";
 const byId = (id) => document.getElementById(id);
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
-const drawer = new Drawer(byId("drawer"), stage, (request) => `${explained}/requests/${request}/explain`);
+const explanation = (request) => `${explained}/requests/${request}/explain`;
+const drawer = new Drawer(byId("drawer"), stage, explanation, () => player?.reach());
 const pick = (request) => drawer.show(request);
 const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
-let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0, charted = 0;
+let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null;
+let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
 const CHARTS_MS = 500; // a minute wide, they hardly move in between
 const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
@@ -117,8 +119,8 @@ async function start() {
   document.body.dataset.mode = about.recordings ? "recorded" : "live";
   if (about.recordings) {
     tell("recorded", "");
-    const onLost = (note) => tell("lost", note);
-    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost });
+    const onLost = (note) => tell("lost", note), wanted = () => drawer.began();
+    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost, wanted });
   } else {
     engine = about.engine;
     describe(about.model);

@@ -1,6 +1,8 @@
 // What is on stage: rows and their requests, folded from the steps of each message, and checked against the state the
 // message carries. Keeps the last minute for the pictures, and what no picture has taken yet. Draws nothing.
 
+import { Past } from "./past.js";
+
 export const KEPT_S = 60;
 export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode"; // of segments
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
@@ -26,6 +28,7 @@ function told({ steps, changes }) {
 export class Stage {
   constructor() {
     this.onStep = null; // told each step's number, for whoever compares
+    this.past = new Past();
     this.reset();
   }
 
@@ -36,6 +39,7 @@ export class Stage {
     this.marks = []; // { row, request, at, kind, rule, back }
     this.steps = []; // { seq, t, done, open, d, p, padding, b, r, w, f } and what changed
     this.bySeq = new Map();
+    this.past.reset();
     this.active = new Set(); // segments that go on
     this.ended = []; // segments that have ended and marks that came, since a picture took them
     this.newMarks = [];
@@ -218,8 +222,17 @@ export class Stage {
     return news;
   }
 
+  // Everything that is known of a request's way, in order.
+  wayOf(request) {
+    return [...this.past.of(request), ...this.segments.filter((segment) => segment.request === request)];
+  }
+
   forget(before) {
-    this.segments = this.segments.filter((segment) => segment.to === null || segment.to > before);
+    const isOld = (segment) => segment.to !== null && segment.to <= before;
+    const isHere = (request) => this.rowOf.has(request) || this.gone.has(request);
+    this.past.take(this.segments.filter((segment) => segment.kind !== BAND && isOld(segment)), isHere);
+    this.past.forget(isHere, before);
+    this.segments = this.segments.filter((segment) => !isOld(segment));
     this.marks = this.marks.filter((mark) => mark.at > before);
     const old = this.steps.findIndex((step) => step.t > before);
     for (const step of this.steps.splice(0, old < 0 ? this.steps.length : old)) this.bySeq.delete(step.seq);
