@@ -26,7 +26,8 @@ const frames = []; // milliseconds of the newest frames
 const CHARTS_MS = 500; // a minute wide, they hardly move in between
 const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
-window.paceline = { stage, figures, blocks, lanes, queue, drawer, frames, player: () => player }; // for tests and the curious
+// For tests and the curious.
+window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames, player: () => player };
 
 function take(message) {
   stage.apply(message);
@@ -73,27 +74,35 @@ function draw(at) {
   if (stage.scene && !document.hidden) {
     const now = player ? player.time : performance.now() / 1000 - ahead;
     lanes.draw(now, engine.max_num_seqs);
-    if (fresh && at - drawn >= REST_MS) drawRest(now, at);
+    // Up to when everything is known: a run that is over has no messages where nothing happened.
+    const told = player && stage.isIdle() ? now : stage.scene.time_s;
+    if ((fresh || player?.playing) && at - drawn >= REST_MS) drawRest(now, told, at);
+    if (outdated && at - charted >= CHARTS_MS) drawCharts(now, told, at);
     frames.push(performance.now() - began);
     if (frames.length > 600) frames.shift();
   }
   requestAnimationFrame(draw);
 }
 
-// Everything that changes with a message only.
-function drawRest(now, at) {
+// Everything that hardly changes between two messages.
+function drawRest(now, told, at) {
   fresh = false;
+  outdated = true;
   drawn = at;
+  stage.restUntil(told);
+  figures.restUntil(told);
   blocks.draw(stage.scene);
   drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
-  if (at - charted >= CHARTS_MS) {
-    charted = at;
-    charts.draw(stage, now, engine.max_num_seqs);
-  }
   drawTenants(byId("tenants"), stage.scene);
   queue.draw(now);
   drawer.draw();
+}
+
+function drawCharts(now, told, at) {
+  outdated = false;
+  charted = at;
+  charts.draw(stage, now, told, engine.max_num_seqs);
 }
 
 // Colours or widths are others: what waits for a message would stay as it was, for as long as a replay is paused.
