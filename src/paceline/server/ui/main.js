@@ -23,6 +23,7 @@ const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("que
 let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null;
 let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
+const FLASH_S = 1; // how long ago a prefix may have been given up to be framed
 const CHARTS_MS = 500; // a minute wide, they hardly move in between
 const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
@@ -32,7 +33,8 @@ window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames
 function take(message) {
   stage.apply(message);
   figures.add(message);
-  blocks.flash(message.engine.evicted);
+  const isPast = player && player.time - message.engine.scene.time_s > FLASH_S; // of the minute before a place in a run
+  if (!isPast) blocks.flash(message.engine.evicted);
 }
 
 function received(message) {
@@ -50,6 +52,7 @@ function played(messages, anew) {
     stage.reset();
     figures.reset();
     blocks.reset();
+    blocks.evicted.clear();
     charted = 0;
   }
   messages.forEach(take);
