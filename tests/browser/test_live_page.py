@@ -182,15 +182,19 @@ def test_the_dial_and_the_policy_are_turned_and_a_refusal_is_told(
     with viewer.view(server.url, key=ADMIN) as view:
         page = view.page
         page.wait_for_selector("#steering:visible")
+        page.wait_for_selector("#steer-position.off")
         page.locator("#steer-target").fill("80")
         page.locator("#steer-hold button").click()
         view.wait("document.getElementById('steer-note').textContent.includes('80')")
         assert ask(server, "GET", "/v1/admin/dial", key=ADMIN)["setting"] == {"itl_p99_ms": 80.0}
+        page.wait_for_selector("#steer-position:not(.off)")
         page.locator("#steer-target").fill("1000000000")
         page.locator("#steer-hold button").click()
         page.wait_for_selector("#steer-problem:has-text('itl_p99_ms')")
         page.locator("#steer-off").click()
         view.wait("document.getElementById('steer-shown').textContent === 'off'")
+        assert page.locator("#steer-position.off").get_attribute("aria-valuetext") == "off"
+        view.shoot("dial-off")
         assert page.locator("#steer-problem").is_hidden()
         page.locator("#steer-policy").select_option("priority")
         server.wait_until(lambda: ask(server, "GET", "/v1/admin/policy", key=ADMIN)["policy"] == "priority")
@@ -220,6 +224,7 @@ def test_screenshots_wide_and_narrow_light_and_dark(server: ClientServer, viewer
             with crowd(server, 6):
                 view.wait("stage.steps.length > 20")
                 view.wait_for_pixels("blocks", "held")
+                assert f" of {NUM_BLOCKS - 1} held" in view.page.locator("#block-note").inner_text()
                 assert view.fits()
                 view.shoot(name, whole=size is NARROW)
     with viewer.view(server.url, size=NARROW, dark=True, key=ADMIN) as view:

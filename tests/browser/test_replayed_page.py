@@ -20,6 +20,21 @@ SIMULATED = (
     *("--max-num-seqs", "16", "--num-blocks", "200", "--block-size", "16", "--host-blocks", "400"),
     *("--max-model-len", "2048", "--faults", "preempt=0.02", "--seed", "3"),
 )
+# Two requests of more than a minute each, and minutes between them.
+RESTING = (
+    *("sim", "--trace", "fixed:3000x20000", "--num-requests", "2", "--rate", "0.005", "--seed", "0"),
+    *("--max-num-seqs", "61", "--num-blocks", "2500", "--block-size", "16", "--max-model-len", "24000"),
+)
+# Whether the labels of so many lanes keep off the edges of what they are drawn on.
+LABELS_ARE_WHOLE = """(count) => {
+  const { lanes, stage } = paceline, most = stage.mostRow;
+  stage.mostRow = count - 1;
+  lanes.fit(count, lanes.now);
+  const { width, height } = lanes.gutter, pen = lanes.gutter.getContext("2d");
+  const edges = [0, height - 1].flatMap((y) => [...pen.getImageData(0, y, width, 1).data]);
+  stage.mostRow = most;
+  return lanes.lanes === count && edges.every((value) => value === 0);
+}"""
 
 
 class Rows:
@@ -58,7 +73,7 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         kinds = set(view.value("stage.marks.map((mark) => mark.kind)"))
         assert {"swap", "recompute", "finish"} <= kinds
         view.wait_for_pixels("lanes", "finish")
-        at = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').at - stage.steps[0].t")
+        at = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').at")
         page.locator("#play-slider").fill(str(at + 0.2))
         view.wait_for_pixels("lanes", "swap")
         gave_way = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').request")
@@ -83,10 +98,92 @@ def follow_theme_and_window_while_paused(view: View) -> None:
     page.emulate_media(color_scheme="dark")
     for chart in ("steps", "rates", "batch"):
         page.wait_for_selector(f"#chart-{chart} .uplot")
+    page.evaluate(
+        "addEventListener('resize', () => { window.wide = document.documentElement.scrollWidth; }, { once: true })"
+    )
     page.set_viewport_size(NARROW)
+    view.wait("window.wide > 0")
+    assert view.value("window.wide <= innerWidth"), "it is too wide until the next picture"
     view.wait("document.querySelector('#chart-steps .uplot').clientWidth <= innerWidth")
     assert view.fits()
     view.shoot("replay-paused-dark-narrow", whole=True)
+
+
+def test_a_run_that_rests_is_shown_at_rest_and_a_story_stays_whole(viewer: Viewer, tmp_path: Path) -> None:
+    with shown(tmp_path, *RESTING) as origin, viewer.view(origin) as view:
+        page, slider = view.page, view.page.locator("#play-slider")
+        view.wait("stage.scene !== null")
+        page.locator("#play-button").click()
+        slider.fill("0")
+        view.wait("stage.scene.time_s === 0 && stage.rows.size === 0")
+        assert view.value("paceline.player().times[1]") > 1, "nothing is told before the first request"
+        slider.fill("30")
+        view.wait("paceline.charts.data[1][1].includes(0)")
+        ago, rates = view.value("paceline.charts.data[1].slice(0, 2)")
+        assert [rate is None for rate in rates] == [at < -30 for at in ago], (
+            "there was no run before its beginning"
+        )
+        page.locator("#play-speed").select_option("32")
+        play_until(view, 80)
+        assert view.value("stage.rows.size") == 1
+        page.evaluate("() => { paceline.drawer.show(0); }")
+        way_is_whole(view)
+        ended_s = view.value("paceline.drawer.told.branches[0].decisions.at(-1).time_s")
+        play_until(view, ended_s + 62)
+        way_is_whole(view)
+        assert view.value("stage.past.parts.size") == 1
+        charts_rest(view)
+        view.shoot("replay-at-rest")
+        page.keyboard.press("Escape")
+        slider.fill("100")  # what is played at once begins after the prompt
+        view.wait("stage.rows.size === 1")
+        page.evaluate("() => { paceline.drawer.show(0); }")
+        way_is_whole(view)
+        page.keyboard.press("Escape")
+        slider.fill(str(ended_s + 20))
+        view.wait("stage.rows.size === 0")
+        steps_end_where_they_ended(view, ended_s)
+        view.shoot("replay-after-a-request")
+        for count in (1, 61, 100, 143, 200):
+            assert page.evaluate(LABELS_ARE_WHOLE, count), count
+        assert view.value("stage.disagreements") == 0
+
+
+def play_until(view: View, time_s: float) -> None:
+    view.page.locator("#play-button").click()
+    view.wait(f"paceline.player().time > {time_s}")
+    view.page.locator("#play-button").click()
+    view.wait("!paceline.player().playing")
+
+
+def way_is_whole(view: View) -> None:
+    view.wait("document.querySelectorAll('#drawer-falls span').length === 3")
+    labels = view.page.locator("#drawer-falls span").all_inner_texts()
+    assert labels == ["prompt, 2,048 tokens", "prompt, 952 tokens", "decode"], labels
+
+
+def charts_rest(view: View) -> None:
+    """A minute without a step: nothing of steps, no tokens in any second, nobody there."""
+    view.wait("paceline.charts.data[0][0].length === 0")
+    rates, requests = view.value("paceline.charts.data[1]"), view.value("paceline.charts.data[2]")
+    assert len(rates[0]) >= 58 and set(rates[1]) == set(rates[2]) == {0}
+    assert set(requests[1]) == set(requests[2]) == {0}
+    gauges = view.page.locator(".gauge b").all_inner_texts()
+    assert gauges[:4] == ["0", "0 %", "0", "0"]
+    assert set(view.page.locator("#latencies td").all_inner_texts()) == {"–"}
+
+
+def steps_end_where_they_ended(view: View, ended_s: float) -> None:
+    """A request that ended twenty seconds ago: lines of its steps do not lead on to now."""
+    view.wait("paceline.charts.data[0][1].length > 2 && paceline.charts.data[0][0].at(-1) < -19")
+    now_s = view.value("paceline.player().time")
+    ago, tokens = view.value("paceline.charts.data[0].slice(0, 2)")
+    assert tokens[-1] is None and now_s + ago[-1] == pytest.approx(ended_s, abs=0.3)
+    ago, rates = view.value("paceline.charts.data[1].slice(0, 2)")
+    assert {rate > 0 for at, rate in zip(ago, rates, strict=True) if now_s + at < ended_s - 1} == {True}
+    assert {rate for at, rate in zip(ago, rates, strict=True) if now_s + at > ended_s + 1} == {0}
+    ago, running = view.value("paceline.charts.data[2].slice(0, 2)")
+    assert running[-1] == ago[-1] == 0 and 1 in running
 
 
 def test_a_log_is_played_step_by_step_as_it_was(viewer: Viewer, tmp_path: Path) -> None:

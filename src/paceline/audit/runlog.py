@@ -32,6 +32,7 @@ from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import ConfigError, InputError
 
 VERSION = 2
+BEGAN = "began_s"  # in a header, of runs that begin before anything comes in: when, on the run's clock
 OLDEST = 1  # of which plans and results can be read; its decisions lack what explains them
 BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
 

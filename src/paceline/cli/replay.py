@@ -96,7 +96,7 @@ def _run(values: Mapping[str, Any]) -> None:
         report = _replayed(log, options, policy, recording)
         typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
         if bound is not None and recording is not None:
-            if not recording.times:
+            if not report.num_steps:
                 raise InputError(f"{options.log} has no step that could be shown")
             show_page([recording], bound)
     if not report.is_equal:

@@ -24,7 +24,7 @@ def card_lines(
     needs_key: bool,
 ) -> list[Line]:
     """Label and value of each line."""
-    tokens = info.num_blocks * info.block_size
+    tokens = info.usable_blocks * info.block_size
     kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
     also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
     lines = [
@@ -36,7 +36,7 @@ def card_lines(
         ),
         (
             "KV cache",
-            f"{_size(info.kv_bytes)}{kind}: {info.num_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
+            f"{_size(info.kv_bytes)}{kind}: {info.usable_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
         ),
         ("concurrency", _concurrency(info, tokens)),
         ("steps", _steps(info)),

@@ -239,9 +239,10 @@ def _load(options: SimOptions, rate: float | None) -> Workload:
 
 
 def _recorder(run: Run, path: Path) -> StepRecorder:
-    from paceline.audit.runlog import RunLogWriter, run_header
+    from paceline.audit.runlog import BEGAN, RunLogWriter, run_header
 
-    header = run_header(run.config.engine, seed=run.config.seed, workload=run.workload.name, label=run.label)
+    named = {"seed": run.config.seed, "workload": run.workload.name, "label": run.label}
+    header = run_header(run.config.engine, **named, **{BEGAN: 0.0})
     return RunLogWriter(path, header)
 
 

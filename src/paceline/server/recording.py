@@ -52,9 +52,10 @@ class Recording:
         self._state: SchedulerState | None = None
 
     def watch(self, state: SchedulerState) -> Recording:
-        """Begin, as the watcher of the engine that has this state."""
+        """Begin, as the watcher of the engine that has this state. Its clock shows when the run begins."""
         self._state = state
         self._cutter = Cutter(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
+        self._cutter.cut(state.clock.now())  # before anything has happened
         return self
 
     async def explain(self, number: int) -> Told:
@@ -82,8 +83,7 @@ class Recording:
     def close(self, decisions: Sequence[Decision], time_s: float) -> None:
         assert self._cutter is not None
         self._keep(decisions)
-        if self.times:
-            self._cutter.cut(time_s)
+        self._cutter.cut(time_s)
         self._pack()
 
     def _keep(self, decisions: Sequence[Decision]) -> None:

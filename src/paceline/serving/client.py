@@ -60,6 +60,11 @@ class EngineInfo:
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
 
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can hold; the null block, which padding reads and writes, is nobody's."""
+        return self.num_blocks - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:

@@ -28,13 +28,13 @@ from paceline.audit.codec import (
     plain,
 )
 from paceline.audit.linefile import LineFile
-from paceline.audit.runlog import LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
+from paceline.audit.runlog import BEGAN, LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
 from paceline.core.clock import ManualClock
 from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
-from paceline.core.recorder import Inputs, StepRecord
+from paceline.core.recorder import Inputs, RunWatcher, StepRecord
 from paceline.core.request import BlockKey, BlockReason, Request
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
@@ -161,10 +161,14 @@ class _Replayer:
         self._generations = Generations()
         self._underway: dict[int, _Underway] = {}
         self._last: Sequence[Decision] = ()  # decisions after the last plan
-        self._watcher = None if watch is None else watch(self._state)
+        self._watch = watch  # until it has begun
+        self._watcher: RunWatcher | None = None
+        self._began_s = log.header.get(BEGAN)
 
     def step(self, logged: LoggedStep) -> None:
         """Everything up to the plan of one step, compared with its line."""
+        if self._watch is not None:
+            self._begin(self._watch, logged)
         plan = self._feed(logged)
         if plan is None:
             with _part("plan", logged.plan):
@@ -195,6 +199,13 @@ class _Replayer:
         self._underway[plan.seq] = _Underway(logged, text, result)
         if self._watcher is not None:
             self._watcher.submitted(plan, decisions, self._state.now_s)
+
+    def _begin(self, watch: Watch, logged: LoggedStep) -> None:
+        """Who looks on does so from the run's beginning; where the log does not say, from the first thing in it."""
+        times = [logged.t_plan, *(entry[1] for entry in logged.inputs[:1]), self._began_s]
+        known = [time_s for time_s in times if isinstance(time_s, int | float) and math.isfinite(time_s)]
+        self._clock.advance_to(min(known, default=0.0))
+        self._watch, self._watcher = None, watch(self._state)
 
     def finish(self, end: LoggedEnd | None) -> None:
         """What came after the last plan. A log that was not closed ends with the steps it has."""

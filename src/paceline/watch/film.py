@@ -102,6 +102,16 @@ class Cut:
     scene: Scene
 
 
+@value
+class Glance:
+    """What a cut says of one moment, without the steps before it."""
+
+    evicted: tuple[tuple[int, ...], ...]
+    num_evicted: tuple[int, ...]  # by layer group, since the start
+    ended: tuple[Noted, ...]
+    scene: Scene
+
+
 # What is kept of a step until somebody looks: its plan and decisions, when it was submitted, whether a step failed
 # before it, figures that the next step changes (budget, running, waiting, blocks free) and the requests that joined, in
 # the order of the plan's joins. A plain tuple, since one is made in each step: a named one takes several times as long.
@@ -119,7 +129,7 @@ class Film:
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
-        self._evicted = [pool.num_evicted for pool in self._pools]  # as of the last cut
+        self._evicted = self._num_evicted()  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         state = self._state
@@ -149,22 +159,33 @@ class Film:
         self._done.append((seq, time_s, failed))
         self._cleared = self._cleared or failed
 
-    def cut(self) -> Cut:
-        """Hand out what was noted and begin anew."""
+    def glance(self) -> Glance:
+        """How things stand, for a cut that may be wanted later; changes nothing."""
+        return Glance(
+            evicted=self._newly_evicted(),
+            num_evicted=self._num_evicted(),
+            ended=tuple(_noted(each) for each in self._state.decisions if each.kind is DecisionKind.FINISH),
+            scene=scene_of(self._state),
+        )
+
+    def cut(self, seen: Glance | None = None) -> Cut:
+        """Hand out what was noted and begin anew: with the state of now, or of a moment since the newest step."""
+        seen = self.glance() if seen is None else seen
         steps, changes = _told(self._steps)
         cut = Cut(
             steps=steps,
             changes=changes,
             done=tuple(self._done),
             dropped=self._dropped,
-            evicted=self._newly_evicted(),
+            evicted=seen.evicted,
             cleared=self._cleared,
-            ended=tuple(_noted(each) for each in self._state.decisions if each.kind is DecisionKind.FINISH),
-            scene=scene_of(self._state),
+            ended=seen.ended,
+            scene=seen.scene,
         )
         self._steps.clear()
         self._done.clear()
         self._dropped = 0
+        self._evicted = seen.num_evicted
         return cut
 
     def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
@@ -173,8 +194,10 @@ class Film:
         for pool, seen in zip(self._pools, self._evicted, strict=True):
             last = list(pool.evicted_last) if pool.num_evicted > seen else []
             found.append(tuple(block - 1 for block in last[-(pool.num_evicted - seen) :]))
-        self._evicted = [pool.num_evicted for pool in self._pools]
         return tuple(found)
+
+    def _num_evicted(self) -> tuple[int, ...]:
+        return tuple(pool.num_evicted for pool in self._pools)
 
 
 def _told(notes: Sequence[_Note]) -> tuple[Steps, Changes]:

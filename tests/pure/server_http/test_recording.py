@@ -19,7 +19,7 @@ from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 from paceline.server.show import about_values, show_routes
 from paceline.sim import simulate
-from tests.pure.sim.sim_helpers import random_workload, sim_config
+from tests.pure.sim.sim_helpers import make_workload, random_workload, sim_config
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,21 @@ def test_messages_are_numbered_whole_and_in_bundles(run: tuple[Recording, RunRec
     done = [each[0] for message in found for each in message["engine"]["done"]]
     assert sorted(done) == steps
     assert found[-1]["engine"]["scene"]["finished"] == 80
+
+
+def test_a_run_begins_before_its_first_request_and_rests_are_told_when_they_begin() -> None:
+    recording = Recording("run", num_rows=8, device="made up")
+    simulate(sim_config(), make_workload([3.0, 60.0], prompt=20, output=5), watch=recording.watch)
+    found = messages(recording)
+    assert recording.times[0] == 0.0
+    assert found[0]["engine"]["steps"]["seq"] == [] and found[0]["engine"]["scene"]["rows"][0] == []
+    told = [seq for message in found for seq in message["engine"]["steps"]["seq"]]
+    assert told == list(range(1, len(told) + 1)), "the first step is told like every other"
+    resting = [message["engine"] for message in found if 3.0 < message["engine"]["scene"]["time_s"] < 59.0]
+    assert resting[-1]["scene"]["rows"][0] == [] and resting[-1]["scene"]["finished"] == 1
+    last_done = max(done for engine in resting for _, done, _ in engine["done"])
+    assert resting[-1]["scene"]["time_s"] == pytest.approx(last_done)
+    assert [kind for kind, *_ in resting[-1]["ended"]] == ["finish"]
 
 
 def test_latencies_are_those_the_simulation_measured(run: tuple[Recording, RunRecord]) -> None:

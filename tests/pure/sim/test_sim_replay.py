@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.audit.runlog import read_run_log
+from paceline.audit.runlog import BEGAN, RunLogWriter, read_run_log, run_header
 from paceline.core.clock import ManualClock
 from paceline.core.policy import RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import EngineFailed, InputError, NeverFits, QueueFull
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.scheduler.state import SchedulerState
+from paceline.server.recording import Recording
+from paceline.sim import simulate
 from paceline.sim.replay import replay
 from tests.fakes import FakeRunner, Faults
+from tests.pure.sim.sim_helpers import make_workload, sim_config
 from tests.traffic import (
     CASE_FAULTS,
     CASES,
@@ -59,6 +63,25 @@ WANTED = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
+
+
+# -- who looks on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("began_s, expected", [(0.0, 0.0), (None, 3.0), ("soon", 3.0)])
+def test_a_replay_is_watched_from_the_beginning_its_log_names(
+    began_s: object, expected: float, tmp_path: Path
+) -> None:
+    config, path, begun = sim_config(), tmp_path / "run.jsonl", list[float]()
+    header = run_header(config.engine, **({} if began_s is None else {BEGAN: began_s}))
+    simulate(config, make_workload([3.0]), recorder=RunLogWriter(path, header))
+
+    def watch(state: SchedulerState) -> Recording:
+        begun.append(state.clock.now())
+        return Recording("run", num_rows=8, device="").watch(state)
+
+    assert replay(read_run_log(path), watch=watch).is_equal
+    assert begun == [expected]
 
 
 # -- equal runs --------------------------------------------------------------------------------------------

@@ -70,9 +70,11 @@ export class BlockMap {
       }
     });
     this.counts = Object.fromEntries(KINDS.map((name, kind) => [name, counts[kind]]));
-    const number = (value) => value.toLocaleString("en");
+    const number = (value) => value.toLocaleString("en"), sizes = scene.num_blocks;
+    const alike = sizes.length > 1 && sizes.every((size) => size === sizes[0]); // layers of two kinds have a cache each
+    const all = alike ? `${sizes.length} × ${number(sizes[0])}` : number(this.total);
     this.note.textContent =
-      `${number(counts[2] + counts[3])} of ${number(this.total)} held, ${number(counts[3])} shared (which saves ${number(scene.saved)}); ` +
+      `${number(counts[2] + counts[3])} of ${all} held, ${number(counts[3])} shared (which saves ${number(scene.saved)}); ` +
       `${number(counts[1])} free ones still hold a prefix; ${number(scene.evicted)} prefixes given up`;
   }
 

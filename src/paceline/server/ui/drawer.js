@@ -7,8 +7,9 @@ import { phases } from "./waterfall.js";
 const AGAIN_MS = 1000;
 
 export class Drawer {
-  constructor(place, stage, pathOf) {
-    Object.assign(this, { place, stage, pathOf });
+  // `onStory` is told when the story of another request is known.
+  constructor(place, stage, pathOf, onStory) {
+    Object.assign(this, { place, stage, pathOf, onStory });
     this.request = null;
     this.told = null;
     [this.title, this.state, this.falls, this.story] = ["title", "state", "falls", "story"].map((name) => place.querySelector(`#drawer-${name}`));
@@ -18,11 +19,11 @@ export class Drawer {
 
   close() {
     this.place.hidden = true;
-    this.request = null;
+    this.request = this.stage.past.shown = null;
   }
 
   async show(request) {
-    this.request = request;
+    this.request = this.stage.past.shown = request;
     this.told = null;
     this.place.hidden = false;
     this.title.textContent = `Request ${request}`;
@@ -38,7 +39,9 @@ export class Drawer {
     try {
       const told = await ask(this.pathOf(request));
       if (this.request !== request) return false;
+      const isNew = !this.told;
       this.told = told;
+      if (isNew) this.onStory();
       if (told.id) this.title.textContent = `Request ${request} · ${told.id}`;
       const ended = told.branches.every((branch) => branch.state === "ended");
       this.state.textContent = told.branches.map((branch) => branch.state).join(", ");
@@ -51,9 +54,15 @@ export class Drawer {
     }
   }
 
+  // When the request that is shown came onto a row; null where none is, or never did.
+  began() {
+    const times = this.told?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
+    return this.request === null || !times.length ? null : Math.min(...times);
+  }
+
   draw() {
     if (this.request === null || !this.told || !this.stage.scene) return;
-    const own = this.stage.segments.filter((segment) => segment.request === this.request);
+    const own = this.stage.wayOf(this.request);
     const found = this.told.branches.flatMap((branch) => phases(branch.decisions, own, this.stage.scene.time_s));
     const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));
     this.falls.replaceChildren(

@@ -19,7 +19,20 @@ export class Figures {
     const { scene, costs } = message.engine, at = scene.time_s;
     const { prompt_tokens: prompt, cached_tokens: cached } = scene;
     this.kept.push({ at, server: message.server, costs, prompt, cached, running: scene.rows[0].length });
-    while (this.kept.length > 2 && this.kept[0].at < at - WINDOW_S) this.kept.shift();
+    this.drop();
+  }
+
+  // Nothing has happened since the last message: a run that is over has no messages where nothing happened.
+  restUntil(until) {
+    const last = this.kept.at(-1);
+    if (!last || last.at >= until) return;
+    if (last.rests) this.kept.pop();
+    this.kept.push({ ...last, at: until, rests: true });
+    this.drop();
+  }
+
+  drop() {
+    while (this.kept.length > 2 && this.kept[0].at < this.kept.at(-1).at - WINDOW_S) this.kept.shift();
   }
 
   // How much something grew in the last seconds.
@@ -39,8 +52,11 @@ export class Figures {
     return all > 0 ? this.growth(part).by / all : null;
   }
 
+  // Over time: what a message says holds until the next one.
   mean(read) {
-    return this.kept.reduce((sum, each) => sum + read(each), 0) / Math.max(1, this.kept.length);
+    const kept = this.kept, seconds = kept.at(-1).at - kept[0].at;
+    if (!(seconds > 0)) return read(kept.at(-1));
+    return kept.reduce((sum, each, at) => sum + read(each) * ((kept[at + 1] ?? each).at - each.at), 0) / seconds;
   }
 
   percentile(name, share) {

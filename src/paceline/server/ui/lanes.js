@@ -5,6 +5,7 @@ import { onTheme, palette } from "./colours.js";
 import { BAND, DECODE, FINISH, PREFILL, REDO } from "./stage.js";
 
 const WINDOW_S = 20, LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
+const DIGIT = 7; // pixels, the height of a label's digits
 const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "computes again", [DECODE]: "decode" };
 
 export class Lanes {
@@ -50,8 +51,11 @@ export class Lanes {
     pen.scale(this.scale, this.scale);
     pen.font = "10px system-ui";
     pen.fillStyle = palette().quiet;
+    const highest = DIGIT + 2, lowest = this.lanes * this.height - 2;
     for (let lane = 0; lane < this.lanes; lane += every) {
-      pen.fillText(String(lane), 2, lane * this.height + Math.min(this.tall, 10));
+      // In the middle of its lane, and whole where the lane is lower than a digit and at an edge.
+      const bottom = lane * this.height + (this.tall + DIGIT) / 2;
+      pen.fillText(String(lane), 2, Math.min(lowest, Math.max(highest, bottom)));
     }
   }
 

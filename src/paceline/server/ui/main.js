@@ -16,20 +16,25 @@ import { Steering } from "./steer.js";
 const byId = (id) => document.getElementById(id);
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
-const drawer = new Drawer(byId("drawer"), stage, (request) => `${explained}/requests/${request}/explain`);
+const explanation = (request) => `${explained}/requests/${request}/explain`;
+const drawer = new Drawer(byId("drawer"), stage, explanation, () => player?.reach());
 const pick = (request) => drawer.show(request);
 const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
-let about = null, engine = null, ahead = null, fresh = false, player = null, steering = null, explained = "/v1/admin", before = 0, drawn = 0, charted = 0;
+let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null;
+let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
+const FLASH_S = 1; // how long ago a prefix may have been given up to be framed
 const CHARTS_MS = 500; // a minute wide, they hardly move in between
 const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
 
-window.paceline = { stage, figures, blocks, lanes, queue, drawer, frames, player: () => player }; // for tests and the curious
+// For tests and the curious.
+window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames, player: () => player };
 
 function take(message) {
   stage.apply(message);
   figures.add(message);
-  blocks.flash(message.engine.evicted);
+  const isPast = player && player.time - message.engine.scene.time_s > FLASH_S; // of the minute before a place in a run
+  if (!isPast) blocks.flash(message.engine.evicted);
 }
 
 function received(message) {
@@ -47,6 +52,7 @@ function played(messages, anew) {
     stage.reset();
     figures.reset();
     blocks.reset();
+    blocks.evicted.clear();
     charted = 0;
   }
   messages.forEach(take);
@@ -71,27 +77,35 @@ function draw(at) {
   if (stage.scene && !document.hidden) {
     const now = player ? player.time : performance.now() / 1000 - ahead;
     lanes.draw(now, engine.max_num_seqs);
-    if (fresh && at - drawn >= REST_MS) drawRest(now, at);
+    // Up to when everything is known: a run that is over has no messages where nothing happened.
+    const told = player && stage.isIdle() ? now : stage.scene.time_s;
+    if ((fresh || player?.playing) && at - drawn >= REST_MS) drawRest(now, told, at);
+    if (outdated && at - charted >= CHARTS_MS) drawCharts(now, told, at);
     frames.push(performance.now() - began);
     if (frames.length > 600) frames.shift();
   }
   requestAnimationFrame(draw);
 }
 
-// Everything that changes with a message only.
-function drawRest(now, at) {
+// Everything that hardly changes between two messages.
+function drawRest(now, told, at) {
   fresh = false;
+  outdated = true;
   drawn = at;
+  stage.restUntil(told);
+  figures.restUntil(told);
   blocks.draw(stage.scene);
   drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
-  if (at - charted >= CHARTS_MS) {
-    charted = at;
-    charts.draw(stage, now, engine.max_num_seqs);
-  }
   drawTenants(byId("tenants"), stage.scene);
   queue.draw(now);
   drawer.draw();
+}
+
+function drawCharts(now, told, at) {
+  outdated = false;
+  charted = at;
+  charts.draw(stage, now, told, engine.max_num_seqs);
 }
 
 // Colours or widths are others: what waits for a message would stay as it was, for as long as a replay is paused.
@@ -117,8 +131,8 @@ async function start() {
   document.body.dataset.mode = about.recordings ? "recorded" : "live";
   if (about.recordings) {
     tell("recorded", "");
-    const onLost = (note) => tell("lost", note);
-    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost });
+    const onLost = (note) => tell("lost", note), wanted = () => drawer.began();
+    player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost, wanted });
   } else {
     engine = about.engine;
     describe(about.model);

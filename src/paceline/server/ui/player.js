@@ -4,11 +4,13 @@ import { ask } from "./feed.js";
 import { KEPT_S } from "./stage.js";
 
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32], MOST_BUNDLES = 256;
+const MOST_AT_ONCE = 1200; // messages that are played in one go: some tenths of a second
 
 export class Player {
-  // `onMessages` gets what comes next, and whether everything before is to be forgotten.
-  constructor(place, about, { onRun, onMessages, onLost }) {
-    Object.assign(this, { about, onRun, onMessages, onLost });
+  // `onMessages` gets what comes next, and whether everything before is to be forgotten; `wanted` says from when on
+  // messages are needed although they are older than what pictures show, or null.
+  constructor(place, about, { onRun, onMessages, onLost, wanted }) {
+    Object.assign(this, { about, onRun, onMessages, onLost, wanted });
     const find = (id) => place.querySelector(`#play-${id}`);
     Object.assign(this, { runs: find("run"), button: find("button"), speeds: find("speed"), slider: find("slider"), clock: find("clock") });
     this.runs.replaceChildren(...about.recordings.map((run, index) => new Option(run.name, index)));
@@ -33,7 +35,7 @@ export class Player {
     this.run = this.about.recordings[index];
     this.times = this.run.times;
     this.bundles = new Map();
-    this.first = this.times[0];
+    this.first = this.times[0]; // the run's beginning: nothing has happened yet
     this.slider.max = this.times.at(-1) - this.first;
     this.onRun(this.run, index);
     return this.seek(this.first);
@@ -50,12 +52,26 @@ export class Player {
     const job = (this.job = Symbol());
     this.time = Math.min(Math.max(time, this.first), this.times.at(-1));
     this.show();
-    const last = this.at(this.time), begin = this.at(this.time - KEPT_S);
-    const messages = await this.attempt(begin, last);
+    const last = this.at(this.time), past = this.at(this.time - KEPT_S);
+    this.begin = Math.min(past, Math.max(this.beforeWanted(), last - MOST_AT_ONCE));
+    this.oldest = this.begin; // what is being collected is not thrown away
+    const messages = await this.attempt(this.begin, last);
+    if (this.job === job) this.oldest = null;
     if (this.job !== job || !messages) return; // somebody wants to be elsewhere by now, or there is nothing to show
     this.next = last + 1;
     this.job = null;
     this.onMessages(messages, true);
+  }
+
+  // What is wanted has changed: it may lie before what was played.
+  reach() {
+    if (this.beforeWanted() < this.begin) this.seek(this.time);
+  }
+
+  // The message before the one that tells of what is wanted: of the first that is played only the state counts.
+  beforeWanted() {
+    const wanted = this.wanted();
+    return wanted === null ? Infinity : Math.max(0, this.at(wanted) - 1);
   }
 
   // Once a frame: what is due by now.
@@ -133,7 +149,7 @@ export class Player {
       bundles.delete(bundle);
       throw error;
     }
-    const first = this.bundleOf(this.at(this.time - KEPT_S));
+    const first = this.bundleOf(this.oldest ?? this.at(this.time - KEPT_S));
     for (const other of bundles.size > MOST_BUNDLES ? [...bundles.keys()] : []) {
       if (other < first || other > bundle) bundles.delete(other);
     }

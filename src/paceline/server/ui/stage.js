@@ -1,6 +1,8 @@
 // What is on stage: rows and their requests, folded from the steps of each message, and checked against the state the
 // message carries. Keeps the last minute for the pictures, and what no picture has taken yet. Draws nothing.
 
+import { Past } from "./past.js";
+
 export const KEPT_S = 60;
 export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode"; // of segments
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
@@ -26,6 +28,7 @@ function told({ steps, changes }) {
 export class Stage {
   constructor() {
     this.onStep = null; // told each step's number, for whoever compares
+    this.past = new Past();
     this.reset();
   }
 
@@ -36,6 +39,9 @@ export class Stage {
     this.marks = []; // { row, request, at, kind, rule, back }
     this.steps = []; // { seq, t, done, open, d, p, padding, b, r, w, f } and what changed
     this.bySeq = new Map();
+    this.counts = []; // { t, r, w } of steps and of states: how many ran and waited from then on; null: not known
+    this.unknown = [{ from: -Infinity, to: Infinity }]; // stretches of time nobody has seen
+    this.past.reset();
     this.active = new Set(); // segments that go on
     this.ended = []; // segments that have ended and marks that came, since a picture took them
     this.newMarks = [];
@@ -65,12 +71,14 @@ export class Stage {
     this.dismiss(cut);
     this.number = message.n;
     this.scene = cut.scene;
+    this.counts.push({ t: cut.scene.time_s, r: cut.scene.rows[0].length, w: cut.scene.num_waiting });
     this.forget(cut.scene.time_s - KEPT_S);
   }
 
   // Anew from the state of a message: what came before is not known.
   begin(cut) {
     const now = cut.scene.time_s;
+    this.miss(now);
     for (const row of [...this.rows.keys()]) this.leave(row, now);
     for (const segment of [...this.active]) this.end(segment, now);
     const [rows, requests, , , , , , , decoding] = cut.scene.rows;
@@ -79,6 +87,15 @@ export class Stage {
       if (decoding[index]) this.decode(row, now);
     });
     this.seq = cut.scene.seq;
+  }
+
+  // Nobody has seen what happened between the last state and a time.
+  miss(until) {
+    const from = this.scene?.time_s ?? -Infinity;
+    if (this.scene) this.counts.push({ t: from, r: null, w: null });
+    else this.unknown = [];
+    this.unknown.push({ from, to: until });
+    for (const step of this.steps) step.done ??= step.t;
   }
 
   // Rows that were left since the newest step: an engine with nothing to do makes no step that would say so.
@@ -108,6 +125,7 @@ export class Stage {
     for (const row of step.on || []) this.decode(row, step.t);
     this.steps.push(step);
     this.bySeq.set(step.seq, step);
+    this.counts.push({ t: step.t, r: step.r, w: step.w });
     this.seq = step.seq;
     this.onStep?.(step.seq, this);
   }
@@ -218,11 +236,33 @@ export class Stage {
     return news;
   }
 
+  // Nobody runs and nobody waits.
+  isIdle() {
+    return !this.scene.rows[0].length && !this.scene.num_waiting;
+  }
+
+  // Nothing has happened since the last message.
+  restUntil(until) {
+    if (until > this.scene.time_s) this.forget(until - KEPT_S);
+  }
+
+  // Everything that is known of a request's way, in order.
+  wayOf(request) {
+    return [...this.past.of(request), ...this.segments.filter((segment) => segment.request === request)];
+  }
+
   forget(before) {
-    this.segments = this.segments.filter((segment) => segment.to === null || segment.to > before);
+    const isOld = (segment) => segment.to !== null && segment.to <= before;
+    const isHere = (request) => this.rowOf.has(request) || this.gone.has(request);
+    this.past.take(this.segments.filter((segment) => segment.kind !== BAND && isOld(segment)), isHere);
+    this.past.forget(isHere, before);
+    this.segments = this.segments.filter((segment) => !isOld(segment));
     this.marks = this.marks.filter((mark) => mark.at > before);
     const old = this.steps.findIndex((step) => step.t > before);
     for (const step of this.steps.splice(0, old < 0 ? this.steps.length : old)) this.bySeq.delete(step.seq);
+    const held = this.counts.findLastIndex((each) => each.t <= before); // holds until the next one
+    this.counts.splice(0, Math.max(0, held));
+    this.unknown = this.unknown.filter((each) => each.to > before);
     if (this.gone.size > 10_000) this.gone.clear(); // of requests that ended without a note
   }
 }

@@ -11,7 +11,7 @@ export class Steering {
     Object.assign(this, { position: find("position"), shown: find("shown"), kind: find("kind"), target: find("target") });
     Object.assign(this, { policy: find("policy"), note: find("note"), problem: find("problem") });
     this.policy.replaceChildren(...policies.map((name) => new Option(name)));
-    this.position.addEventListener("input", () => (this.shown.textContent = this.position.value));
+    this.position.addEventListener("input", () => this.stand(Number(this.position.value)));
     this.position.addEventListener("change", () => this.turn({ position: Number(this.position.value) }));
     find("hold").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -54,9 +54,17 @@ export class Steering {
   showDial(dial) {
     if (document.activeElement !== this.position) {
       this.position.value = dial.position;
-      this.shown.textContent = dial.state === "off" ? "off" : dial.position.toFixed(2);
+      this.stand(dial.state === "off" ? null : dial.position);
     }
     this.note.textContent = dial.sentences.join(" ");
+  }
+
+  // How the slider looks: at a position, or off, with none.
+  stand(position) {
+    const shown = position === null ? "off" : position.toFixed(2);
+    this.shown.textContent = shown;
+    this.position.setAttribute("aria-valuetext", shown);
+    this.position.classList.toggle("off", position === null);
   }
 
   showPolicy(found) {

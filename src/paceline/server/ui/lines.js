@@ -1,0 +1,77 @@
+// The numbers behind the charts: [seconds ago, ...values] for each of them, null where there is nothing to say. A step
+// has tokens, so that there are none of a step while the engine rests; tokens a second are 0 then, and requests are
+// as many as there are.
+
+export const SPAN_S = 60;
+const MOST_POINTS = 600;
+const REST_S = 0.2; // without a step, from which on the engine rests; about a pixel
+
+// What steps were made of: [ago, prompt and decode, decode, budget].
+export function ofSteps(steps, now) {
+  const runs = stretches(steps), group = Math.ceil(steps.length / MOST_POINTS), points = [];
+  const add = (at, step) => points.push([at - now, step.p + step.d, step.d, step.b || null]);
+  for (const { found, end } of runs) {
+    for (const step of thinned(found, group, (each) => each.p + each.d)) add(step.t, step);
+    // The last one holds until it is done, and is wide enough to be seen where it is the only one.
+    const last = found.at(-1), held = Math.max(end ?? now, last.t + REST_S), until = Math.max(last.t, Math.min(now, held));
+    add(until, last);
+    points.push([until - now, null, null, null]);
+  }
+  return columns(points, 4);
+}
+
+// Tokens of each second of the engine's clock that is over: [ago, prompt and decode, decode]. What is `told` is known up
+// to then; `unknown` are stretches nobody has seen.
+export function ofSeconds(steps, unknown, told, now) {
+  const first = Math.ceil(now - SPAN_S), seconds = [];
+  for (let second = first; second + 1 <= told; second++) {
+    const seen = !unknown.some(({ from, to }) => from < second + 1 && to > second);
+    seconds.push([second + 0.5 - now, seen ? 0 : null, seen ? 0 : null]);
+  }
+  for (const step of steps) {
+    const second = seconds[Math.floor(step.t) - first];
+    if (!second || second[1] === null) continue;
+    second[1] += step.p + step.d;
+    second[2] += step.d;
+  }
+  return columns(seconds, 3);
+}
+
+// Who ran and waited: [ago, running, waiting, rows]. Each count holds until the next one.
+export function ofRequests(counts, numSlots, now) {
+  const changes = counts.filter((each, at) => !at || each.r !== counts[at - 1].r || each.w !== counts[at - 1].w);
+  const holds = ({ r, t }, at) => r === null || (changes[at + 1]?.t ?? now) - t > REST_S;
+  const few = thinned(changes, Math.ceil(changes.length / MOST_POINTS), (each) => each.r + each.w, holds);
+  const last = counts.at(-1), points = last && last.t < now ? [...few, { ...last, t: now }] : few;
+  return columns(points.map(({ t, r, w }) => [t - now, r, w, numSlots]), 4);
+}
+
+// Steps between which the engine did not rest, and when the last of them was done; null while it is not.
+function stretches(steps) {
+  const runs = [];
+  let end = -Infinity;
+  for (const step of steps) {
+    if (step.t - end > REST_S) runs.push({ found: [], end: null });
+    end = Math.max(end, step.done ?? step.t);
+    runs.at(-1).found.push(step);
+    runs.at(-1).end = step.done === null ? null : end;
+  }
+  for (const run of runs.slice(0, -1)) run.end ??= run.found.at(-1).t; // how it ended was not seen
+  return runs;
+}
+
+// One of each group, the one that weighs most, so that no peak is lost; and those that must stay.
+function thinned(found, group, weight, stays = () => false) {
+  if (group <= 1) return found;
+  const few = [];
+  for (let first = 0; first < found.length; first += group) {
+    const some = found.slice(first, first + group);
+    const heaviest = some.reduce((best, each) => (weight(each) > weight(best) ? each : best));
+    few.push(...some.filter((each, at) => each === heaviest || stays(each, first + at)));
+  }
+  return few;
+}
+
+function columns(points, count) {
+  return Array.from({ length: count }, (_, column) => points.map((point) => point[column]));
+}
