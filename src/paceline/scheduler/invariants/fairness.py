@@ -41,6 +41,8 @@ def who_was_served_least_is_admitted_first(look: Look) -> str | None:
     for decision in reversed(look.decisions):
         request = state.requests.get(decision.request)
         if request is None:
+            if decision.kind is DecisionKind.ADMIT:
+                return None  # it failed on its way in: whose counter had its prompt is not known any more
             continue
         tenant = state.tenant_index(request.tenant)
         if decision.kind is DecisionKind.ADMIT:
