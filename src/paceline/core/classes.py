@@ -38,6 +38,10 @@ class Urgency(NamedTuple):
             raise InvalidRequest(f"priority {self.priority} is out of range", param="priority")
         return found
 
+    def check(self) -> None:
+        """Raise InvalidRequest for a number that is out of range."""
+        _ = self.standing
+
 
 PLAIN = Urgency()
 

@@ -20,9 +20,7 @@ def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) ->
     if request is None:
         return ChangeOutcome.ENDED
     if change.priority is not None:
-        _ = request.urgency._replace(
-            priority=change.priority
-        ).standing  # raises for one that nothing can be compared with
+        request.urgency._replace(priority=change.priority).check()
     is_paused = request.state is RequestState.PAUSED
     if change.paused and not is_paused:
         try:

@@ -62,7 +62,7 @@ class Composer:
         if len(state.queue):
             self.displacement.make_places()
         if state.prefilling or len(state.queue):
-            self.held = self.displacement.held_back(self._prompt_room())
+            self.held = self.displacement.held_back(self._prompt_room)
         mask = self._decode()
         prompts = self._prompts()
         if prompts or len(state.queue):

@@ -7,6 +7,8 @@ gives its place a second time before it has got further than it ever was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,9 +40,10 @@ class Displacement:
         given: Index = live[policy.yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
         return given
 
-    def held_back(self, room: int) -> Index:
-        """Decoding rows that leave this step to prompts that outrank them and want more tokens than `room`.
+    def held_back(self, prompt_room: Callable[[], int]) -> Index:
+        """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
 
+        Most policies hold nobody back: then nobody asks how much that is.
         They keep what they hold and lose nothing but time, so that nothing bounds it but the order itself.
         """
         state = self._state
@@ -50,6 +53,7 @@ class Displacement:
         )  # a `HoldingBack` one: asked too often for isinstance
         if holds_back is None or state.mode.keeps_finished:
             return nobody
+        room = prompt_room()
         prompts = state.in_order(np.array([request.row for request in state.prefilling.values()], np.int64))
         urgent, wanted = None, 0
         if len(prompts):

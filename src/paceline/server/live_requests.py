@@ -70,5 +70,5 @@ def _change(wish: Wish, known: Recent) -> Change:
         wanted_s = time.monotonic() + wish.deadline_ms / 1e3 if wish.deadline_ms else math.inf
         until_s = min(wanted_s, known.until_s)
     if wish.priority is not None:
-        _ = Urgency(known.service_class, wish.priority).standing  # raises if nothing can be compared with it
+        Urgency(known.service_class, wish.priority).check()
     return Change(priority=wish.priority, until_s=until_s, paused=wish.paused)

@@ -187,7 +187,7 @@ class AsyncEngine:
         sender = self._ready_sender()
         if sender.num_unsent_bytes > self._config.max_unsent_bytes:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
-        _ = urgency.standing  # raises for one that nothing can be compared with
+        urgency.check()
         add = frames.Add(
             self._next_id,
             _column(tokens),
