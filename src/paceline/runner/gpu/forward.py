@@ -194,21 +194,32 @@ class DeviceDecoder:
         skinny_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped)
         return out
 
-    def _narrowed(self, x: Tensor, linear: DenseLinear, norm: Tensor | None, overlapped: bool) -> Tensor:
-        """A product back to the model's width; few rows leave it in parts for the next norm to sum."""
-        if self._has_few_rows(x) and linear.bias is None and norm is None:
+    def _narrowed(
+        self, x: Tensor, linear: DenseLinear, norm: Tensor | None, overlapped: bool
+    ) -> Tensor | None:
+        """A product back to the model's width, for the next norm to add to the residual.
+
+        Few rows leave it in parts for that norm to sum. Where nothing stands between product and residual, the
+        product adds itself and nothing is left to add: the norm then moves half as much.
+        """
+        is_bare = linear.bias is None and norm is None
+        if is_bare and self._has_few_rows(x):
             tuning = narrow_tuning(*linear.weight.shape)
             if tuning is not None:
                 shape = (tuning.parts, len(x), linear.weight.shape[0])
                 parts = self._parts[: math.prod(shape)].view(shape)
                 skinny_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
                 return parts
+        if is_bare:
+            residual = self._residual[: len(x)]
+            torch.addmm(residual, x, linear.weight.T, out=residual)
+            return None
         update = self._times(x, linear, self._update)
         if norm is not None:
             residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
         return update
 
-    def _fed(self, normed: Tensor, layer: DeviceLayer, overlapped: bool) -> Tensor:
+    def _fed(self, normed: Tensor, layer: DeviceLayer, overlapped: bool) -> Tensor | None:
         norm = layer.norm_after_feed_forward
         if layer.experts is not None:
             return self._chosen_experts(normed, layer.experts)
