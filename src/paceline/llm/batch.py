@@ -17,9 +17,11 @@ from paceline.llm.interrupts import Interrupts
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 
-# Steps' worth of prompt tokens that wait at least. One is enough to begin with: others are added while the device
-# computes it. Where prompts begin alike few of their tokens are computed, and a step that has room left wants more.
+# Steps' worth of prompt tokens that wait at least. One is enough to begin with, and few requests: the others are
+# added, which takes the host tens of microseconds each, while the device computes. Where prompts begin alike few of
+# their tokens are computed, and a step that has room left wants more.
 FIRST_FED, STEPS_FED, MOST_FED = 1, 4, 256
+FIRST_REQUESTS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ def _feed(
     enough = math.inf  # other orders and modes want to see everybody who waits
     if (config.mode, config.scheduling_policy) == ("continuous", "fcfs"):
         enough = steps_fed * config.max_num_batched_tokens
+        if steps_fed == FIRST_FED:
+            max_open = min(max_open, FIRST_REQUESTS)
     while front.collector.num_open < max_open and queue.num_tokens < enough:
         submission = next(waiting, None)
         if submission is None:
