@@ -24,7 +24,9 @@ from paceline.runner.workers import Workers
 Index = NDArray[np.int64]
 PIECE = 256
 MAX_WASTE = 1.5  # of a bucket: padded size over real size
-SMALL = 1024  # pairs of a query and a place it may look at that are done sooner than handed over
+# Pairs of a query and a place it may look at: so few are done sooner than handed over, so many are done sooner by all
+# threads together.
+SMALL, LARGE = 1024, 65_536
 
 
 @dataclass(slots=True)
@@ -60,7 +62,10 @@ class StepAttention:
         kept = [slots != NOWHERE for slots in batch.slots]
         self._kept = [None if mask.all() else torch.from_numpy(mask.nonzero()[0]) for mask in kept]
         self._slots = [torch.from_numpy(slots[mask]) for slots, mask in zip(batch.slots, kept, strict=True)]
-        self._members = [_members(kv, rows, batch, which) for which in _split(batch, workers.count)]
+        split = _split(batch, workers.count)
+        self._members = [_members(kv, rows, batch, which) for which in split]
+        work = batch.count * (batch.start + batch.count)
+        self._is_shared = max((int(work[which].sum()) for which in split), default=0) <= LARGE
         self._all_stored = len(batch.row_of) == int(batch.count.sum())
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -79,7 +84,11 @@ class StepAttention:
             seen = self._attend(layer, members, members.buckets[group], queries)
             out[members.real] = seen[members.first]
 
-        self._workers.run(attend, self._members)
+        if self._is_shared:
+            self._workers.run(attend, self._members)
+        else:
+            for members in self._members:
+                attend(members)
         return out.flatten(1)
 
     def _attend(self, layer: int, members: Members, bucket: Bucket, queries: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def _split(batch: Batch, num_workers: int) -> list[Index]:
 
 def _shares(members: list[int], work: int, num_workers: int) -> list[Index]:
     """One bucket, or as many as can be done beside each other where the work is worth the handing over."""
-    count = num_workers if work > num_workers * SMALL and len(members) >= num_workers else 1
+    count = max(1, min(num_workers, len(members), work // SMALL))
     return [np.sort(members[share::count]) for share in range(count)]  # long and short ones in each
 
 

@@ -2,10 +2,14 @@
 
 torch runs a batch of small matrix products and a gather on one core, however many there are. Where a step is made of
 parts that do not touch each other, they are given to threads: torch lets go of the interpreter while it computes.
+
+Meanwhile no part may use threads of its own. Each thread that computes has a team of them, which wait for each other
+by spinning: two teams on the same cores take turns at waiting, and a step takes twice as long.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,7 +24,9 @@ class Workers:
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self.count - 1, "paceline-part") if self.count > 1 else None
+        self._pool: ThreadPoolExecutor | None = None
+        if self.count > 1:
+            self._pool = ThreadPoolExecutor(self.count - 1, "paceline-part", initializer=_compute_alone)
 
     def run(self, work: Callable[[Part], None], parts: Sequence[Part]) -> None:
         """Do `work` for each part; an error of any of them is raised here, after all have ended."""
@@ -28,16 +34,29 @@ class Workers:
             for part in parts:
                 work(part)
             return
+        waiting = deque(parts)
 
-        def shared(part: Part) -> None:
+        def take() -> None:
             with torch.inference_mode():  # a setting of each thread
-                work(part)
+                while waiting:
+                    try:
+                        part = waiting.popleft()
+                    except IndexError:  # another thread took the last one
+                        return
+                    work(part)
 
-        others = [self._pool.submit(shared, part) for part in parts[1:]]
+        others = [self._pool.submit(take) for _ in range(min(self.count, len(parts)) - 1)]
+        torch.set_num_threads(1)
         try:
-            work(parts[0])
+            take()
         finally:
             for other in others:
                 other.exception()  # waits
+            torch.set_num_threads(self.count)
         for other in others:
             other.result()
+
+
+def _compute_alone() -> None:
+    torch.get_num_threads()  # what is asked for before the thread has taken its number over is overwritten
+    torch.set_num_threads(1)
