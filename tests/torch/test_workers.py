@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +13,7 @@ from paceline.runner.workers import Workers  # noqa: E402
 
 
 @pytest.fixture
-def workers():
+def workers() -> Iterator[Workers]:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield Workers()
