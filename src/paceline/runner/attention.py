@@ -84,11 +84,7 @@ class StepAttention:
             seen = self._attend(layer, members, members.buckets[group], queries)
             out[members.real] = seen[members.first]
 
-        if self._is_shared:
-            self._workers.run(attend, self._members)
-        else:
-            for members in self._members:
-                attend(members)
+        self._workers.run(attend, self._members, beside=self._is_shared)
         return out.flatten(1)
 
     def _attend(self, layer: int, members: Members, bucket: Bucket, queries: Tensor) -> Tensor:

@@ -30,9 +30,12 @@ class Workers:
         if self.count > 1:
             self._pool = ThreadPoolExecutor(self.count - 1, "paceline-part", initializer=_compute_alone)
 
-    def run(self, work: Callable[[Part], None], parts: Sequence[Part]) -> None:
-        """Do `work` for each part; an error of any of them is raised here, after all have ended."""
-        if self._pool is None or len(parts) < 2:
+    def run(self, work: Callable[[Part], None], parts: Sequence[Part], *, beside: bool = True) -> None:
+        """Do `work` for each part; an error of any of them is raised here, after all have ended.
+
+        Without `beside` one after the other, each on all threads.
+        """
+        if self._pool is None or len(parts) < 2 or not beside:
             for part in parts:
                 work(part)
             return
