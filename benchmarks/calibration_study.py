@@ -2,8 +2,9 @@
 
 Starts `paceline serve` with its default model and a run log and sends completions over loopback at times drawn
 beforehand. The load is a share of what the server finishes per second when everything is there from the start. Then a
-cost model is fitted to each recorded run in turn and every run is repeated in the simulator with it: a run that is
-compared with the model fitted to itself says how good the model can be, any other how good it is.
+cost model is fitted to each recorded run in turn and one to all of them, and every run is repeated in the simulator
+with each: a run that is compared with the model fitted to itself says how good the model can be, any other how good
+it is.
 
     python -m benchmarks.calibration_study record chats,prompts,bursts --folder DIR [--load 0.7] [--seconds 75]
     python -m benchmarks.calibration_study compare --folder DIR [--json FILE] [--shape NAME --device NAME]
@@ -139,12 +140,15 @@ def line(fitted_to: str, name: str, deviations: tuple[Deviation, ...]) -> str:
 
 def study(folder: Path, machine: Machine, path: Path | None) -> None:
     names = sorted(log.stem for log in folder.glob("*.jsonl"))
-    models = {name: calibrate(folder / f"{name}.jsonl", machine.kv_bytes_per_token) for name in names}
+    logs = {name: folder / f"{name}.jsonl" for name in names}
+    models = {name: calibrate([log], machine.kv_bytes_per_token) for name, log in logs.items()}
+    if len(names) > 1:
+        models["all"] = calibrate(list(logs.values()), machine.kv_bytes_per_token)
     runs = {name: read_recorded(str(folder / f"{name}.jsonl")) for name in names}
-    for name in names:
-        for kind in models[name].kinds:
+    for name, model in models.items():
+        for kind in model.kinds:
             print(f"{name}: {kind}")
-        print(f"{name}: {models[name].cost.host}")
+        print(f"{name}: {model.cost.host}")
     print(
         "| fitted to | run | throughput | "
         + " | ".join(
@@ -156,8 +160,8 @@ def study(folder: Path, machine: Machine, path: Path | None) -> None:
     if path is not None:
         told = {
             "runs": {name: told_of(folder / f"{name}.json") for name in names},
-            "models": {name: models[name].cost.to_json() for name in names},
-            "kinds": {name: [asdict(kind) for kind in models[name].kinds] for name in names},
+            "models": {name: model.cost.to_json() for name, model in models.items()},
+            "kinds": {name: [asdict(kind) for kind in model.kinds] for name, model in models.items()},
             "compared": found,
         }
         path.write_text(json.dumps(told, indent=1) + "\n")

@@ -13,6 +13,7 @@ import paceline
 from paceline.bench.options import LatencyOptions, ThroughputOptions
 from paceline.cli.bench_options import LATENCY_PANELS, THROUGHPUT_PANELS
 from paceline.cli.main import run as run_command
+from paceline.sim.recorded import read_recorded
 from tests.e2e.model_cli import TIMEOUT_S, environment, run
 from tests.model_folder import write_model
 
@@ -125,9 +126,13 @@ print(*([output.outputs[0].token_ids for output in outputs] for _, outputs in ru
 def test_latency_gives_percentiles(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     flags = ("--rate", "50", "--num", "10", "--prompt-tokens", "8", "--output-tokens", "4")
-    done = run("bench", "latency", *TINY, *flags, "--json", str(target), cache=tmp_path)
+    log = tmp_path / "run.jsonl.gz"
+    files = ("--json", str(target), "--run-log", str(log))
+    done = run("bench", "latency", *TINY, *flags, *files, cache=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "TTFT p50 / p90 / p99 ms" in done.stdout and "8x4@50" in done.stdout
+    recorded = read_recorded(str(log)).workload
+    assert sum(not recorded.tenants[tenant].startswith("warm-up") for tenant in recorded.tenant) == 10
     (result,) = json.loads(target.read_text())["results"]
     assert (result["num_requests"], result["output_tokens"]) == (10, 40)
     assert 0 < result["ttft_s"]["p50"] <= result["ttft_s"]["p99"] <= result["e2e_s"]["p99"]

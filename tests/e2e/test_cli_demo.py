@@ -138,6 +138,13 @@ def test_from_a_recorded_run_to_flags(shown: tuple[str, Path], tmp_path: Path) -
     assert "Cost model fitted to" in done.stdout and "as they were and as simulated" in done.stdout
     measures = {each["name"]: each for each in json.loads(told.read_text())["measures"]}
     assert measures["throughput"]["seen"] > 0 and measures["TTFT p99"]["error"] is not None
+    logs = f"{log},{shown[1] / 'dynamic.jsonl.gz'}"
+    both = run("sim", "--calibrate", logs, "--save-costs", str(tmp_path / "both.json"), cache=tmp_path)
+    assert both.returncode == 0, both.stderr
+    steps = [
+        json.loads(Path(path).read_text())["error"]["num_samples"] for path in (costs, tmp_path / "both.json")
+    ]
+    assert steps[1] > steps[0], "the steps of both runs"
     arguments = ("--slo", "ttft_p99=30s,itl_p99=5s", "--trace", "fixed:50x10", "--num-requests", "20")
     tuned = run("tune", "--cost-model", costs, *arguments, "--max-trials", "12", cache=tmp_path)
     assert tuned.returncode == 0, tuned.stderr
@@ -175,6 +182,7 @@ def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tm
         (("sim", "--save-costs", "x.json", "--compare", "run.jsonl"), "give --calibrate LOG too"),
         (("sim", "--calibrate", "a", "--cost-model", "b"), "give one of them"),
         (("sim", "--calibrate", "missing.jsonl"), "missing.jsonl"),
+        (("sim", "--calibrate", "one.jsonl,,two.jsonl"), "has an empty entry"),
         (("tune",), "say what to keep"),
         (("tune", "--slo", "ttft=1s", "--cost-model", "missing.json"), "cannot read cost model missing.json"),
         (("tune", "--slo", "ttft=1s", "--trace", "nothing"), "neither a file nor a built-in workload"),

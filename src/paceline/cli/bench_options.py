@@ -11,7 +11,7 @@ from paceline.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 from paceline.cli.model_options import MODEL, seed_panel
 from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, POLICY, depth_panel
-from paceline.config import SchedulerConfig
+from paceline.config import EngineConfig, SchedulerConfig
 
 HELP = "Measure a server under load, or the engine on workloads that are the same on every machine."
 THROUGHPUT_HELP = """
@@ -73,7 +73,10 @@ _MODES = Panel(
     config=ThroughputOptions,
     flags=(Flag(name="modes", metavar="MODE[,MODE...]"),),
 )
-_RESULTS = Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),))
+_RESULTS = (
+    Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),)),
+    Panel(title="Results", config=EngineConfig, optional=True, flags=(Flag(name="run_log", metavar="FILE"),)),
+)
 _TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
 
 THROUGHPUT_PANELS = (
@@ -87,7 +90,7 @@ THROUGHPUT_PANELS = (
             Flag(name="recheck"),
         ),
     ),
-    _RESULTS,
+    *_RESULTS,
     *_ENGINE,
     _MODES,
     *_FORMING,
@@ -106,7 +109,7 @@ LATENCY_PANELS = (
             Flag(name="temperature", default="0.6"),
         ),
     ),
-    _RESULTS,
+    *_RESULTS,
     *_ENGINE,
     _ONE_MODE,
     *_FORMING,

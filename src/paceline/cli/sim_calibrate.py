@@ -1,4 +1,4 @@
-"""`paceline sim --calibrate` and `--compare`: a cost model from a recorded run, and the simulator beside a real one.
+"""`paceline sim --calibrate` and `--compare`: a cost model from recorded runs, and the simulator beside a real one.
 
 Owns the order of things, the file's name and the tables. The fit is `costs`' business, repeating a run `sim`'s.
 """
@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.lists import split_list
 from paceline.cli.sim_options import SimOptions
 from paceline.cli.sim_output import show_table
 from paceline.cli.sim_plan import machine_of
@@ -34,7 +35,7 @@ FORMAT = "paceline-compare"
 
 
 def run_calibration(options: SimOptions, engine: Mapping[str, Any]) -> None:
-    """Fit, compare, or both: then what was fitted to one log is tried on the other."""
+    """Fit, compare, or both: then what was fitted to some logs is tried on another."""
     if options.save_costs and not options.calibrate:
         raise InputError("--save-costs says where --calibrate writes: give --calibrate LOG too")
     if options.calibrate and options.cost_model:
@@ -71,22 +72,30 @@ def run_calibration(options: SimOptions, engine: Mapping[str, Any]) -> None:
 
 
 def costs_path(options: SimOptions) -> Path:
-    """Where a fitted model goes: as asked, or a file of the log's name in this folder."""
+    """Where a fitted model goes: as asked, or a file of the logs' names in this folder."""
     if options.save_costs:
         return Path(options.save_costs)
-    name = Path(options.calibrate).name
+    return Path(f"{'+'.join(_bare_name(log) for log in _logs(options))}.costs.json")
+
+
+def _logs(options: SimOptions) -> list[str]:
+    return split_list(options.calibrate, "--calibrate")
+
+
+def _bare_name(log: str) -> str:
+    name = Path(log).name
     for ending in ENDINGS:
         name = name.removesuffix(ending)
-    return Path(f"{name}.costs.json")
+    return name
 
 
 def _calibrate(options: SimOptions) -> Machine:
     path = writable("--save-costs", str(costs_path(options)))
     assert path is not None
     machine = Machine.of(model_shape(options.model), device_spec(options.device))
-    calibration = calibrate(options.calibrate, machine.kv_bytes_per_token)
+    calibration = calibrate(_logs(options), machine.kv_bytes_per_token)
     calibration.cost.save(path)
-    _print_calibration(calibration, options.calibrate)
+    _print_calibration(calibration, ", ".join(_logs(options)))
     print(f"Wrote {path}: paceline sim --cost-model {path}")
     return replace(machine, cost=calibration.cost)
 
@@ -109,7 +118,7 @@ def _own_policy(engine: Mapping[str, Any]) -> str:
     return named
 
 
-def _print_calibration(calibration: Calibration, log: str) -> None:
+def _print_calibration(calibration: Calibration, logs: str) -> None:
     table = _table("steps", "number", "mean ms", "error", "error p90", "bias")
     for kind in calibration.kinds:
         table.add_row(
@@ -121,7 +130,7 @@ def _print_calibration(calibration: Calibration, log: str) -> None:
             signed_percent(kind.bias),
         )
     cost = calibration.cost
-    show_table(f"Cost model fitted to {log}", table)
+    show_table(f"Cost model fitted to {logs}", table)
     host_s = cost.host.step_s
     between = "not known" if host_s is None else f"{format_number(1e3 * host_s)} ms"
     print(

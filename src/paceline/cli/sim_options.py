@@ -36,8 +36,9 @@ live page when they are done. The same command gives the same numbers.
   paceline sim --calibrate run.jsonl.gz                          # a cost model from a run of `serve --run-log`
   paceline sim --compare other.jsonl.gz --cost-model run.costs.json
 
---calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which --cost-model
-takes. --compare repeats the requests of a recorded run in the simulator and prints how far off it is.
+--calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which --cost-
+model takes. Logs of several kinds of traffic, separated by commas, make one model of all. --compare repeats the
+requests of a recorded run in the simulator and prints how far off it is.
 """
 
 
@@ -95,7 +96,9 @@ class SimOptions:
         high=10.0,
         kind=float,
     )
-    calibrate: str = option("", "fit a cost model to this run log, write it to a file, and simulate nothing")
+    calibrate: str = option(
+        "", "fit one cost model to these run logs, write it to a file, and simulate nothing"
+    )
     save_costs: str = option("", "where --calibrate writes the cost model")
     compare: str = option(
         "",
@@ -157,7 +160,7 @@ PANELS = (
         title="Calibration",
         config=SimOptions,
         flags=(
-            Flag(name="calibrate", metavar="LOG"),
+            Flag(name="calibrate", metavar="LOG[,LOG...]"),
             Flag(name="save_costs", metavar="FILE", default="the log's name, ending in .costs.json"),
             Flag(name="compare", metavar="LOG|JSON"),
         ),

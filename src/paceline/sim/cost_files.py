@@ -1,6 +1,6 @@
-"""Cost models from files: one that was fitted before, or a run log, to which one is fitted now.
+"""Cost models from files: one that was fitted before, or run logs, to which one is fitted now.
 
-Owns which of the two a file is, how the steps of a log become samples, and what is said about a fit: its error by
+Owns which of the two a file is, how the steps of logs become samples, and what is said about a fit: its error by
 kind of step. The fit itself and both formats belong to `costs` and `audit`, which do not know each other.
 """
 
@@ -49,18 +49,24 @@ def load_cost_model(path: str | Path, kv_bytes_per_token: int) -> FittedCost:
     """The cost model in a file, or the one that fits the step times of a run log."""
     if not is_run_log(Path(path)):
         return FittedCost.load(path)
-    return calibrate(path, kv_bytes_per_token).cost
+    return calibrate([path], kv_bytes_per_token).cost
 
 
-def calibrate(path: str | Path, kv_bytes_per_token: int) -> Calibration:
-    """Fit a cost model to a run log."""
-    log = read_run_log(path, allow_cut=True)  # what a server that was killed left is as good as the rest
-    steps = timed_steps(log)
-    samples = _samples(steps, log.config, kv_bytes_per_token)
+def calibrate(paths: Sequence[str | Path], kv_bytes_per_token: int) -> Calibration:
+    """Fit one cost model to the steps of all these run logs; the first says what sizes the engine has."""
+    samples: list[Sample] = []
+    steps: list[TimedStep] = []
+    sizes: dict[str, int] = {}
+    for path in paths:
+        log = read_run_log(path, allow_cut=True)  # what a server that was killed left is as good as the rest
+        own = timed_steps(log)
+        steps.extend(own)
+        samples.extend(_samples(own, log.config, kv_bytes_per_token))
+        sizes = sizes or _engine_sizes(log.config)
     try:
-        cost = FittedCost.fit(samples, host=_host_costs(steps), engine=_engine_sizes(log.config))
+        cost = FittedCost.fit(samples, host=_host_costs(steps), engine=sizes)
     except InputError as problem:
-        raise InputError(f"{path}: {problem}") from problem
+        raise InputError(f"{', '.join(map(str, paths))}: {problem}") from problem
     return Calibration(cost=cost, kinds=_kind_errors(cost, samples))
 
 
@@ -70,15 +76,15 @@ def step_errors(cost: CostModel, path: str | Path, kv_bytes_per_token: int) -> t
     return _kind_errors(cost, _samples(timed_steps(log), log.config, kv_bytes_per_token))
 
 
-Samples = Sequence[tuple[StepShape, float]]
+Sample = tuple[StepShape, float]
 
 
-def _samples(steps: Sequence[TimedStep], config: EngineConfig, kv_bytes_per_token: int) -> Samples:
+def _samples(steps: Sequence[TimedStep], config: EngineConfig, kv_bytes_per_token: int) -> list[Sample]:
     block_bytes = config.kv.block_size * kv_bytes_per_token
     return [(step_shape(step.work, block_bytes), step.seconds) for step in steps]
 
 
-def _kind_errors(cost: CostModel, samples: Samples) -> tuple[KindError, ...]:
+def _kind_errors(cost: CostModel, samples: Sequence[Sample]) -> tuple[KindError, ...]:
     """The error of a model on timed steps, by kind of step; kinds that do not occur are left out."""
     by_kind: dict[str, list[tuple[float, float]]] = {"decode": [], "mixed": [], "prefill": []}
     for shape, seconds in samples:

@@ -15,7 +15,7 @@ from paceline.costs.model import StepShape
 from paceline.errors import InputError
 from paceline.report.record import OUTCOMES, RunRecord
 from paceline.sim.compare import compare, deviations, sim_config
-from paceline.sim.cost_files import calibrate, load_cost_model
+from paceline.sim.cost_files import calibrate, load_cost_model, step_errors
 from paceline.sim.recorded import read_recorded
 from paceline.sim.replay import replay
 from paceline.sim.settings import Machine, SimConfig
@@ -49,13 +49,13 @@ def config(depth: int = 0, **more: Any) -> SimConfig:
 
 
 def fitted(path: Path) -> Machine:
-    return machine(calibrate(path, 0).cost)
+    return machine(calibrate([path], 0).cost)
 
 
 def test_a_known_cost_model_is_recovered_from_a_simulated_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     record(log, config(), random_workload(80, 1, rate=4.0))
-    found = calibrate(log, 0)
+    found = calibrate([log], 0)
     assert found.cost.error.p90 < 1e-6
     for quantiles in (found.cost.spread.decode, found.cost.spread.prompts):
         assert quantiles and quantiles == pytest.approx([1.0] * len(quantiles))
@@ -71,10 +71,25 @@ def test_a_known_cost_model_is_recovered_from_a_simulated_log(tmp_path: Path) ->
         assert found.cost.step_seconds(shape) == pytest.approx(TRUE.step_seconds(shape), rel=1e-3)
 
 
+def test_several_logs_make_one_model_that_knows_what_each_of_them_knew(tmp_path: Path) -> None:
+    """One log has many rows at once and one has hardly any: alone, each is blind where the other sees."""
+    logs = [tmp_path / "busy.jsonl", tmp_path / "calm.jsonl"]
+    record(logs[0], config(), random_workload(60, 1, rate=8.0))
+    record(logs[1], config(depth=1), random_workload(60, 2, rate=0.2))
+    both = calibrate(logs, 0)
+    steps = [timed_steps(read_run_log(log)) for log in logs]
+    assert sum(kind.num_steps for kind in both.kinds) == sum(map(len, steps)) == both.cost.error.num_samples
+    assert both.cost.engine["depth"] == 0, "the first log says what engine it is"
+    assert both.cost.error.p90 < 1e-6
+    for log in logs:
+        for kind in step_errors(both.cost, log, 0):
+            assert kind.mape < 1e-6, (log, kind)
+
+
 def test_the_time_until_the_engine_knows_of_a_request_is_recovered(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     record(log, config(request_s=0.03), random_workload(40, 2, rate=0.5))  # so few that it is often idle
-    found = calibrate(log, 0).cost.host
+    found = calibrate([log], 0).cost.host
     assert found.request_s == pytest.approx(0.03, abs=1e-6) and found.step_s == pytest.approx(HOST_S)
 
 
@@ -177,7 +192,7 @@ def test_a_step_that_waited_for_the_one_before_it_is_timed_from_its_end(tmp_path
             line["result"]["times"][0] = line["t_plan"]
         given.append(json.dumps(line))
     log.write_text("\n".join([header, *given]) + "\n")
-    found = calibrate(log, 0).cost
+    found = calibrate([log], 0).cost
     assert found.error.p90 < 0.01
     shape = StepShape(
         decode_rows=3, decode_context=100, prefill_tokens=0, prefill_context_products=0, logit_rows=3
@@ -206,7 +221,7 @@ def test_a_spread_stretches_steps_and_is_found_again(tmp_path: Path) -> None:
     given = config(spread=Spread(decode=(0.8, 0.95, 1.0, 1.1, 1.5), prompts=(0.5, 0.8, 1.0, 1.3, 2.0)))
     made = record(tmp_path / "run.jsonl", given, random_workload(150, 7, rate=4.0))
     assert simulate(config(), random_workload(150, 7, rate=4.0)).duration_s != made.duration_s
-    found = calibrate(tmp_path / "run.jsonl", 0).cost.spread
+    found = calibrate([tmp_path / "run.jsonl"], 0).cost.spread
     assert np.quantile(found.decode, [0.25, 0.5, 0.75]) == pytest.approx([0.95, 1.0, 1.1], abs=0.05)
     # A fit of relative errors lies below the middle of steps that differ this much; the factors make up for it.
     low, middle, high = np.quantile(found.prompts, [0.25, 0.5, 0.75])
