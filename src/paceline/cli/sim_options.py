@@ -36,9 +36,9 @@ live page when they are done. The same command gives the same numbers.
   paceline sim --calibrate run.jsonl.gz                          # a cost model from a run of `serve --run-log`
   paceline sim --compare other.jsonl.gz --cost-model run.costs.json
 
---calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which --cost-
-model takes. Logs of several kinds of traffic, separated by commas, make one model of all. --compare repeats the
-requests of a recorded run in the simulator and prints how far off it is.
+--calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which
+--cost-model takes. Logs of several kinds of traffic, separated by commas, make one model of all. --compare repeats
+the requests of a recorded run in the simulator and prints how far off it is.
 """
 
 
