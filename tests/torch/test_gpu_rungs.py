@@ -32,6 +32,13 @@ def test_a_step_with_prompts_takes_the_smallest_that_holds_it(most_slots: int, m
             assert key == (min(holding) if holding else None)
 
 
+def test_a_long_step_is_rounded_up_by_less_than_a_tile_of_256_tokens() -> None:
+    keys = mixed_keys(1024, 8192)
+    for tokens in range(1793, 4097):
+        key = mixed_key(keys, tokens, 256)
+        assert key is not None and key.tokens - tokens < 256
+
+
 def test_larger_steps_are_launched_by_themselves() -> None:
     keys = mixed_keys(1024, 8192)
     assert mixed_key(keys, 4097, 0) is None

@@ -7,6 +7,7 @@ decides which products are used; what is computed does not change.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -118,13 +119,24 @@ class DeviceDecoder:
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
 
-    def warm_up(self) -> None:
-        """Launch what steps of some sizes only do."""
-        gate_up = self._layers[0].gate_up
-        if gate_up is None or gate_up.bias is not None or not self._multiprocessors:
-            return
-        if can_be_gated(self._narrow.shape[1], self.spec.hidden_size):
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
+
+        cuBLAS has a kernel for every few sizes, and loading one waits for the device.
+        """
+        layer = self._layers[0]
+        gate_up = layer.gate_up
+        may_be_gated = gate_up is not None and gate_up.bias is None and self._multiprocessors
+        if may_be_gated and can_be_gated(self._narrow.shape[1], self.spec.hidden_size):
+            assert gate_up is not None
             gated_product(self._narrow[:1], self._normed[:1], gate_up.weight, activation=self._activation)
+        width = layer.output.weight.shape[1]
+        for size in sizes:
+            normed = self._normed[:size]
+            self._queries(normed, layer.qkv, False)
+            attended = self._product.view(-1)[: size * width].view(size, width)
+            self._narrowed(attended, layer.output, layer.norm_after_attention, False)
+            self._fed(normed, layer, False)
 
     # -- a step ----------------------------------------------------------------------------------------------
 

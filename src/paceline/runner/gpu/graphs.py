@@ -21,7 +21,8 @@ SLOT_RUNGS = (
 )  # fmt: skip
 # Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.
 TOKEN_RUNGS = (
-    64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 2048, 2304, 2560, 3072, 4096,
+    64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
+    2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
 )  # fmt: skip
 FEW_SLOTS, MANY_SLOTS = 32, 256
 LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few

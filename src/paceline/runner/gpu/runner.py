@@ -47,7 +47,8 @@ from paceline.runner.gpu.results import Computing
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
 from paceline.runner.sampling import prompt_logprobs
 
-_LARGE_STEP = 1024  # steps too large to be replayed have a multiple of so many tokens
+_LARGE_STEP = 256  # steps too large to be replayed have a multiple of so many tokens
+_WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
 
 
@@ -125,7 +126,9 @@ class GPURunner:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
         self._draw.warm_up()
-        self._decoder.warm_up()
+        largest = scheduler.max_num_batched_tokens
+        if self._queue.is_gpu:
+            self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
         for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64, 128)), memory.max_slots}:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
@@ -139,11 +142,9 @@ class GPURunner:
             (min(most, 512), 8),
             (most, 4),
         ]
-        sizes = (256, *range(_LARGE_STEP, scheduler.max_num_batched_tokens, _LARGE_STEP))
-        sizes = (*sizes, scheduler.max_num_batched_tokens)
-        many = [spans_of(size, scheduler.max_model_len) for size in sizes]
+        many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         for number, count in few + many if self._queue.is_gpu else few[:4]:
-            if number * count <= scheduler.max_num_batched_tokens and number <= memory.max_slots:
+            if number * count <= largest and number <= memory.max_slots:
                 self._compute(self._rows.nobodys_batch(number, count))
 
     # -- how long steps take -----------------------------------------------------------------------------------
