@@ -94,7 +94,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> Blocks:
         """Take `count` blocks, each with one reference. The caller has checked `available`."""
-        taken = min(count, self._depth)
+        taken = count if count < self._depth else self._depth
         blocks = self._stack[self._depth - taken : self._depth][::-1].copy()
         self._depth -= taken
         self.num_free -= count

@@ -149,10 +149,11 @@ class LayerGroup:
 
     def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
         """Offer the row's blocks before entry `until` to the cache."""
-        published = self.published.item(row)
-        if until <= published:
+        start = self.published.item(row)
+        if until <= start:
             return
-        start = max(published, self.first.item(row))
+        if self.window is not None:  # what has left the window is not there any more
+            start = max(start, self.first.item(row))
         until = min(until, len(keys), self.held.item(row))
         if until <= start:
             return

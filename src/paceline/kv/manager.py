@@ -97,7 +97,8 @@ class KVManager:
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
-        return max(0, self.blocks_for(num_slots) - self.groups[0].held.item(row))
+        lacking = -(-num_slots // self.block_size) - self.groups[0].held.item(row)
+        return lacking if lacking > 0 else 0
 
     def room(self, row: int | None = None) -> int:
         """Blocks every group can give a row now."""

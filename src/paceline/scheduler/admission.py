@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from paceline.core.events import NO_NUMBER, DecisionKind, Rule
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
+from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Match, Needs
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
@@ -61,7 +62,8 @@ class Admission:
     def rows_left(self) -> int:
         """More may run than there should be by now: a dial or a lack of memory takes nobody's row away."""
         rows = self._state.rows
-        return max(0, min(self._state.most_rows - rows.num_live, rows.num_free))
+        left, free = self._state.most_rows - rows.num_live, rows.num_free
+        return 0 if left < 0 else left if left < free else free
 
     def refusal(self, request: Request) -> Rule | None:
         """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
@@ -250,26 +252,38 @@ class Admission:
     def _lacks(self, request: Request, cost: Needs) -> Rule | None:
         """None: room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
-        full = state.kv.full_need(request.max_total)
-        reserved = self._reserved_full()
+        rows, kv = state.rows, state.kv
         promised = self._promised() if state.prefilling else 0
         if self._protects(request):
-            return self._lacks_for_good(full, reserved, promised)
-        watermark = state.config.watermark if state.rows.num_live else 0.0
+            return self._lacks_for_good(kv.full_need(request.max_total), self._reserved_full(), promised)
+        kept_share = state.config.watermark if rows.num_live else 0.0
         spare = self._spare(request)
-        least = self.free = 1 << 62
-        for group, need, most, taken in zip(state.kv.groups, cost, full, reserved, strict=True):
+        if spare > kept_share:
+            kept_share = spare
+        least = 1 << 62
+        for group, need in zip(kv.groups, cost, strict=True):
             usable, free = group.pool.usable, group.free_for(None)
-            kept = promised + int(usable * max(watermark, spare))
+            kept = promised + int(usable * kept_share)
             if free - need - kept < least:
                 least = free - need - kept
                 self.needed, self.free, self._kept = need, free, kept
-            if most + taken > usable:
-                self.needed, self.free, self._kept = most, usable - taken, 0
+            if rows.num_reserved and self._is_crowded(request, group):
                 return Rule.RESERVE
             if need + kept > free:
                 return Rule.SPARE if spare else Rule.BLOCKS
         return None
+
+    def _is_crowded(self, request: Request, group: LayerGroup) -> bool:
+        """Whether a request could not complete beside the full length of all that is reserved."""
+        usable = group.pool.usable
+        most, taken = (
+            needs[group.index]
+            for needs in (self._state.kv.full_need(request.max_total), self._reserved_full())
+        )
+        if most + taken <= usable:
+            return False
+        self.needed, self.free, self._kept = most, usable - taken, 0
+        return True
 
     def _lacks_for_good(self, full: Needs, reserved: Needs, promised: int) -> Rule | None:
         """None: room to set its full length aside, with enough left that somebody else can complete beside it."""

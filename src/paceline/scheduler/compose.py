@@ -251,8 +251,9 @@ class Composer:
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows = self._state.rows
-        pad = min(rows.pad_left.item(row), limit)
-        if pad > 0:
+        pad = rows.pad_left.item(row)
+        if pad:  # in a padded batch
+            pad = max(0, min(pad, limit))
             rows.pad_left[row] -= pad
             self._pad_tokens += pad
             self._left -= pad
@@ -277,7 +278,8 @@ class Composer:
                     kv.copy_on_write(row, upper)
                     room -= 1
                 rows.sharing[row] = False
-            count = min(count, (kv.groups[0].held.item(row) + max(0, room)) * kv.block_size - upper)
+            fitting = (kv.groups[0].held.item(row) + (room if room > 0 else 0)) * kv.block_size - upper
+            count = count if count < fitting else fitting
             if count > 0:
                 kv.extend(row, upper + count)
         except Exception as error:  # it fails alone; what it was given in this plan already goes with it

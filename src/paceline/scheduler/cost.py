@@ -6,18 +6,18 @@ nobody is made to pay for them. Nothing here runs in a steady step.
 
 from __future__ import annotations
 
-from paceline.core.request import Request
+from paceline.core.request import Cost, Request
 
 
 def settle_cost(request: Request, computed: int, block_us: int) -> None:
     """A request is about to leave its row, where it has held blocks for `block_us`."""
-    before = request.cost
-    has_caught_up = computed >= request.attained
-    request.cost = before._replace(
-        block_us=before.block_us + block_us,
-        redone_block_us=before.redone_block_us + (0 if has_caught_up else block_us),
-        redone=before.redone + max(0, min(computed, request.attained) - request.joined_at),
-    )
+    blocks_us, redone_us, redone, swaps = request.cost
+    attained = request.attained
+    if attained > request.joined_at:  # it had given up some of what it had
+        if computed < attained:
+            redone_us += block_us
+        redone += max(0, min(computed, attained) - request.joined_at)
+    request.cost = Cost(blocks_us + block_us, redone_us, redone, swaps)
 
 
 def caught_up(request: Request, block_us: int) -> None:

@@ -28,7 +28,7 @@ class _Habit:
 
     def learn(self, num_output: int, stopped: bool, cached: float) -> None:
         self.count += 1.0
-        rate = max(LEARNING, 1.0 / self.count)
+        rate = LEARNING if self.count > 1.0 / LEARNING else 1.0 / self.count
         self.at_length += rate * ((not stopped) - self.at_length)
         self.cached += rate * (cached - self.cached)
         if stopped:
@@ -49,8 +49,9 @@ class Habits:
         self._by_tenant[tenant] = habit  # the last to be heard of is the last to be forgotten
         if len(self._by_tenant) > MOST_TENANTS:
             del self._by_tenant[next(iter(self._by_tenant))]
-        for each in (self._all, habit):
-            each.learn(num_output, stopped, num_cached / max(num_prompt, 1))
+        cached = num_cached / num_prompt
+        self._all.learn(num_output, stopped, cached)
+        habit.learn(num_output, stopped, cached)
 
     def outputs_left(self, tenant: Ints, allowed: Ints) -> Floats:
         """Tokens still to come of requests that may have `allowed` more, at least one of each.

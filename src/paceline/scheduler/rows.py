@@ -150,7 +150,8 @@ class Rows:
         """The request leaves its row, taking its tokens along; the row rests until step `fence` has completed."""
         row = request.row
         self.collect(request)
-        request.attained = max(self.attained.item(row), self.computed.item(row))
+        attained, computed = self.attained.item(row), self.computed.item(row)
+        request.attained = attained if attained > computed else computed
         self.live[row] = self.decoding[row] = False
         self.generation[row] += 1
         self.requests[row] = None

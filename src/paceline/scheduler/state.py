@@ -336,11 +336,9 @@ class SchedulerState:
 
     def end(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         """The one way a live request becomes terminal: let go of everything it holds, then say so."""
-        num_tokens = request.num_tokens
         if request.row != NO_ROW:
-            num_tokens = self.rows.num_tokens.item(request.row)
             self.kv.release(request.row)
-            self.leave_row(request)
+            self.leave_row(request)  # takes its tokens along
         elif request.id in self.queue:
             self.queue.remove(request)
         if request.host_places:
@@ -358,7 +356,7 @@ class SchedulerState:
             self.hooks.finish(request)
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
-        num_output = num_tokens - request.num_prompt
+        num_output = request.num_tokens - request.num_prompt
         self.forecaster.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(
             detail or reason._value_
@@ -369,7 +367,9 @@ class SchedulerState:
             self.decide(_FINISH, request, rule, num_output)
         sizes = (request.num_prompt, num_output, request.num_cached, request.preemptions)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
-        queue_s = max(0.0, started_s - request.arrival_s)
+        queue_s = started_s - request.arrival_s
+        if queue_s < 0.0:  # arrivals are told from outside
+            queue_s = 0.0
         self.outbox.finished.append(
             Finished(request.id, reason, detail, self.now_s, *sizes, queue_s, request.cost)
         )
