@@ -3,7 +3,7 @@
 A row that got block i at time a(i) and still has n of them at time t has held them for n * t - sum of a(i); what it let
 go of at time r adds r. So one number for each row is enough, and a row that only decodes inside its last block costs
 nothing. Times are whole microseconds, told from outside; whole numbers neither round nor drift. A block that several
-rows hold counts in full for each of them.
+rows hold counts in full for each of them. Single entries are read with `item`: numpy's own numbers add up slowly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BlockTime:
         self.now_us = int(now_s * MICROSECONDS)
 
     def gained(self, row: int, count: int) -> None:
-        self.held[row] += count
-        self._since[row] += count * self.now_us
+        self.held[row] = self.held.item(row) + count
+        self._since[row] = self._since.item(row) + count * self.now_us
 
     def gained_each(self, rows: Index, count: int) -> None:
         """Each of `rows` (all different) got so many."""
@@ -42,7 +42,7 @@ class BlockTime:
 
     def lost_all(self, row: int) -> None:
         """The row is empty; what it has held until now is kept until it is taken."""
-        self._since[row] -= self.held[row] * self.now_us
+        self._since[row] = self._since.item(row) - self.held.item(row) * self.now_us
         self.held[row] = 0
 
     def so_far(self, row: int) -> int:

@@ -39,7 +39,7 @@ class LayerGroup:
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""
-        return self.table[row, self.first[row] : self.held[row]]
+        return self.table[row, self.first.item(row) : self.held.item(row)]
 
     def bounds(self) -> bytes:
         """A copy of `held` and `first` of all rows. For checks."""

@@ -100,7 +100,7 @@ class Rows:
         row = heapq.heappop(self._free)
         if row >= self.high:
             self.high = row + 1
-        self.generation[row] += 1
+        self.generation[row] = self.generation.item(row) + 1
         self.arrival_s[row] = request.arrival_s
         self.deadline_s[row] = request.due_s
         self.first_due_s[row] = request.first_due_s
@@ -153,7 +153,7 @@ class Rows:
         attained, computed = self.attained.item(row), self.computed.item(row)
         request.attained = attained if attained > computed else computed
         self.live[row] = self.decoding[row] = False
-        self.generation[row] += 1
+        self.generation[row] = self.generation.item(row) + 1
         self.requests[row] = None
         self.num_live -= 1
         self.num_needs_host -= request.needs_host
