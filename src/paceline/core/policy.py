@@ -69,7 +69,6 @@ class Policy(Protocol):
         ...
 
 
-@runtime_checkable
 class Displacing(Protocol):
     """What a policy has besides if a waiting request may take the place of one that runs."""
 

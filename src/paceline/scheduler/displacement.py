@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import NO_NUMBER, Rule
-from paceline.core.policy import Displacing
+from paceline.core.policy import RequestView
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.admission import PASSABLE, Admission
 from paceline.scheduler.estimates import Estimate, estimate, seconds_until
@@ -22,6 +22,7 @@ from paceline.scheduler.state import SchedulerState
 
 MOST_LOOKED_AT = 8  # waiting requests in one plan
 Index = NDArray[np.int64]
+Yields = Callable[[RequestView, RequestView], NDArray[np.bool_]]
 
 
 class Displacement:
@@ -33,12 +34,17 @@ class Displacement:
 
     def outranked(self, request: Request) -> Index:
         """Running rows that yield to a waiting request, whether or not they may be taken."""
-        state, policy = self._state, self._state.policy
+        state, yields = self._state, self._yields
         live = state.rows.live[: state.rows.high].nonzero()[0]
-        if not isinstance(policy, Displacing) or not len(live) or state.mode.keeps_finished:
+        if yields is None or not len(live) or state.mode.keeps_finished:
             return live[:0]
-        given: Index = live[policy.yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
+        given: Index = live[yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
         return given
+
+    @property
+    def _yields(self) -> Yields | None:
+        """What a `Displacing` policy has; asked in every step, which is too often for isinstance."""
+        return getattr(self._state.policy, "yields", None)
 
     def held_back(self, prompt_room: Callable[[], int]) -> Index:
         """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
@@ -48,9 +54,7 @@ class Displacement:
         """
         state = self._state
         rows, nobody = state.rows, np.zeros(0, np.int64)
-        holds_back = getattr(
-            state.policy, "holds_back", None
-        )  # a `HoldingBack` one: asked too often for isinstance
+        holds_back = getattr(state.policy, "holds_back", None)  # what a `HoldingBack` policy has
         if holds_back is None or state.mode.keeps_finished:
             return nobody
         room = prompt_room()
@@ -74,7 +78,7 @@ class Displacement:
     def make_places(self) -> None:
         """Let running requests give way to those that wait first, in order, as far as that helps."""
         state = self._state
-        if not isinstance(state.policy, Displacing) or state.mode.keeps_finished or not state.rows.num_live:
+        if self._yields is None or state.mode.keeps_finished or not state.rows.num_live:
             return
         rows = blocks = 0  # that those before it will take
         for request in state.waiting_in_order(MOST_LOOKED_AT):
