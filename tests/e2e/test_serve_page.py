@@ -66,8 +66,12 @@ def test_the_page_needs_no_key_and_what_it_shows_does(server: ClientServer) -> N
     status, headers, page = ask(server, "GET", "/ui")
     assert status == 200 and headers["content-type"].startswith("text/html") and b"<canvas" in page
     assert "connect-src 'self'" in headers["content-security-policy"]
-    for name in ("main.js", "stage.js", "style.css", "uplot.js", "icon.svg"):
+    for name in ("main.js", "stage.js", "style.css", "vendor/uplot.js", "icon.svg"):
         assert ask(server, "GET", f"/ui/{name}")[0] == 200
+    status, headers, chat = ask(server, "GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html") and b"/ui/chat/main.js" in chat
+    assert ask(server, "GET", "/ui/chat/main.js")[0] == 200
+    assert ask(server, "POST", "/", {})[0] == 405
     assert ask(server, "GET", "/ui/../keys")[0] in (401, 404)
     for path in ("/v1/admin/watch", "/v1/admin/about", "/v1/admin/requests/1/explain"):
         assert ask(server, "GET", path)[0] == 401

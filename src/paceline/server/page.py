@@ -1,15 +1,16 @@
-"""The live page: plain files that come with the package, at /ui.
+"""The pages: plain files that come with the package. The chat is at /, the live page at /ui.
 
-They hold no data and need no key; what they show they ask for with the key their user types in. Nothing on the page is
-loaded from anywhere else.
+The files hold no data and need no key; the pages ask for data with the key their user types in. A page loads nothing
+from another host.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events, Handler
@@ -28,29 +29,39 @@ _HEADERS = {
     "cache-control": "no-cache",
 }
 INDEX = "index.html"
+LIVE = INDEX
+CHAT = f"chat/{INDEX}"
 
 
 @cache
 def page_files() -> Mapping[str, bytes]:
-    """Every file of the page by its name."""
-    folder = files("paceline.server") / "ui"
-    return {
-        entry.name: entry.read_bytes()
-        for entry in folder.iterdir()
-        if entry.name.rpartition(".")[2] in _TYPES
-    }
+    """Every file of the pages by its path below the folder of the pages."""
+    return dict(_files_in(files("paceline.server") / "ui", ""))
 
 
-def _template(name: str) -> str:
-    return "/ui" if name == INDEX else f"/ui/{name}"
+def _files_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files_in(entry, f"{prefix}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in _TYPES:
+            yield prefix + entry.name, entry.read_bytes()
 
 
-PAGE = frozenset(("/ui", "/ui/")) | {_template(name) for name in page_files()}
+def _templates(name: str) -> tuple[str, ...]:
+    """Where a file is served. An index is served as its folder; the chat's is served as / only."""
+    if name == CHAT:
+        return ()
+    folder, _, file = f"/ui/{name}".rpartition("/")
+    return (folder, f"{folder}/") if file == INDEX else (f"/ui/{name}",)
 
 
-def page_routes() -> list[Route]:
-    found = [_route(_template(name), name) for name in page_files()]
-    return [*found, _route("/ui/", INDEX)]
+PAGE = frozenset(("/", *(template for name in page_files() for template in _templates(name))))
+
+
+def page_routes(*, home: str = CHAT) -> list[Route]:
+    """The routes of every page; `home` is the file served at /."""
+    found = [_route(template, name) for name in page_files() for template in _templates(name)]
+    return [_route("/", home), *found]
 
 
 def _route(path: str, name: str) -> Route:

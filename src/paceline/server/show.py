@@ -28,7 +28,7 @@ from paceline.server.http.exchange import Exchange
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.logs import log
-from paceline.server.page import page_routes
+from paceline.server.page import LIVE, page_routes
 from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 
@@ -68,7 +68,7 @@ def show_routes(recordings: Sequence[Recording]) -> list[Route]:
         _route("/v1/admin/about", about),
         _route("/v1/admin/recordings/{run}/{bundle}", bundle),
         *(_explain(number, recording) for number, recording in enumerate(recordings)),
-        *page_routes(),
+        *page_routes(home=LIVE),
     ]
 
 

@@ -1,6 +1,6 @@
 // Three charts of the last minute: what steps were made of, tokens a second, and how many ran and waited.
 
-import uPlot from "./uplot.js";
+import uPlot from "./vendor/uplot.js";
 import { onTheme, palette } from "./colours.js";
 import { SPAN_S, ofRequests, ofSeconds, ofSteps } from "./lines.js";
 
