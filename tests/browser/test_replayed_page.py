@@ -25,6 +25,11 @@ RESTING = (
     *("sim", "--trace", "fixed:3000x20000", "--num-requests", "2", "--rate", "0.005", "--seed", "0"),
     *("--max-num-seqs", "61", "--num-blocks", "2500", "--block-size", "16", "--max-model-len", "24000"),
 )
+# Batches of eight, whose prompts and answers differ in length.
+PADDED = (
+    *("sim", "--mode", "static", "--batch-size", "8", "--trace", "uniform:100-900x20-300", "--seed", "5"),
+    *("--num-requests", "24", "--rate", "50", "--max-num-seqs", "16", "--max-model-len", "2048"),
+)
 # Whether the labels of so many lanes keep off the edges of what they are drawn on.
 LABELS_ARE_WHOLE = """(count) => {
   const { lanes, stage } = paceline, most = stage.mostRow;
@@ -209,3 +214,23 @@ def test_a_log_is_played_step_by_step_as_it_was(viewer: Viewer, tmp_path: Path) 
         assert view.value("stage.disagreements") == 0
         assert view.fits()
         view.shoot("replay-narrow-dark", whole=True)
+
+
+def test_a_static_batch_shows_its_padding_in_grey_and_a_short_run_fills_the_window(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    with shown(tmp_path, *PADDED) as origin, viewer.view(origin) as view:
+        view.wait("stage.checked > 3")
+        length_s = view.value("Number(paceline.player().slider.max)")
+        assert view.value("paceline.lanes.windowS") == pytest.approx(length_s) and length_s < 20
+        assert view.value("paceline.charts.spanS") <= max(1, length_s)
+        view.page.locator("#play-slider").fill(str(length_s))
+        view.wait("stage.scene.finished === 24")
+        kinds = view.value("stage.segments.map((each) => each.kind)")
+        assert kinds.count("padding") > 8
+        assert view.value("stage.segments.some((each) => each.kind === 'prefill' && each.padded > 0.1)")
+        assert view.pixels("lanes", "padding") > 1000
+        assert view.value("paceline.charts.data[1][3].some((rate) => rate > 0)")
+        assert view.gauge("of computed tokens: padding") not in ("0 %", "–")
+        assert view.value("stage.disagreements") == 0
+        view.shoot("static-padding")

@@ -62,6 +62,11 @@ class View:
     def wait_for_pixels(self, canvas: str, colour: str) -> None:
         self._until(f"{canvas} shows {colour}", lambda: self.pixels(canvas, colour) > 0)
 
+    def gauge(self, label: str) -> str:
+        """What the gauge with this label shows."""
+        own = self.page.locator(".gauge", has=self.page.get_by_text(label, exact=True))
+        return own.locator("b").inner_text()
+
     def keep_pictures(self) -> None:
         self.page.evaluate(KEEP_PICTURES)
 

@@ -38,10 +38,11 @@ class Composer:
         self._last_mask = _NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
         self._full = False  # all rows were taken when somebody waited, and that is on record
-        self._spans: dict[int, int] = {}
+        self._spans: dict[int, int] = {}  # tokens by row
         self.budget = self.tokens_left = 0  # of the last plan
         self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
-        self._left = self._pad_tokens = self._products = self._logit_rows = self._decode_count = 0
+        self._pads: dict[int, int] = {}  # of padding
+        self._left = self._products = self._logit_rows = self._decode_count = 0
         self._advancing = _NO_MASK
         self.held = _NO_ROWS  # rows that leave the step being made to others
         self._at_length = False
@@ -49,10 +50,9 @@ class Composer:
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
-        self._spans, self.passed = {}, set()
+        self._spans, self._pads, self.passed = {}, {}, set()
         self.budget = self._left = state.config.max_num_batched_tokens
-        self._pad_tokens = self._products = self._logit_rows = 0
-        self._at_length, self.held = False, _NO_ROWS
+        self._products, self._logit_rows, self._at_length, self.held = 0, 0, False, _NO_ROWS
         self.admission.begin()
         self._promote()
         if state.kv.windowed:
@@ -78,7 +78,7 @@ class Composer:
         if len(self.held) and not (self._decode_count or self._spans):
             mask = self._decode_held()
         self.tokens_left = self._left
-        if not (self._decode_count or self._spans or self._pad_tokens or self.has_open_copies):
+        if not (self._decode_count or self._spans or self._pads or self.has_open_copies):
             return None
         return self._plan(mask)
 
@@ -251,11 +251,10 @@ class Composer:
     def _span(self, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows = self._state.rows
-        pad = rows.pad_left.item(row)
+        pad = max(0, min(rows.pad_left.item(row), limit))
         if pad:  # in a padded batch
-            pad = max(0, min(pad, limit))
             rows.pad_left[row] -= pad
-            self._pad_tokens += pad
+            self._pads[row] = self._pads.get(row, 0) + pad
             self._left -= pad
             self._products += pad * pad // 2
         upper = rows.upper.item(row)
@@ -407,9 +406,10 @@ class Composer:
         state = self._state
         rows = state.rows
         seq = state.kv.submitted + 1
-        advancing = self._decode_count
+        advancing, pad_tokens, filling = self._decode_count, 0, None
         if state.mode.keeps_finished:
-            advancing = int(np.count_nonzero(self._advancing))
+            advancing, pad_tokens = int(np.count_nonzero(self._advancing)), sum(self._pads.values())
+            filling = mask & ~self._advancing
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
         if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
@@ -430,12 +430,12 @@ class Composer:
             row_copies=row_copies,
             swap_out=swap_out,
             swap_in=swap_in,
-            pad_tokens=self._pad_tokens,
+            pad_tokens=pad_tokens,
             padding_rows=self._decode_count - advancing,
             work=StepWork(
                 decode_rows=self._decode_count,
                 decode_context=self._last_context,
-                prefill_tokens=sum(self._spans.values()) + self._pad_tokens,
+                prefill_tokens=sum(self._spans.values()) + pad_tokens,
                 prefill_context_products=self._products,
                 logit_rows=self._logit_rows,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
@@ -444,5 +444,7 @@ class Composer:
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work))
+        padding = (tuple(self._pads.items()), filling)
+        flight = Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work, *padding)
+        state.flights.append(flight)
         return plan

@@ -72,6 +72,9 @@ class Flight:
     at_length: bool  # some row gets the last token its length allows
     budget: int  # most tokens it was to carry
     work: StepWork
+    # Static and dynamic batches only: prompt padding as (row, tokens), and rows that decode past their end.
+    pads: tuple[tuple[int, int], ...] = ()
+    filling: NDArray[np.bool_] | None = None
 
 
 @dataclass(slots=True)

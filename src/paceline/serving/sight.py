@@ -32,6 +32,7 @@ STEP_COLUMNS = {
     "d": "decode_rows",
     "p": "prefill_tokens",
     "padding": "padding",
+    "pr": "padding_rows",
     "b": "budget",
     "r": "running",
     "w": "waiting",
@@ -44,6 +45,8 @@ CHANGE_COLUMNS = {
     "spans": "spans",
     "on": "decode_added",
     "off": "decode_removed",
+    "pads": "pads",
+    "fills": "fills",
     "notes": "notes",
 }
 _WORD = np.dtype("<u4")  # four blocks before they are packed
@@ -125,6 +128,8 @@ def scene_values(scene: Scene) -> dict[str, Any]:
         "finished": scene.finished,
         "prompt_tokens": scene.prompt_tokens,
         "cached_tokens": scene.cached_tokens,
+        "computed_tokens": scene.computed_tokens,
+        "padding_tokens": scene.padding_tokens,
     }
 
 

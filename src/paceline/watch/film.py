@@ -19,7 +19,7 @@ from paceline.core.events import Decision, DecisionKind
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
-from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.state import Flight, SchedulerState
 from paceline.watch.scene import Scene, scene_of
 
 Watch = Callable[[SchedulerState], RunWatcher]  # makes somebody who looks on at the engine of that state
@@ -55,9 +55,10 @@ class Steps:
 
     seq: Sequence[int]
     time_s: Sequence[float]
-    decode_rows: Sequence[int]
-    prefill_tokens: Sequence[int]
-    padding: Sequence[int]  # tokens and rows that only fill a rectangle
+    decode_rows: Sequence[int]  # those that only fill a rectangle included
+    prefill_tokens: Sequence[int]  # prompt padding included
+    padding: Sequence[int]  # of both, the tokens that are only padding
+    padding_rows: Sequence[int]  # of these, the rows that decode past their end
     budget: Sequence[int]
     running: Sequence[int]
     waiting: Sequence[int]
@@ -80,6 +81,8 @@ class Changes:
     spans: tuple[Column, Column, Column]  # rows, tokens
     decode_added: tuple[Column, Column]  # rows
     decode_removed: tuple[Column, Column]
+    pads: tuple[Column, Column, Column]  # rows, tokens of prompt padding computed in the step
+    fills: tuple[Column, Column]  # rows that decode only padding from this step on, until they stop or leave
     notes: tuple[Column, list[Noted]]
 
 
@@ -113,9 +116,10 @@ class Glance:
 
 
 # What is kept of a step until somebody looks: its plan and decisions, when it was submitted, whether a step failed
-# before it, figures that the next step changes (budget, running, waiting, blocks free) and the requests that joined, in
-# the order of the plan's joins. A plain tuple, since one is made in each step: a named one takes several times as long.
-_Note = tuple[StepPlan, Sequence[Decision], float, bool, int, int, int, int, Sequence[int]]
+# before it, the step's flight (None while there is none), figures that the next step changes (running, waiting, blocks
+# free) and the requests that joined, in the order of the plan's joins. A plain tuple, since one is made in each step: a
+# named one takes several times as long.
+_Note = tuple[StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, int, Sequence[int]]
 
 
 class Film:
@@ -129,6 +133,7 @@ class Film:
         self._done: deque[Done] = deque()
         self._dropped = 0
         self._cleared = False
+        self._filling: NDArray[np.bool_] = _NO_ROWS  # rows that decode only padding, as of the last cut
         self._evicted = self._num_evicted()  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
@@ -143,7 +148,7 @@ class Film:
                 decisions,
                 time_s,
                 self._cleared,
-                state.flights[-1].budget if state.flights else 0,
+                state.flights[-1] if state.flights else None,
                 state.rows.num_live,
                 len(state.queue),
                 sum([pool.num_free for pool in self._pools]),
@@ -171,7 +176,7 @@ class Film:
     def cut(self, seen: Glance | None = None) -> Cut:
         """Hand out what was noted and begin anew: with the state of now, or of a moment since the newest step."""
         seen = self.glance() if seen is None else seen
-        steps, changes = _told(self._steps)
+        steps, changes, self._filling = _told(self._steps, self._filling)
         cut = Cut(
             steps=steps,
             changes=changes,
@@ -200,9 +205,12 @@ class Film:
         return tuple(pool.num_evicted for pool in self._pools)
 
 
-def _told(notes: Sequence[_Note]) -> tuple[Steps, Changes]:
-    """The notes as columns."""
-    plans, decisions, times, cleared, budgets, running, waiting, free, joined = (
+_NO_ROWS: NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+
+def _told(notes: Sequence[_Note], filling: NDArray[np.bool_]) -> tuple[Steps, Changes, NDArray[np.bool_]]:
+    """The notes as columns, and the rows that decode only padding after them; `filling` are those before them."""
+    plans, decisions, times, cleared, flights, running, waiting, free, joined = (
         zip(*notes, strict=True) if notes else ((),) * 9
     )
     works = [plan.work for plan in plans]
@@ -212,7 +220,8 @@ def _told(notes: Sequence[_Note]) -> tuple[Steps, Changes]:
         decode_rows=[work.decode_rows for work in works],
         prefill_tokens=[work.prefill_tokens for work in works],
         padding=[plan.pad_tokens + plan.padding_rows for plan in plans],
-        budget=budgets,
+        padding_rows=[plan.padding_rows for plan in plans],
+        budget=[flight.budget if flight is not None else 0 for flight in flights],
         running=running,
         waiting=waiting,
         blocks_free=free,
@@ -227,15 +236,41 @@ def _told(notes: Sequence[_Note]) -> tuple[Steps, Changes]:
         for decision in several
         if decision.kind in TOLD
     ]
-    return steps, Changes(
+    pads, fills, filling = _padding(flights, filling)
+    changes = Changes(
         cleared=([place for place, is_cleared in enumerate(cleared) if is_cleared],),
         leaves=_gathered([plan.leaves for plan in plans]),
         joins=(join_places, join_rows, [request for several in joined for request in several]),
         spans=(span_places, span_rows, _gathered([span.num_scheduled for span in spans])[1]),
         decode_added=_gathered([rows.added for rows in row_sets]),
         decode_removed=_gathered([rows.removed for rows in row_sets]),
+        pads=pads,
+        fills=fills,
         notes=([place for place, _ in told], [note for _, note in told]),
     )
+    return steps, changes, filling
+
+
+def _padding(
+    flights: Sequence[Flight | None], before: NDArray[np.bool_]
+) -> tuple[tuple[Column, Column, Column], tuple[Column, Column], NDArray[np.bool_]]:
+    """Prompt padding of each step, the rows that begin to decode only padding, and those that do so at the end."""
+    pads: tuple[Column, Column, Column] = ([], [], [])
+    fills: tuple[Column, Column] = ([], [])
+    for place, flight in enumerate(flights):
+        if flight is None or flight.filling is None:  # of continuous batching, which pads nothing
+            continue
+        for pad in flight.pads:
+            for column, number in zip(pads, (place, *pad), strict=True):
+                column.append(number)
+        began = flight.filling.copy()
+        known = min(len(began), len(before))
+        began[:known] &= ~before[:known]
+        rows = began.nonzero()[0].tolist()
+        fills[0].extend([place] * len(rows))
+        fills[1].extend(rows)
+        before = flight.filling
+    return pads, fills, before
 
 
 def _gathered(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> tuple[Column, Column]:

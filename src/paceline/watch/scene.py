@@ -29,6 +29,7 @@ ROW_COLUMNS = (
     "preemptions",
     "priority",
     "decoding",
+    "padding",
     "blocks",
 )
 
@@ -67,6 +68,8 @@ class Scene:
     finished: int
     prompt_tokens: int
     cached_tokens: int
+    computed_tokens: int  # in all steps so far, padding included
+    padding_tokens: int  # of these
 
 
 def scene_of(state: SchedulerState) -> Scene:
@@ -85,6 +88,7 @@ def scene_of(state: SchedulerState) -> Scene:
         rows.preemptions[live],
         rows.priority[live],
         rows.decoding[live],
+        rows.padding[live],
         blocks_of,
     )
     tenants, tenant_of = _tenants(state, live)
@@ -105,6 +109,8 @@ def scene_of(state: SchedulerState) -> Scene:
         finished=counters.finished,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
+        computed_tokens=counters.computed_tokens,
+        padding_tokens=counters.padding_tokens,
     )
 
 

@@ -22,6 +22,7 @@ class Picture:
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         self.decoding: set[int] = set()
+        self.filling: set[int] = set()
         self.last = 0
 
     def show(self, cut: Cut) -> None:
@@ -35,18 +36,25 @@ class Picture:
             for row in step.get("leaves", ()):
                 self.rows.pop(row, None)
                 self.decoding.discard(row)
+                self.filling.discard(row)
             for row, request in step.get("joins", ()):
                 assert row not in self.rows
                 self.rows[row] = request
-            assert sum(tokens for _, tokens in step.get("spans", ())) + step["padding"] >= step["p"]
+            pads = sum(tokens for _, tokens in step.get("pads", ()))
+            assert sum(tokens for _, tokens in step.get("spans", ())) + pads == step["p"]
             self.decoding -= set(step.get("off", ()))
             self.decoding |= set(step.get("on", ()))
+            self.filling -= set(step.get("off", ()))
+            self.filling |= set(step.get("fills", ()))
+            assert self.filling <= self.decoding
+            assert len(self.filling) == step["pr"] == step["padding"] - pads
         if cut.cleared:
             self.clear()
 
     def clear(self) -> None:
         self.rows.clear()
         self.decoding.clear()
+        self.filling.clear()
 
 
 def column(cut: Cut, name: str) -> list[int]:
@@ -80,6 +88,19 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
     world._step = watched_step  # type: ignore[method-assign]
     world.run(120)
     assert DecisionKind.FINISH.value in seen or not world.clients
+
+
+def test_rows_of_a_static_batch_are_told_as_padding_once_they_have_their_last_token() -> None:
+    bench = Bench(engine_config(mode="static", batch_size=3))
+    film = bench.engine.watcher = Film(bench.scheduler.state)
+    for index, (num_prompt, num_output) in enumerate(((4, 2), (8, 6), (6, 4))):
+        bench.add(prompt(num_prompt, index), num_output)
+    bench.run()
+    steps = told_steps(cut_values(film.cut()))
+    assert steps[0]["pads"] == [[0, 4], [2, 2]] and steps[0]["padding"] == 6
+    began = {row: step["seq"] for step in steps for row in step.get("fills", ())}
+    assert began == {0: steps[0]["seq"] + 2, 2: steps[0]["seq"] + 4}  # the first token came with the prompt
+    assert [step["pr"] for step in steps] == [0, 0, 1, 1, 2, 2]
 
 
 def test_what_a_block_is() -> None:

@@ -17,8 +17,8 @@ export class Figures {
   add(message) {
     if (message.engine.unavailable) return;
     const { scene, costs } = message.engine, at = scene.time_s;
-    const { prompt_tokens: prompt, cached_tokens: cached } = scene;
-    this.kept.push({ at, server: message.server, costs, prompt, cached, running: scene.rows[0].length });
+    const { prompt_tokens: prompt, cached_tokens: cached, computed_tokens: computed, padding_tokens: padding } = scene;
+    this.kept.push({ at, server: message.server, costs, prompt, cached, computed, padding, running: scene.rows[0].length });
     this.drop();
   }
 
@@ -97,6 +97,7 @@ export function drawGauges(place, figures, scene, blocks, numSlots) {
     ["output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
     ["KV blocks held", percent(held)],
     ["prompt tokens found cached", percent(figures.share((each) => each.cached, (each) => each.prompt))],
+    ["of computed tokens: padding", percent(figures.share((each) => each.padding, (each) => each.computed))],
     ["gave way: again / swapped", `${computed.toLocaleString("en")} / ${scene.swapped.toLocaleString("en")}`],
     ["finished", scene.finished],
   ];

@@ -2,11 +2,13 @@
 // copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
 import { onTheme, palette } from "./colours.js";
-import { BAND, DECODE, FINISH, PREFILL, REDO } from "./stage.js";
+import { BAND, DECODE, FINISH, PADDING, PREFILL, REDO } from "./stage.js";
 
-const WINDOW_S = 20, LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
+export const WINDOW_S = 20; // that can be seen
+const LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
 const DIGIT = 7; // pixels, the height of a label's digits
-const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "computes again", [DECODE]: "decode" };
+const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "computes again", [DECODE]: "decode", [PADDING]: "padding" };
+const KINDS = [BAND, DECODE, PADDING, PREFILL, REDO]; // in the order they are drawn
 
 export class Lanes {
   constructor(canvas, stage, onPick) {
@@ -17,6 +19,7 @@ export class Lanes {
     this.gutter = document.createElement("canvas");
     this.lanes = 0;
     this.now = 0;
+    this.during(-Infinity, Infinity);
     onTheme(() => (this.lanes = 0));
     canvas.addEventListener("click", (event) => {
       const hit = this.at(event.offsetX, event.offsetY);
@@ -28,6 +31,18 @@ export class Lanes {
     });
   }
 
+  // The time to show: a run shorter than the window fills it, and any run does so from its beginning, from the left.
+  during(first, last) {
+    this.first = first;
+    this.windowS = Math.min(WINDOW_S, Math.max(0.1, last - first));
+    this.lanes = 0; // everything is to be sized again
+  }
+
+  // The time at the right edge.
+  edge() {
+    return Math.max(this.now, this.first + this.windowS);
+  }
+
   // As many lanes as there ever were rows in use: lanes do not jump when one is left.
   fit(numSlots, now) {
     const lanes = Math.min(numSlots, Math.max(this.stage.mostRow + 1, 4)), scale = devicePixelRatio || 1;
@@ -37,8 +52,8 @@ export class Lanes {
     this.height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, Math.floor(ROOM / lanes)));
     this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
     this.canvas.style.height = `${lanes * this.height}px`;
-    this.rate = Math.max(1, Math.floor(((width - LABEL) * scale) / WINDOW_S)); // pixels for a second
-    this.span = this.rate * WINDOW_S;
+    this.rate = Math.max(1, Math.floor(((width - LABEL) * scale) / this.windowS)); // pixels for a second
+    this.span = Math.ceil(this.rate * this.windowS);
     size(this.canvas, width * scale, lanes * this.height * scale);
     size(this.tape, 2 * this.span, lanes * this.height * scale);
     this.label();
@@ -61,7 +76,8 @@ export class Lanes {
 
   // The whole tape again, from what is known: after a change of size, theme or place in time.
   repaint(now) {
-    this.from = now - 1.5 * WINDOW_S; // the time at the tape's left end
+    this.now = now;
+    this.from = this.edge() - 1.5 * this.windowS; // the time at the tape's left end
     this.pen = this.tape.getContext("2d");
     this.pen.clearRect(0, 0, this.tape.width, this.tape.height);
     this.stage.takeNews();
@@ -80,7 +96,7 @@ export class Lanes {
   }
 
   shift(until) {
-    if (until - this.from > 3 * WINDOW_S) return this.repaint(until);
+    if (until - this.from > 3 * this.windowS) return this.repaint(until);
     const by = this.x(until) - this.span;
     this.pen.globalCompositeOperation = "copy";
     this.pen.drawImage(this.tape, -by, 0);
@@ -95,14 +111,13 @@ export class Lanes {
 
   paint(segments, marks, until) {
     const colours = palette(), pen = this.pen, step = this.height * this.scale, tall = this.tall * this.scale;
-    for (const kind of [BAND, DECODE, PREFILL, REDO]) {
-      pen.fillStyle = colours[kind];
+    for (const kind of KINDS) {
       for (const segment of segments) {
         if (segment.kind !== kind) continue;
         const to = segment.to ?? until, from = this.x(segment.painted), end = this.x(to);
-        const gap = segment.to !== null && kind !== DECODE && end - from > 3 ? 1 : 0; // between parts of a prompt
+        const gap = segment.to !== null && !isDecode(kind) && end - from > 3 ? 1 : 0; // between parts of a prompt
         if (end > from || segment.painted === segment.from) {
-          pen.fillRect(from, segment.row * step, Math.max(1, end - from - gap), tall);
+          fill(pen, colours, segment, from, segment.row * step, Math.max(1, end - from - gap), tall);
         }
         segment.painted = Math.max(segment.painted, to);
       }
@@ -115,8 +130,8 @@ export class Lanes {
   }
 
   draw(now, numSlots) {
-    this.fit(numSlots, now);
     this.now = now;
+    this.fit(numSlots, now);
     // A frame in which nothing would move by a pixel is not drawn: the time between two of them is that of others.
     const at = this.stage.segments.length ? `${this.x(now)} ${this.scroll.scrollTop}` : "empty";
     if (at === this.drawnAt) return;
@@ -127,7 +142,7 @@ export class Lanes {
     pen.clearRect(0, top, this.canvas.width, high);
     pen.imageSmoothingEnabled = false;
     this.rule(pen, left, top, high);
-    const from = this.x(now - WINDOW_S), cut = Math.max(0, -from);
+    const from = this.x(this.edge() - this.windowS), cut = Math.max(0, -from);
     pen.drawImage(this.tape, from + cut, top, this.span - cut, high, left + cut, top, this.span - cut, high);
     this.goOn(pen, left - from, top, high);
     pen.clearRect(0, top, left, high);
@@ -142,12 +157,11 @@ export class Lanes {
       const y = segment.row * step;
       if (y + step >= top && y <= top + high) seen.push(segment);
     }
-    for (const kind of [BAND, DECODE, PREFILL, REDO]) {
-      pen.fillStyle = colours[kind];
+    for (const kind of KINDS) {
       for (const segment of seen) {
         if (segment.kind !== kind) continue;
         const from = this.x(segment.painted);
-        if (end > from) pen.fillRect(from + offset, segment.row * step, end - from, tall);
+        if (end > from) fill(pen, colours, segment, from + offset, segment.row * step, end - from, tall);
       }
     }
   }
@@ -163,11 +177,23 @@ export class Lanes {
   // The segment at a place of the canvas, or the last of its lane.
   at(x, y) {
     if (!this.lanes) return null;
-    const lane = Math.floor(y / this.height), time = this.now - ((this.width - x) * this.scale) / this.rate;
+    const lane = Math.floor(y / this.height), time = this.edge() - ((this.width - x) * this.scale) / this.rate;
     const inLane = this.stage.segments.filter((segment) => segment.row === lane);
     const under = inLane.filter((segment) => segment.from <= time && time <= (segment.to ?? this.now));
     return under.findLast((segment) => segment.kind !== BAND) || under.at(-1) || inLane.at(-1) || null;
   }
+}
+
+const isDecode = (kind) => kind === DECODE || kind === PADDING;
+
+// A prompt that is padded to its batch is grey in its lower part, as much of it as is padding.
+function fill(pen, colours, { kind, padded }, x, y, wide, tall) {
+  pen.fillStyle = colours[kind];
+  pen.fillRect(x, y, wide, tall);
+  if (!padded || kind === PADDING) return;
+  const grey = Math.max(1, Math.round(tall * padded));
+  pen.fillStyle = colours[PADDING];
+  pen.fillRect(x, y + tall - grey, wide, grey);
 }
 
 function size(canvas, width, height) {

@@ -2,39 +2,44 @@
 // has tokens, so that there are none of a step while the engine rests; tokens a second are 0 then, and requests are
 // as many as there are.
 
-export const SPAN_S = 60;
 const MOST_POINTS = 600;
 const REST_S = 0.2; // without a step, from which on the engine rests; about a pixel
 
-// What steps were made of: [ago, prompt and decode, decode, budget].
+// What steps were made of: [ago, prompt and decode, decode, these and padding, budget]; nothing where nothing is padded.
 export function ofSteps(steps, now) {
   const runs = stretches(steps), group = Math.ceil(steps.length / MOST_POINTS), points = [];
-  const add = (at, step) => points.push([at - now, step.p + step.d, step.d, step.b || null]);
+  const add = (at, step) => points.push([at - now, useful(step), decoded(step), step.padding ? step.p + step.d : null, step.b || null]);
   for (const { found, end } of runs) {
     for (const step of thinned(found, group, (each) => each.p + each.d)) add(step.t, step);
     // The last one holds until it is done, and is wide enough to be seen where it is the only one.
     const last = found.at(-1), held = Math.max(end ?? now, last.t + REST_S), until = Math.max(last.t, Math.min(now, held));
     add(until, last);
-    points.push([until - now, null, null, null]);
+    points.push([until - now, null, null, null, null]);
   }
-  return columns(points, 4);
+  return columns(points, 5);
 }
 
-// Tokens of each second of the engine's clock that is over: [ago, prompt and decode, decode]. What is `told` is known up
-// to then; `unknown` are stretches nobody has seen.
-export function ofSeconds(steps, unknown, told, now) {
-  const first = Math.ceil(now - SPAN_S), seconds = [];
-  for (let second = first; second + 1 <= told; second++) {
-    const seen = !unknown.some(({ from, to }) => from < second + 1 && to > second);
-    seconds.push([second + 0.5 - now, seen ? 0 : null, seen ? 0 : null]);
+const useful = (step) => step.p + step.d - step.padding;
+const decoded = (step) => step.d - step.pr; // by rows that have not had their last token
+
+// Tokens a second, of stretches of the engine's clock that are over: [ago, prompt and decode, decode, these and padding].
+// They are a second each, or half of one where less than half a minute is shown. What is `told` is known up to then;
+// `unknown` are stretches that were not seen.
+export function ofSeconds(steps, unknown, told, now, span) {
+  const size = span < 30 ? 0.5 : 1, first = Math.ceil((now - span) / size), found = [];
+  for (let at = first; (at + 1) * size <= told; at++) {
+    const seen = !unknown.some(({ from, to }) => from < (at + 1) * size && to > at * size);
+    found.push([(at + 0.5) * size - now, seen ? 0 : null, seen ? 0 : null, null]);
   }
   for (const step of steps) {
-    const second = seconds[Math.floor(step.t) - first];
-    if (!second || second[1] === null) continue;
-    second[1] += step.p + step.d;
-    second[2] += step.d;
+    const stretch = found[Math.floor(step.t / size) - first];
+    if (!stretch || stretch[1] === null) continue;
+    stretch[1] += useful(step) / size;
+    stretch[2] += decoded(step) / size;
+    if (step.padding) stretch[3] = (stretch[3] ?? 0) + step.padding / size;
   }
-  return columns(seconds, 3);
+  for (const stretch of found) if (stretch[3] !== null) stretch[3] += stretch[1];
+  return columns(found, 4);
 }
 
 // Who ran and waited: [ago, running, waiting, rows]. Each count holds until the next one.

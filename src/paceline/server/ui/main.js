@@ -145,6 +145,8 @@ function chosen(run, index) {
   engine = run.engine;
   explained = `/v1/admin/recordings/${index}`;
   drawer.close();
+  lanes.during(run.times[0], run.times.at(-1));
+  charts.during(run.times.at(-1) - run.times[0]);
   describe(run.name);
 }
 

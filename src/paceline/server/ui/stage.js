@@ -4,7 +4,7 @@
 import { Past } from "./past.js";
 
 export const KEPT_S = 60;
-export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode"; // of segments
+export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding"; // of segments
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
 const GOOD_ENDS = new Set(["stop", "length"]);
 
@@ -35,9 +35,11 @@ export class Stage {
   reset() {
     this.rows = new Map(); // row -> { request, joined, band, open, again }
     this.rowOf = new Map(); // request -> row
-    this.segments = []; // { row, request, from, to, kind, tokens, seq }; `to` is null while it goes on
+    // { row, request, from, to, kind, tokens, padded, seq }; `to` is null while it goes on, `padded` the share of a prompt's
+    // part that is padding
+    this.segments = [];
     this.marks = []; // { row, request, at, kind, rule, back }
-    this.steps = []; // { seq, t, done, open, d, p, padding, b, r, w, f } and what changed
+    this.steps = []; // { seq, t, done, open, d, p, padding, pr, b, r, w, f } and what changed
     this.bySeq = new Map();
     this.counts = []; // { t, r, w } of steps and of states: how many ran and waited from then on; null: not known
     this.unknown = [{ from: -Infinity, to: Infinity }]; // stretches of time nobody has seen
@@ -81,10 +83,11 @@ export class Stage {
     this.miss(now);
     for (const row of [...this.rows.keys()]) this.leave(row, now);
     for (const segment of [...this.active]) this.end(segment, now);
-    const [rows, requests, , , , , , , decoding] = cut.scene.rows;
+    const column = (name) => cut.scene.rows[cut.scene.columns.indexOf(name)];
+    const rows = column("row"), requests = column("request"), decoding = column("decoding"), padding = column("padding");
     rows.forEach((row, index) => {
       this.join(row, requests[index], now);
-      if (decoding[index]) this.decode(row, now);
+      if (decoding[index]) this.decode(row, now, padding[index] ? PADDING : DECODE);
     });
     this.seq = cut.scene.seq;
   }
@@ -121,8 +124,14 @@ export class Stage {
     for (const row of step.leaves || []) this.leave(row, step.t);
     for (const [row, request] of step.joins || []) this.join(row, request, step.t);
     for (const row of step.off || []) this.rest(row, step.t);
-    for (const [row, tokens] of step.spans || []) this.span(row, tokens, step);
+    const pads = new Map(step.pads);
+    for (const [row, tokens] of step.spans || []) {
+      this.span(row, tokens, pads.get(row) ?? 0, step);
+      pads.delete(row);
+    }
+    for (const [row, tokens] of pads) this.span(row, 0, tokens, step);
     for (const row of step.on || []) this.decode(row, step.t);
+    for (const row of step.fills || []) this.decode(row, step.t, PADDING);
     this.steps.push(step);
     this.bySeq.set(step.seq, step);
     this.counts.push({ t: step.t, r: step.r, w: step.w });
@@ -178,11 +187,13 @@ export class Stage {
     if (this.rowOf.get(held.request) === row) this.rowOf.delete(held.request);
   }
 
-  decode(row, at) {
+  // A row decodes from now on; as padding, when its request has its last token and the batch goes on.
+  decode(row, at, kind = DECODE) {
     const held = this.rows.get(row);
-    if (!held || held.open) return;
+    if (!held || held.open?.kind === kind) return;
+    this.rest(row, at);
     held.again = false;
-    held.open = this.open(DECODE, row, held.request, at);
+    held.open = this.open(kind, row, held.request, at);
   }
 
   rest(row, at) {
@@ -191,16 +202,16 @@ export class Stage {
     if (held) held.open = null;
   }
 
-  span(row, tokens, step) {
+  span(row, tokens, padding, step) {
     const held = this.rows.get(row);
     if (!held) return;
-    const segment = this.open(held.again ? REDO : PREFILL, row, held.request, step.t);
-    Object.assign(segment, { tokens, seq: step.seq });
+    const kind = !tokens ? PADDING : held.again ? REDO : PREFILL, segment = this.open(kind, row, held.request, step.t);
+    Object.assign(segment, { tokens, padded: padding / (tokens + padding), seq: step.seq });
     (step.open ||= []).push(segment);
   }
 
   open(kind, row, request, from) {
-    const segment = { kind, row, request, from, to: null, tokens: 0, painted: from };
+    const segment = { kind, row, request, from, to: null, tokens: 0, padded: 0, painted: from };
     this.segments.push(segment);
     this.active.add(segment);
     return segment;

@@ -1,9 +1,9 @@
 // The way of one request, phase by phase: from the decisions about it, and from what the stage saw of its rows.
 
-import { BAND, DECODE, PREFILL, REDO } from "./stage.js";
+import { BAND, DECODE, PADDING, PREFILL, REDO } from "./stage.js";
 
 const MOST = 30;
-const WORDS = { [PREFILL]: "prompt", [REDO]: "computed again", [DECODE]: "decode" };
+const WORDS = { [PREFILL]: "prompt", [REDO]: "computed again", [DECODE]: "decode", [PADDING]: "padding" };
 
 // [{ kind, label, from, to }], in order; `to` is `now` for what goes on.
 export function phases(decisions, segments, now) {
