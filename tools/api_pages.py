@@ -25,9 +25,10 @@ from paceline.server.health import PUBLIC
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 NOTE = "Made from the code; `make options` makes it again."
 HTTP_HEAD = (
-    f"# HTTP API\n\n{NOTE} A server describes itself in the same words at `/docs`, and for tools at `/openapi.json`; "
-    "rules, defaults and what is refused: [requests](requests.md), [limits](limits.md). Every route needs a key where "
-    f"the server has keys, but {', '.join(f'`{path}`' for path in sorted(PUBLIC))}. Routes under `/v1/admin` need an "
+    f"# HTTP API\n\n{NOTE} A server shows the same at `/docs`, with search, examples of answers and a form that sends "
+    "requests, and for tools at `/openapi.json`; rules, defaults and what is refused: [requests](requests.md), "
+    "[limits](limits.md). Every route needs a key where the server has keys, but "
+    f"{', '.join(f'`{path}`' for path in sorted(PUBLIC))}; the pages ask for one. Routes under `/v1/admin` need an "
     "[admin key](../guides/keys.md#a-key-for-the-operator).\n"
 )
 PYTHON_HEAD = (

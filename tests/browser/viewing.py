@@ -108,16 +108,22 @@ class Viewer:
 
     @contextmanager
     def view(
-        self, origin: str, *, size: ViewportSize = WIDE, dark: bool = False, key: str = ""
+        self,
+        origin: str,
+        path: str = "/ui",
+        *,
+        size: ViewportSize = WIDE,
+        dark: bool = False,
+        key: str = "",
     ) -> Iterator[View]:
-        """The page of a server, which must stay free of errors and foreign requests."""
+        """A page of a server, which must stay free of errors and foreign requests."""
         context = self._browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
         context.set_default_timeout(PATIENCE_MS)
         if key:
             context.add_init_script(f"sessionStorage.setItem('{KEY_NAME}', '{key}')")
         try:
             view = View(context.new_page(), origin)
-            view.page.goto(f"{origin}/ui")
+            view.page.goto(f"{origin}{path}")
             yield view
             assert not view.problems, view.problems
         finally:

@@ -149,7 +149,6 @@ def test_every_route_but_the_probes_needs_the_key(tmp_path: Path) -> None:
         for route in (
             "/metrics",
             "/version",
-            "/docs",
             "/openapi.json",
             "/v1/seen",
             "/v1/models/x",
@@ -214,13 +213,16 @@ def test_metrics_do_not_grow_with_odd_requests() -> None:
         assert len(page) < 256 * 1024
 
 
-def test_the_description_needs_nothing_from_elsewhere() -> None:
-    with fake_server() as server:
-        page = server.get("/docs").body.decode()
-        assert "<script" not in page
-        assert "http://" not in page.replace("http://127.0.0.1", "")
-        assert "POST /v1/echo" in page
-        assert "/v1/models/{id}" in server.get("/openapi.json").json["paths"]
+def test_the_page_of_the_api_is_a_file_without_data_and_what_it_shows_needs_the_key() -> None:
+    with fake_server(environment={"PACELINE_API_KEY": "k"}) as server:
+        reply = server.get("/docs")
+        page = reply.body.decode()
+        assert reply.status == 200 and "http://" not in page and "https://" not in page
+        assert "script-src 'self';" in reply.headers["content-security-policy"] and "<script>" not in page
+        assert "/v1/" not in page, "routes come from /openapi.json"
+        assert server.get("/openapi.json").status == 401
+        paths = server.get("/openapi.json", "x-api-key: k").json["paths"]
+        assert "/v1/models/{id}" in paths and "/v1/echo" in paths
 
 
 # ---------------------------------------------------------------- logs

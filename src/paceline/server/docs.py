@@ -1,14 +1,15 @@
-"""The description of the API: /openapi.json, /docs as one plain page without scripts, /version.
+"""The description of the API: /openapi.json, /docs as a page, /version.
 
-Both are made from the routes themselves; routes that only say that they do not exist are not described. The page
-loads nothing from anywhere, so that it works without a network and has nothing in it that could run.
+The document is made from the routes; routes that only say that they do not exist are not described. Examples come from
+`api/examples.json`, which `tools/api_examples.py` records from a real server. The page is a static file without data:
+it asks for /openapi.json with the key its user types in.
 """
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,28 +17,24 @@ import msgspec
 from paceline import __version__
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
+from paceline.server.page import DOCS, file_handler
 
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
-h1{font-size:1.6rem}h2{font-size:1.1rem;margin-top:2rem}code,pre{font-family:ui-monospace,monospace;font-size:.9rem}
-table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #ddd;
-vertical-align:top}pre{background:#f4f4f4;padding:.7rem 1rem;overflow:auto}a{color:inherit}
-td:first-child{white-space:nowrap}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}td,th{border-color:#333}pre{background:#222}}
-"""
-_HELLO = [{"role": "user", "content": "Hello!"}]
-_EXAMPLES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": "MODEL", "messages": _HELLO, "stream": True},
-    "/v1/completions": {"model": "MODEL", "prompt": "Once upon a time", "max_tokens": 32},
-    "/v1/responses": {"model": "MODEL", "input": "Hello!"},
-    "/v1/messages": {"model": "MODEL", "messages": _HELLO, "max_tokens": 64},
-    "/v1/messages/count_tokens": {"model": "MODEL", "messages": _HELLO},
-    "/tokenize": {"model": "MODEL", "prompt": "Hello!"},
-    "/detokenize": {"model": "MODEL", "tokens": [1, 2, 3]},
+EXAMPLES_FILE = Path(__file__).parent / "api" / "examples.json"
+ADMIN_NOTE = "Needs an admin key where the server has keys."
+# The groups of the page, by the beginnings of paths; the first match counts.
+TAGS = {
+    "generate": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "models and tokens": ("/v1/models", "/tokenize", "/detokenize"),
+    "requests": ("/v1/requests", "/v1/estimate"),
+    "files and batches": ("/v1/files", "/v1/batches"),
+    "admin": ("/v1/admin/",),
+    "health": ("/health", "/ping"),
+    "server": ("/",),
 }
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "x-content-type-options": "nosniff",
+_MEDIA_TYPES = {
+    "response": "application/json",
+    "stream": "text/event-stream",
+    "text": "application/octet-stream",
 }
 
 
@@ -47,16 +44,12 @@ def docs_routes(routes: Callable[[], Sequence[Route]]) -> list[Route]:
     async def openapi(call: Call) -> Answer:
         return Answer(body=msgspec.json.encode(openapi_document(routes())))
 
-    async def page(call: Call) -> Answer:
-        body = docs_page(openapi_document(routes())).encode()
-        return Answer(body=body, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
     async def version(call: Call) -> Answer:
         return Answer(body=msgspec.json.encode({"version": __version__}))
 
     return [
         _describing("/openapi.json", openapi, "The API as an OpenAPI document"),
-        _describing("/docs", page, "This page"),
+        _describing("/docs", file_handler(DOCS), "The API as a page, with a form for every request"),
         _describing("/version", version, "The version of the server"),
     ]
 
@@ -67,63 +60,23 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         if not route.openapi:
             continue
-        operations = paths.setdefault(route.path.replace(":path}", "}"), {})
+        path = route.path.replace(":path}", "}")
+        operations = paths.setdefault(path, {})
         for method in route.methods:
-            operations[method.lower()] = {"responses": {"200": {"description": "ok"}}} | dict(route.openapi)
+            described = {"tags": [_tag(path)], "responses": {"200": {"description": "ok"}}}
+            described |= dict(route.openapi)
+            if route.needs_admin:
+                described["description"] = ADMIN_NOTE
+            example = _examples().get(f"{method} {path}")
+            operations[method.lower()] = described if example is None else _with_example(described, example)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": __version__},
+        "tags": [{"name": tag} for tag in TAGS],
         "paths": paths,
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
-
-
-def docs_page(document: dict[str, Any]) -> str:
-    """The document as a page to read: a list of the routes, then the fields of each."""
-    operations = [
-        (f"{method.upper()} {path}", path, operation)
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
-        if method != "head"
-    ]
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width,initial-scale=1'><title>Paceline API</title>",
-        f"<style>{_STYLE}</style><h1>Paceline {html.escape(__version__)}</h1>",
-        "<p>An OpenAI-compatible server. For tools: <a href=/openapi.json>/openapi.json</a>.</p>",
-        "<table><tr><th>Route<th>What it does</tr>",
-    ]
-    for name, _, operation in operations:
-        shown = f"<code>{html.escape(name)}</code>"
-        if fields_of(operation):
-            shown = f"<a href='#{_anchor(name)}'>{shown}</a>"
-        parts.append(f"<tr><td>{shown}<td>{html.escape(operation.get('summary', ''))}</tr>")
-    parts.append("</table>")
-    for name, path, operation in operations:
-        if fields_of(operation):
-            parts += _section(name, path, operation)
-    return "\n".join(parts)
-
-
-def _section(name: str, path: str, operation: dict[str, Any]) -> list[str]:
-    parts = [f"<h2 id='{_anchor(name)}'><code>{html.escape(name)}</code></h2>"]
-    example = _EXAMPLES.get(path)
-    if example is not None:
-        body = msgspec.json.encode(example).decode()
-        line = f"curl $URL{path} -H 'Content-Type: application/json' -d '{body}'"
-        parts.append(f"<pre>{html.escape(line)}</pre>")
-    parts.append("<table><tr><th>Field<th>Type<th>Meaning</tr>")
-    parts += [
-        f"<tr><td><code>{html.escape(field)}</code><td>{html.escape(kind)}<td>{html.escape(text)}</tr>"
-        for field, kind, text in fields_of(operation)
-    ]
-    parts.append("</table>")
-    return parts
-
-
-def _anchor(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def fields_of(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -141,6 +94,30 @@ def _kind_of(entry: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_kind_of(alternative) for alternative in alternatives))
     kind = entry.get("type", "any")
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+@cache
+def _examples() -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, dict[str, Any]] = msgspec.json.decode(EXAMPLES_FILE.read_bytes())
+    return found
+
+
+def _with_example(operation: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the operation that carries a request and its answers."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(operation))
+    content = found["responses"]["200"].setdefault("content", {})
+    for name, media_type in _MEDIA_TYPES.items():
+        if name in example:
+            content.setdefault(media_type, {})["example"] = example[name]
+    if "error" in example:
+        found["responses"]["default"]["content"]["application/json"]["example"] = example["error"]
+    if "request" in example:
+        found["requestBody"]["content"]["application/json"]["example"] = example["request"]
+    return found
+
+
+def _tag(path: str) -> str:
+    return next(tag for tag, beginnings in TAGS.items() if path.startswith(beginnings))
 
 
 def _describing(path: str, handler: Any, summary: str) -> Route:

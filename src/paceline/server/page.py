@@ -1,4 +1,4 @@
-"""The pages: plain files that come with the package. The chat is at /, the live page at /ui.
+"""The pages: plain files that come with the package. The chat is at /, the live page at /ui, the API at /docs.
 
 The files hold no data and need no key; the pages ask for data with the key their user types in. A page loads nothing
 from another host.
@@ -31,6 +31,7 @@ _HEADERS = {
 INDEX = "index.html"
 LIVE = INDEX
 CHAT = f"chat/{INDEX}"
+DOCS = f"docs/{INDEX}"
 
 
 @cache
@@ -48,14 +49,14 @@ def _files_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _templates(name: str) -> tuple[str, ...]:
-    """Where a file is served. An index is served as its folder; the chat's is served as / only."""
-    if name == CHAT:
+    """Where a file is served. An index is served as its folder; those of the chat and of the API are at / and /docs."""
+    if name in (CHAT, DOCS):
         return ()
     folder, _, file = f"/ui/{name}".rpartition("/")
     return (folder, f"{folder}/") if file == INDEX else (f"/ui/{name}",)
 
 
-PAGE = frozenset(("/", *(template for name in page_files() for template in _templates(name))))
+PAGE = frozenset(("/", "/docs", *(template for name in page_files() for template in _templates(name))))
 
 
 def page_routes(*, home: str = CHAT) -> list[Route]:
@@ -65,10 +66,11 @@ def page_routes(*, home: str = CHAT) -> list[Route]:
 
 
 def _route(path: str, name: str) -> Route:
-    return Route(methods=("GET",), path=path, handler=_handler(name), takes_body=False)
+    return Route(methods=("GET",), path=path, handler=file_handler(name), takes_body=False)
 
 
-def _handler(name: str) -> Handler:
+def file_handler(name: str) -> Handler:
+    """Answers with one file of the pages."""
     body = page_files()[name]
     tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
     headers = {**_HEADERS, "etag": tag}
