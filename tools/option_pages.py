@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import Field, fields
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from paceline.cli import (
     tune_options,
     usage,
 )
-from paceline.cli.options import Flag, Panel
+from paceline.cli.options import Flag, Panel, default_of, spec_of
 from paceline.config import flag_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
@@ -87,10 +87,10 @@ def _by_title(panels: tuple[Panel, ...]) -> Iterator[tuple[str, list[tuple[str, 
 
 
 def _row(panel: Panel, flag: Flag) -> tuple[str, ...]:
-    spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
+    spec = spec_of(panel, flag)
     names = [flag.metavar or flag.name.upper()] if flag.is_argument else [*flag.also, flag_of(spec)]
     shown = ", ".join(f"`{name}`" for name in names)
-    return shown, _values(spec), _default(spec, flag), spec.metadata["help"].replace("|", "\\|")
+    return shown, _values(spec), default_of(spec, flag), spec.metadata["help"].replace("|", "\\|")
 
 
 def _values(spec: Field[Any]) -> str:
@@ -104,14 +104,6 @@ def _values(spec: Field[Any]) -> str:
     if low is not None:
         return f"{text}, at least {low:,}"
     return text if high is None else f"{text}, at most {high:,}"
-
-
-def _default(spec: Field[Any], flag: Flag) -> str:
-    if flag.default is not None:
-        return flag.default
-    if isinstance(spec.default, bool):
-        return "yes" if spec.default else "no"
-    return "" if spec.default in (None, ()) else str(spec.default)
 
 
 if __name__ == "__main__":

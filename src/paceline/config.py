@@ -36,8 +36,12 @@ def option(
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
     kind: type | None = None,
+    basic: bool = False,
 ) -> Any:
-    """Declare one option: its default, what it means, and the values it accepts. `kind` where None is the default."""
+    """Declare one option: its default, what it means, and the values it accepts. `kind` where None is the default.
+
+    `basic` options are the ones a new user needs: they are on the short help page of commands with many options.
+    """
     metadata = {
         "help": help,
         "low": low,
@@ -45,6 +49,7 @@ def option(
         "choices": choices,
         "flag": flag,
         "kind": kind if kind is not None else type(default),
+        "basic": basic,
     }
     return field(default=default, metadata=metadata)
 
@@ -67,10 +72,12 @@ class GroupSpec:
 class KVConfig:
     """Size and shape of the paged KV cache."""
 
-    block_size: int = option(16, "tokens per KV block (16 suits a CPU, 64 a GPU)", low=1, high=1024)
-    num_blocks: int = option(4096, "KV blocks on the device", low=2, flag="--num-gpu-blocks-override")
-    num_host_blocks: int = option(0, "places in host memory for swapped-out blocks", low=0)
-    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    block_size: int = option(16, "tokens per KV block; 16 suits a CPU, 64 a GPU", low=1, high=1024)
+    num_blocks: int = option(
+        4096, "number of KV blocks on the device", low=2, flag="--num-gpu-blocks-override"
+    )
+    num_host_blocks: int = option(0, "KV blocks in host memory, for requests that are swapped out", low=0)
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
     def __post_init__(self) -> None:
@@ -124,88 +131,97 @@ class PreemptionCosts:
 class SchedulerConfig:
     """How steps are composed and who goes first."""
 
-    max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536)
-    max_num_batched_tokens: int = option(2048, "most tokens of one step", low=1)
+    max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536, basic=True)
+    max_num_batched_tokens: int = option(2048, "most tokens in one step", low=1, basic=True)
     max_num_prompt_tokens: int = option(
-        0, "most tokens of a step in which nobody decodes; 0: as --max-num-batched-tokens", low=0
+        0, "most tokens in a step without decoding requests; 0: as --max-num-batched-tokens", low=0
     )
     step_target_ms: float | None = option(
         None,
-        "milliseconds a step with prompts should take, so that streams flow; 0 for none",
+        "target duration of steps with prompts, in milliseconds; 0: no target",
         low=0.0,
         high=60_000.0,
         kind=float,
     )
     step_stretch: float = option(
-        1.6, "how many times longer steps may take while requests wait long for their first token", low=1.0
+        1.6, "factor by which steps may exceed their target while requests wait for a first token", low=1.0
     )
     step_patience_s: float = option(
-        0.35, "wait for a first token from which steps are stretched; fully at twice as long", low=1e-3
+        0.35,
+        "seconds of waiting for a first token after which steps are stretched; fully at twice that",
+        low=1e-3,
     )
     dial: float | None = option(
         None,
-        "from 0, least latency between tokens, to 1, most throughput; can be turned while serving",
+        "0: least latency, 1: most throughput; can be changed while serving",
         low=0.0,
         high=1.0,
         kind=float,
+        basic=True,
     )
     target_itl_p99_ms: float | None = option(
         None,
-        "milliseconds between tokens that a controller holds the p99 to, by turning the dial itself",
+        "p99 between tokens to hold, in milliseconds, by moving the dial",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+        basic=True,
+    )
+    target_ttft_p99_ms: float | None = option(
+        None,
+        "p99 to the first token to hold, in milliseconds, by moving the dial",
         low=LEAST_TARGET_MS,
         high=MOST_TARGET_MS,
         kind=float,
     )
-    target_ttft_p99_ms: float | None = option(
-        None, "the same for the time to the first token", low=LEAST_TARGET_MS, high=MOST_TARGET_MS, kind=float
-    )
-    max_model_len: int = option(4096, "longest sequence, prompt and output together", low=2)
-    scheduling_policy: str = option(
-        "fcfs", "who goes first and who gives way", choices=(*POLICIES, OWN_CLASS)
-    )
+    max_model_len: int = option(4096, "most tokens of a sequence, prompt and output", low=2, basic=True)
+    scheduling_policy: str = option("fcfs", "order of requests", choices=(*POLICIES, OWN_CLASS), basic=True)
     ageing_s: float = option(
         30.0,
-        "seconds of waiting that are worth one level of priority; the most a long request is put back by shortest; "
-        "by when deadline starts a request that has none",
+        "seconds; priority: waiting that counts as one level; shortest: longest delay of a long request; "
+        "deadline: time by which a request without one starts",
         low=1e-6,
     )
     prompt_handicap_ms: float = option(
-        0.7, "milliseconds of waiting that one prompt token is worth to shortest", low=0.0, high=1e3
+        0.7, "shortest: milliseconds of waiting that one prompt token counts for", low=0.0, high=1e3
     )
     output_handicap_ms: float = option(
-        2.0, "milliseconds of waiting that one token of max_tokens is worth to shortest", low=0.0, high=1e4
+        2.0, "shortest: milliseconds of waiting that one token of max_tokens counts for", low=0.0, high=1e4
     )
     first_token_s: float | None = option(
-        None, "seconds after arrival by which deadline wants a first token", low=1e-3, kind=float
+        None,
+        "deadline: seconds after arrival by which a request should have its first token",
+        low=1e-3,
+        kind=float,
     )
-    tenant_weights: str = option(
-        "", "shares of tenants under fair, such as alice=2,bob=0.5; 1 for everybody else"
-    )
+    tenant_weights: str = option("", "fair: shares of tenants, such as alice=2,bob=0.5; other tenants have 1")
     output_token_cost: float = option(
-        2.0, "prompt tokens that one generated token counts for under fair", low=0.0, high=1e3
+        2.0, "fair: prompt tokens that one generated token counts for", low=0.0, high=1e3
     )
     flood_tokens: int = option(
         8192,
-        "tokens served to a tenant under fair, always with more waiting, after which it leaves room",
+        "fair: tokens served without a pause after which a tenant leaves room for others",
         low=1,
     )
     mode: str = option("continuous", "how batches are formed", choices=MODES)
-    batch_size: int = option(32, "batch size of the static and dynamic modes", low=1)
-    batch_timeout_s: float = option(0.1, "longest wait of the dynamic mode for a full batch", low=0.0)
+    batch_size: int = option(32, "static and dynamic mode: requests in a batch", low=1)
+    batch_timeout_s: float = option(0.1, "dynamic mode: longest wait for a full batch, in seconds", low=0.0)
     static_flush_s: float = option(
-        5.0, "wait after which the static mode starts a part-filled batch", low=0.0
+        5.0, "static mode: seconds after which a partly filled batch starts", low=0.0
     )
-    static_order: str = option("fifo", "how the static mode picks a batch", choices=STATIC_ORDERS)
+    static_order: str = option(
+        "fifo", "static mode: order in which requests are picked for a batch", choices=STATIC_ORDERS
+    )
     long_prefill_share: float = option(
-        0.5, "share of a step's tokens one prompt may take while others wait", low=1e-6, high=1.0
+        0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
-    watermark: float = option(0.01, "share of KV blocks kept free when admitting", low=0.0, high=0.9)
+    watermark: float = option(0.01, "share of KV blocks kept free when admitting requests", low=0.0, high=0.9)
     preemption: str = option(
         "auto",
-        "what happens to the KV of who gives way: recompute, swap to host memory, or what is cheaper by measured costs",
+        "what to do with the KV of a preempted request: recompute it, swap it to host memory, or the cheaper of both",
         choices=PREEMPTION_KINDS,
     )
-    max_preemptions: int = option(4, "preemptions after which a request is never preempted again", low=0)
+    max_preemptions: int = option(4, "preemptions after which a request is not preempted again", low=0)
     max_queue: int = option(10_000, "most waiting requests", low=1)
     max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
     defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
@@ -253,33 +269,35 @@ class ModelConfig:
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
     model: str | None = option(
-        None, "folder, GGUF file or name on the hub; nothing for SmolLM2-135M-Instruct", kind=str
+        None, "folder, GGUF file or name on the Hugging Face hub", kind=str, basic=True
     )
-    tokenizer: str | None = option(None, "folder with another tokenizer than the model's own", kind=str)
+    tokenizer: str | None = option(None, "folder with a tokenizer to use instead of the model's", kind=str)
     revision: str | None = option(None, "branch, tag or commit of a model on the hub", kind=str)
-    download_dir: str | None = option(None, "where models from the hub are kept", kind=str)
-    load_format: str = option("auto", "how weights are stored; dummy makes them up", choices=LOAD_FORMATS)
-    device: str = option("auto", "where to compute; auto takes a GPU if there is one", choices=DEVICES)
+    download_dir: str | None = option(None, "folder for models from the hub", kind=str)
+    load_format: str = option("auto", "format of the weights; dummy: random weights", choices=LOAD_FORMATS)
+    device: str = option("auto", "where to compute; auto: a GPU if any", choices=DEVICES, basic=True)
     dtype: str = option(
         "auto",
-        "type of the arithmetic; a CPU computes in float32, a GPU in the type of the weights",
+        "type to compute in; auto: float32 on a CPU, the type of the weights on a GPU",
         choices=DTYPES,
     )
-    enforce_eager: bool = option(False, "launch every kernel of a step by itself instead of replaying graphs")
+    enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
     quantization: str = option(
         "auto",
-        "auto keeps quantised weights quantised where the machine has a fast product, none unpacks them",
+        "auto: keep weights quantised where the machine is fast with them; none: unpack them",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type keys and values are kept in; auto takes that of the arithmetic, fp8 (e4m3) half of it, on a GPU",
+        "type of the KV cache; auto: the type to compute in; fp8 (e4m3): half the memory, on a GPU",
         choices=KV_CACHE_DTYPES,
     )
-    kv_cache_memory_bytes: int | None = option(None, "memory for KV blocks", low=1, kind=int)
-    gpu_memory_utilization: float = option(0.92, "share of a GPU's memory to use", low=0.01, high=1.0)
-    seed: int = option(0, "seed of requests that bring none of their own")
-    skip_tokenizer_init: bool = option(False, "token ids in and out, no text")
+    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache", low=1, kind=int, basic=True)
+    gpu_memory_utilization: float = option(
+        0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
+    )
+    seed: int = option(0, "seed of requests that have none")
+    skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -291,23 +309,21 @@ class EngineConfig:
 
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    depth: int = option(1, "steps the host plans ahead of the device; 0 waits for each step", low=0, high=8)
-    check_every: int = option(256, "steps between two checks of the invariants; 0 never checks", low=0)
+    depth: int = option(1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8)
+    check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0)
     decision_ring: int = option(
         32_768,
-        "newest decisions kept in memory to explain requests, some 300 bytes each",
+        "newest decisions kept in memory to explain requests, about 300 bytes each",
         low=0,
         high=1 << 24,
     )
-    decision_log: str = option("", "folder for a log of all decisions that shows when it was changed")
-    decision_log_bytes: int = option(64 << 20, "size at which the next file begins", low=1 << 16)
-    decision_log_files: int = option(16, "files that are kept; the oldest go", low=2)
-    decision_log_days: float = option(30.0, "age at which a file goes", low=0.001)
-    run_log: str = option(
-        "", "file for a log of the run that can be replayed; one that ends in .gz is compressed"
-    )
+    decision_log: str = option("", "folder for a log of all decisions in which changes can be detected")
+    decision_log_bytes: int = option(64 << 20, "size at which a new file begins", low=1 << 16)
+    decision_log_files: int = option(16, "most files to keep; the oldest are deleted", low=2)
+    decision_log_days: float = option(30.0, "age in days at which a file is deleted", low=0.001)
+    run_log: str = option("", "record the run, for replay; .gz: compressed", basic=True)
     run_log_bytes: int = option(1 << 30, "size at which the run log ends", low=1 << 16)
-    run_log_files: int = option(8, "run logs of earlier runs that are kept beside it", low=0)
+    run_log_files: int = option(8, "logs of earlier runs to keep", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

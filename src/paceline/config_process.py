@@ -15,22 +15,24 @@ from paceline.errors import ConfigError
 class ProcessConfig:
     """How the engine's process is watched and talked to."""
 
-    heartbeat_s: float = option(0.5, "seconds between two signs of life", low=0.01, high=60.0)
-    stats_interval_s: float = option(0.25, "seconds between two reports of the gauges", low=0.01, high=60.0)
+    heartbeat_s: float = option(0.5, "seconds between two heartbeats of the engine", low=0.01, high=60.0)
+    stats_interval_s: float = option(0.25, "seconds between two updates of the gauges", low=0.01, high=60.0)
     stuck_after_s: float = option(
-        5.0, "seconds without a sign of life after which the engine counts as stuck", low=0.05
+        5.0, "seconds without a heartbeat after which the engine counts as stuck", low=0.05
     )
     fail_when_stuck: bool = option(
-        True, "answer everybody with an error when the engine is stuck, instead of waiting for it"
+        True, "fail all requests when the engine is stuck, instead of waiting for it"
     )
     restart_after_s: float = option(
-        60.0, "seconds without a sign of life after which the engine is restarted", low=0.1
+        60.0, "seconds without a heartbeat after which the engine is restarted", low=0.1
     )
-    ready_timeout_s: float = option(600.0, "longest time an engine may take to load its model", low=1.0)
-    max_restarts: int = option(3, "restarts within --restart-window-s before giving up", low=0)
-    restart_window_s: float = option(600.0, "seconds after which a restart is forgotten", low=1.0)
-    restart_backoff_s: float = option(1.0, "wait before a second restart; doubles with each further", low=0.0)
-    stop_timeout_s: float = option(1.0, "longest time an engine may take to end", low=0.1)
+    ready_timeout_s: float = option(600.0, "longest time to load the model, in seconds", low=1.0)
+    max_restarts: int = option(3, "most restarts within --restart-window-s; then the server ends", low=0)
+    restart_window_s: float = option(600.0, "seconds after which a restart no longer counts", low=1.0)
+    restart_backoff_s: float = option(
+        1.0, "seconds to wait before a second restart; doubles with each further one", low=0.0
+    )
+    stop_timeout_s: float = option(1.0, "seconds an engine may take to stop", low=0.1)
     max_frame_bytes: int = option(
         4 << 20, "largest message between the processes", low=64 << 10, high=1 << 30
     )

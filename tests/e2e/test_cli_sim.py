@@ -249,7 +249,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 def test_version_help_and_an_unknown_command() -> None:
     assert run("--version").stdout == f"paceline {paceline.__version__}\n"
-    page = run("sim", "--help")
+    page = run("sim", "--help-all")
     assert page.returncode == 0
     for flag in ("--trace", "--max-num-batched-tokens", "--num-blocks", "--host-blocks", "--batch-timeout"):
         assert flag in page.stdout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.options import Flag, Panel, add_command, command_group
 from paceline.config import option
 from paceline.errors import InputError
 
@@ -20,21 +20,25 @@ if TYPE_CHECKING:
     from paceline.audit.bias import Comparison
     from paceline.audit.trail_db import Verdict
 
-HELP = "Look at the decision log that a server keeps with --decision-log."
+HELP = "Check a decision log, or compare groups of requests in it."
 UNLIKELY = 0.01  # a chance below which a difference is put into words
 VERIFY_HELP = """
-Walk the chain of a decision log: every page of decisions holds the hash of the one before it, so that what was changed,
-taken out or put in shows. Exits with 0 when the chain is whole, 1 when it is not, 2 when there is no log.
+Check that a decision log was not changed.
+
+Every page of decisions holds the hash of the page before it, so that a changed, removed or inserted page is found.
+Exits with 0 if the chain is whole, 1 if it is not, 2 if there is no log.
 
 \b
   paceline audit verify decisions/
   paceline audit verify decisions/ --head HASH
 
-What is cut off at the end shows only with --head: note the hash that is printed, and give it the next time.
+Pages removed from the end are found only with --head: keep the hash that is printed, and give it the next time.
 """
 BIAS_HELP = """
-Compare how long requests waited and how often they gave way, between keys, classes or lengths of prompts: each group
-with all others, by a rank test, corrected for the number of comparisons.
+Compare the waiting and preemptions of groups of requests.
+
+Groups are keys, classes or prompt lengths. Each is compared with all others by a rank test, corrected for the number of
+comparisons.
 
 \b
   paceline audit bias decisions/ --by key,class,length
@@ -46,7 +50,7 @@ class VerifyOptions:
     """What `paceline audit verify` takes."""
 
     folder: str = option("", "folder of the decision log")
-    head: str = option("", "hash that was printed before: the page that has it must still be there")
+    head: str = option("", "hash that an earlier run printed; its page must still exist")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,9 @@ class BiasOptions:
     """What `paceline audit bias` takes."""
 
     folder: str = option("", "folder of the decision log")
-    by: str = option("key,class,length", "key, class, length; several, separated by commas")
+    by: str = option(
+        "key,class,length", "what to compare by: key, class, length; several: separated by commas"
+    )
     json: bool = option(False, "print one JSON object")
 
 
@@ -66,7 +72,7 @@ BIAS_PANELS = (Panel(title="Log", config=BiasOptions, flags=(_FOLDER, Flag(name=
 
 
 def add_audit(app: typer.Typer) -> None:
-    audit = typer.Typer(name="audit", help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    audit = command_group("audit", HELP)
     add_command(audit, "verify", _verify, VERIFY_PANELS, VERIFY_HELP)
     add_command(audit, "bias", _bias, BIAS_PANELS, BIAS_HELP)
     app.add_typer(audit)

@@ -21,11 +21,11 @@ from paceline.cli.bench_load_options import (
 )
 from paceline.cli.bench_options import HELP, LATENCY_HELP, LATENCY_PANELS, THROUGHPUT_HELP, THROUGHPUT_PANELS
 from paceline.cli.bench_plan import latency, throughput
-from paceline.cli.options import add_command
+from paceline.cli.options import add_command, command_group
 
 
 def add_bench(app: typer.Typer) -> None:
-    bench = typer.Typer(name="bench", help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    bench = command_group("bench", HELP)
     add_command(bench, "serve", _later("serve"), SERVE_PANELS, SERVE_HELP)
     add_command(bench, "sweep", _later("sweep"), SWEEP_PANELS, SWEEP_HELP)
     add_command(bench, "compare", _later("compare"), COMPARE_PANELS, COMPARE_HELP)

@@ -18,36 +18,36 @@ from paceline.bench.serve_options import (
 from paceline.cli.options import Flag, Panel
 
 SERVE_HELP = """
-Put load on a server of the OpenAI API, ours or another, and print what its clients saw.
+Send load to a server with the OpenAI API and measure it.
 
 \b
-  paceline bench serve --rate 4 --num-prompts 100 --input-len 256 --output-len 64
+  paceline bench serve --rate 4 --num-prompts 100 --output-len 64
   paceline bench serve --max-concurrency 16 --duration 60 --json run.json
   paceline bench serve --workload azure.csv --goodput ttft:1000 tpot:50
   paceline bench serve --ramp 1:20:60 --duration 90 --arrivals gamma:2
 
-With --rate, --ramp or a trace, requests are sent when they are due whatever becomes of others, and their clocks start
-then. With --max-concurrency alone, so many users ask again as soon as they are answered. With none of these all are
-sent at once. The key is read from PACELINE_API_KEY or OPENAI_API_KEY. Ctrl-C ends with what there is.
+With --rate, --ramp or a trace, requests are sent at their times, whether or not earlier ones are answered. With
+--max-concurrency alone, that number of users send again as soon as they are answered. With none of these all requests
+are sent at once. The key is read from PACELINE_API_KEY or OPENAI_API_KEY. Ctrl-C shows the figures so far.
 """
 SWEEP_HELP = """
-Measure several loads one after the other and draw throughput, latency and goodput over them.
+Measure a server at several loads and draw the curves.
 
 \b
-  paceline bench sweep --rates 1,2,4,8 --duration 30 --goodput ttft:1000 tpot:100
-  paceline bench sweep --concurrencies 1,4,16,64 --num-prompts 200 --output curve
+  paceline bench sweep --rates 1,2,4,8 --duration 30 --goodput ttft:1000
+  paceline bench sweep --concurrencies 1,4,16 --num-prompts 200 --output curve
 
-The folder gets report.html, which needs nothing beside it, its pictures as PNG, and sweep.json.
+The folder gets report.html (self-contained), its pictures as PNG, and sweep.json.
 """
 COMPARE_HELP = """
-Compare two result files: what is better, what is worse, and what is only noise.
+Compare two result files: better, worse, or noise.
 
 \b
   paceline bench compare before.json after.json
-  paceline bench compare before.json after.json --fail-if-worse 10% --measures median_ttft_ms,output_throughput
+  paceline bench compare before.json after.json --fail-if-worse 10%
 
-Where the files hold samples, an interval says how far the difference may lie from what was measured. Files of bench
-serve, sweep, throughput and latency can be compared, each with its kind.
+Where the files hold samples, each difference has a confidence interval. Results of bench serve, sweep, throughput and
+latency can be compared, each with its own kind.
 """
 
 _SERVER = Panel(
@@ -55,7 +55,7 @@ _SERVER = Panel(
     config=LoadOptions,
     flags=(
         Flag(name="url", also=("--base-url",)),
-        Flag(name="model", default="the first that the server names"),
+        Flag(name="model", default="first one of the server"),
         Flag(name="api"),
         Flag(name="tenant_keys", metavar="FILE", default="one key for all"),
         Flag(name="extra_body", metavar="JSON"),
@@ -68,19 +68,19 @@ _WORKLOAD = Panel(
         Flag(name="workload", metavar="NAME|FILE"),
         Flag(
             name="num_prompts",
-            default=f"{DEFAULT_REQUESTS} of random and built-in workloads, all of a file; any number with --duration",
+            default=f"{DEFAULT_REQUESTS}; all of a file; no limit with --duration",
         ),
         Flag(name="input_len", also=("--random-input-len",)),
         Flag(
             name="output_len",
             also=("--random-output-len",),
-            default=f"{DEFAULT_OUTPUT} of random; as recorded, or the server's limit, of others",
+            default=f"random: {DEFAULT_OUTPUT}; else as recorded, or no limit",
         ),
         Flag(name="spread", also=("--random-range-ratio",)),
         Flag(name="prefix_share"),
         Flag(name="num_prefixes"),
-        Flag(name="ignore_eos", default="yes with random and traces, no with prompts"),
-        Flag(name="temperature", default="the server's own"),
+        Flag(name="ignore_eos", default="yes with random and traces"),
+        Flag(name="temperature", default="the server's"),
         Flag(name="seed"),
     ),
 )

@@ -13,26 +13,27 @@ from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import BUDGET, FORMING, KV_BLOCKS, POLICY, depth_panel
 from paceline.config import EngineConfig, SchedulerConfig
 
-HELP = "Measure a server under load, or the engine on workloads that are the same on every machine."
+HELP = "Measure a server under load, or the engine alone."
 THROUGHPUT_HELP = """
-Run workloads offline, all requests at once, and print what they took.
+Measure the engine with all requests at once.
 
 \b
   paceline bench throughput --shape tiny --workload decode-b1,decode-b8
-  paceline bench throughput --shape qwen3-0.6b --workload all --trace azure.csv --recheck 8 --json result.json
-  paceline bench throughput --shape tiny --workload nano --mode continuous,dynamic,static --batch-size 64
+  paceline bench throughput --shape qwen3-0.6b --workload nano --json out.json
+  paceline bench throughput --shape tiny --mode continuous,static
 
---shape measures a well-known shape with made-up weights, --model any model. End tokens are ignored: every request
-gets exactly its tokens, and the clock stops when all of them are here.
+--shape measures a well-known shape with random weights, --model any model. End tokens are ignored: every request
+gets exactly its number of tokens, and the clock stops with the last of them.
 """
 LATENCY_HELP = """
-Send requests as they would arrive, Poisson at a rate, and print what each of them saw.
+Measure the engine with requests that arrive over time.
 
 \b
-  paceline bench latency --shape llama-3.1-8b --trace azure.csv --workload azure-conv@20
-  paceline bench latency --shape tiny --rate 20 --num 100 --prompt-tokens 32 --output-tokens 16
+  paceline bench latency --trace azure.csv --workload azure-conv@20
+  paceline bench latency --shape tiny --rate 20 --num 100 --output-tokens 16
 
-TTFT is from when a request is due to its first token, ITL the time between two deliveries of one request.
+Arrivals are Poisson. TTFT is the time from a request's arrival to its first token, ITL the time between two deliveries
+to one request.
 """
 
 
@@ -51,11 +52,11 @@ _ENGINE = (
         flags=(
             Flag(
                 name="max_model_len",
-                default=f"{MAX_MODEL_LEN} with --shape, else what the model and the KV cache allow",
+                default=f"{MAX_MODEL_LEN} with --shape, else what model and KV cache allow",
             ),
-            Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else as in other commands"),
+            Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else 128"),
             *BUDGET,
-            Flag(name="step_target_ms", default="latency on a GPU: 7.1 steps of 64 decoding rows; else none"),
+            Flag(name="step_target_ms", default="automatic for latency on a GPU, else off"),
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
             *POLICY,
@@ -77,7 +78,7 @@ _RESULTS = (
     Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),)),
     Panel(title="Results", config=EngineConfig, optional=True, flags=(Flag(name="run_log", metavar="FILE"),)),
 )
-_TEMPERATURE = Flag(name="temperature", default="0.6; 0 of decode-b*")
+_TEMPERATURE = Flag(name="temperature", default="0.6; decode-b*: 0")
 
 THROUGHPUT_PANELS = (
     Panel(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 HELP = """
-Talk to a model. Answers stream as they are made.
+Talk to a model on the terminal.
 
 \b
   paceline chat
@@ -39,8 +39,8 @@ Talk to a model. Answers stream as they are made.
   paceline chat --model org/model --system-prompt "Answer in one sentence."
   paceline chat --url http://localhost:8000
 
-Ctrl-C stops an answer, Ctrl-D or /bye leaves, /? lists the commands. When standard input is not a terminal, each
-line is a message.
+Ctrl-C stops an answer, Ctrl-D or /bye exits, /? lists the commands. Pasted text is one message; the up arrow brings
+back earlier ones. When standard input is not a terminal, each line is a message.
 """
 
 
@@ -48,13 +48,14 @@ line is a message.
 class ChatOptions:
     """What `paceline chat` takes beside the model's options."""
 
-    quick: str | None = option(None, "ask this, print the answer and leave", kind=str)
-    system_prompt: str | None = option(None, "what the model is told before the conversation", kind=str)
-    stats: bool = option(False, "print time to first token and tokens/s after each answer, to standard error")
+    quick: str | None = option(None, "ask this, print the answer and exit", kind=str, basic=True)
+    system_prompt: str | None = option(None, "instructions for the model", kind=str, basic=True)
+    stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
     url: str | None = option(
         None,
-        "talk to the server at this address instead of loading a model; its key is PACELINE_API_KEY",
+        "talk to this server instead of loading a model; its key is in PACELINE_API_KEY",
         kind=str,
+        basic=True,
     )
 
 

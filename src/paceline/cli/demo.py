@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from paceline.server.recording import Recording
 
 HELP = """
-Show what continuous batching does: the same bursts of requests to the default model on this machine's CPU, under
-static, dynamic and continuous batching, one after the other. Static and dynamic batches compute their padding and
-keep rows that have ended until the whole batch is done, as they do.
+Compare static, dynamic and continuous batching on this machine.
+
+The default model gets the same bursts of requests in each mode, on the CPU. Static and dynamic batches compute their
+padding, and a row that has finished is held until its whole batch is done.
 
 \b
   paceline demo                # at most five minutes
   paceline demo --quick        # about a minute
-  paceline demo --shape qwen3-0.6b --device cuda --rows 64    # made-up weights on a GPU
+  paceline demo --shape qwen3-0.6b --device cuda --rows 64    # on a GPU
 
-Ends with a table beside what the field claims, and a picture (PNG and SVG), the figures and a run log of each mode in
---out. Ctrl-C ends it with what there is. --ui then plays the runs on the live page.
+Prints a table, with published figures beside it, and writes a picture (PNG and SVG), the figures and a run log of each
+mode to --out. Ctrl-C shows the results so far. --ui then plays the runs on the live page.
 """
 FORMAT = "paceline-demo"
 QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
@@ -47,20 +48,20 @@ QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
 class DemoOptions:
     """What `paceline demo` takes."""
 
-    model: str | None = option(None, "folder, GGUF file or name on the hub", kind=str)
+    model: str | None = option(None, "folder, GGUF file or name on the Hugging Face hub", kind=str)
     shape: str | None = option(
-        None, "made-up weights of this shape, instead of --model", choices=tuple(SHAPES), kind=str
+        None, "random weights of this shape, instead of --model", choices=tuple(SHAPES), kind=str
     )
     device: str = option(
-        "cpu", "where it runs; with cuda lengths are those of whole chats", choices=("cpu", "cuda")
+        "cpu", "where to compute; cuda: with the lengths of whole chats", choices=("cpu", "cuda")
     )
-    quick: bool = option(False, "about a minute in all, with figures that are less sure")
+    quick: bool = option(False, "take about a minute; less precise")
     seconds: float | None = option(
         None, "seconds over which requests arrive, in each mode", low=0.1, high=3600.0, kind=float
     )
     rows: int = option(8, "requests in a batch, in every mode", low=1, high=256)
-    rate: float | None = option(None, "requests per second on average", low=0.01, high=10_000.0, kind=float)
-    seed: int = option(0, "decides lengths, arrivals and token ids", low=0)
+    rate: float | None = option(None, "mean requests per second", low=0.01, high=10_000.0, kind=float)
+    seed: int = option(0, "seed of lengths, arrivals and token ids", low=0)
     out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ PANELS = (
             Flag(name="device"),
             Flag(name="seconds", default="40, or 8 with --quick"),
             Flag(name="rows"),
-            Flag(name="rate", default="a tenth more than continuous batching can do here, which is measured"),
+            Flag(name="rate", default="measured: 1.1 times what continuous batching can serve"),
             Flag(name="seed"),
             Flag(name="out", metavar="FOLDER"),
         ),

@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 
 HELP = """
-Describe this installation: versions, cores, memory, disk, the default model, GPU and environment variables, and
-name problems with what to do about them. Fails only when something is broken.
+Check this installation and machine for problems.
+
+Prints versions, cores, memory, disk, the default model, GPU and environment variables, then problems with what to do
+about them. Exits with 1 only if something is broken.
 """
-Json = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 def add_doctor(app: typer.Typer) -> None:

@@ -18,7 +18,7 @@ from paceline.config import option
 from paceline.errors import InputError
 
 HELP = """
-Say why a request waited, gave way or was refused: its decisions as sentences, each with the figures it was made from.
+Explain why a request waited, was preempted or was rejected.
 
 \b
   paceline sim --rate 20 --log run.jsonl.gz

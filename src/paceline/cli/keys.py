@@ -27,7 +27,7 @@ from paceline.cli.keys_options import (
     REVOKE_PANELS,
     KeyOptions,
 )
-from paceline.cli.options import add_command
+from paceline.cli.options import add_command, command_group
 from paceline.cli.terminal import note
 from paceline.errors import InputError
 from paceline.server.tenant import LIMITS
@@ -42,7 +42,7 @@ HEADS = ("name", "class", "weight", "requests/min", "tokens/min", "at once", "pr
 
 
 def add_keys(app: typer.Typer) -> None:
-    keys = typer.Typer(name="keys", help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    keys = command_group("keys", HELP)
     add_command(keys, "add", add, ADD_PANELS, ADD_HELP)
     add_command(keys, "ls", ls, LIST_PANELS, LIST_HELP)
     add_command(keys, "revoke", revoke, REVOKE_PANELS, REVOKE_HELP)

@@ -20,22 +20,24 @@ from paceline.server.tenant import (
 )
 
 FILE_VARIABLE = "PACELINE_API_KEYS_FILE"
-HELP = "Make, list and revoke the keys of a server."
+HELP = "Create, list and revoke the API keys of a server."
 ADD_HELP = f"""
-Make a key and print it, once; only its hash goes to the file, which is made if there is none.
+Create a key and print it once.
+
+The file gets only its hash, and is created if it does not exist.
 
 \b
   paceline keys add team-a --file keys.jsonl
-  paceline keys add night --file keys.jsonl --class batch --tokens-per-minute 2m --max-concurrency 8
+  paceline keys add night --file keys.jsonl --class batch --max-concurrency 8
 
-A name that was revoked can be added again. The file may also be named by {FILE_VARIABLE}. A running server reads it
-again when it gets SIGHUP.
+A revoked name can be added again. {FILE_VARIABLE} can name the file as well. A running server reads the file again on
+SIGHUP.
 """
-LIST_HELP = "List the keys of a file, with their class and limits."
+LIST_HELP = "List the keys of a file with their class and limits."
 REVOKE_HELP = """
-Let nobody in with a key any more. Its line stays in the file, so that its name still says whose the past is.
+Revoke a key.
 
-A running server goes on letting it in until it gets SIGHUP.
+Its line stays in the file, so that past usage keeps its name. A running server accepts the key until it gets SIGHUP.
 """
 
 
@@ -43,8 +45,8 @@ A running server goes on letting it in until it gets SIGHUP.
 class FileOptions:
     """Which file, and how the answer looks."""
 
-    file: str | None = option(None, f"the keys file; else {FILE_VARIABLE} says", kind=str)
-    json: bool = option(False, "answer with one JSON object")
+    file: str | None = option(None, "keys file; default: PACELINE_API_KEYS_FILE", kind=str)
+    json: bool = option(False, "print one JSON object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,34 +60,36 @@ class NameOptions:
 class KeyOptions:
     """What a new key may do and what it pays."""
 
-    admin: bool = option(False, "may use the admin routes: dial, policy, usage of all keys")
-    service_class: str = option(DEFAULT_CLASS, "class of service", choices=CLASSES, flag="--class")
+    admin: bool = option(False, "allow the admin routes: dial, policy, usage of all keys")
+    service_class: str = option(
+        DEFAULT_CLASS, "service class of its requests", choices=CLASSES, flag="--class"
+    )
     weight: float = option(
         1.0,
-        "share beside other keys where they are shared between fairly",
+        "share of this key under the fair policy",
         low=LEAST_WEIGHT,
         high=LARGEST_WEIGHT,
     )
     requests_per_minute: int | None = option(
-        None, "requests it may send in a minute", low=BOUNDS[REQUESTS][0], high=BOUNDS[REQUESTS][1], kind=int
+        None, "most requests per minute", low=BOUNDS[REQUESTS][0], high=BOUNDS[REQUESTS][1], kind=int
     )
     tokens_per_minute: int | None = option(
         None,
-        "tokens of prompts and answers it may use in a minute",
+        "most prompt and output tokens per minute",
         low=BOUNDS[TOKENS][0],
         high=BOUNDS[TOKENS][1],
         kind=int,
     )
     max_concurrency: int | None = option(
         None,
-        "requests it may have under way",
+        "most requests at once",
         low=BOUNDS[CONCURRENCY][0],
         high=BOUNDS[CONCURRENCY][1],
         kind=int,
     )
     lowest_priority_number: int | None = option(
         None,
-        "smallest priority it may ask for; smaller goes first",
+        "smallest priority it may ask for; smaller runs first",
         low=BOUNDS[PRIORITY][0],
         high=BOUNDS[PRIORITY][1],
         kind=int,
@@ -94,13 +98,13 @@ class KeyOptions:
         None, "price of a million prompt tokens", low=0.0, high=LARGEST_PRICE, kind=float
     )
     price_cached_prompt: float | None = option(
-        None, "price of a million prompt tokens from the cache", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a million cached prompt tokens", low=0.0, high=LARGEST_PRICE, kind=float
     )
     price_output: float | None = option(
-        None, "price of a million generated tokens", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a million output tokens", low=0.0, high=LARGEST_PRICE, kind=float
     )
     price_kv_block_second: float | None = option(
-        None, "price of a KV block for a second", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a KV block per second", low=0.0, high=LARGEST_PRICE, kind=float
     )
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, NoReturn
 
 import typer
 
@@ -22,7 +22,7 @@ from paceline.cli.doctor import add_doctor
 from paceline.cli.explain import add_explain
 from paceline.cli.keys import add_keys
 from paceline.cli.models import add_models
-from paceline.cli.options import dashed
+from paceline.cli.options import CommandList, dashed, show_help
 from paceline.cli.replay import add_replay
 from paceline.cli.run import add_run
 from paceline.cli.run_batch import add_run_batch
@@ -38,8 +38,20 @@ from paceline.errors import PacelineError
 INTERRUPTED = 130
 USAGE = 2
 
+
+class Commands(CommandList):
+    headings: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Serve and talk": ("serve", "chat", "run", "run-batch"),
+        "Models": ("pull", "ls", "show", "rm"),
+        "Measure": ("demo", "bench", "doctor"),
+        "Simulate": ("sim", "tune", "replay"),
+        "Operate": ("top", "dial", "policy", "keys", "usage", "explain", "trace", "audit"),
+    }
+
+
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="An LLM inference engine built around continuous batching.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,11 +70,10 @@ def _print_version(wanted: bool) -> None:
 def _paceline(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show the version")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    show_help(context)
 
 
 add_serve(app)

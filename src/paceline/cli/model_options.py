@@ -30,18 +30,20 @@ DEFAULT_MODEL_CARD: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 class SamplingOptions:
     """How tokens are chosen, under the names of `SamplingParams`. None: as the model's makers recommend."""
 
-    max_tokens: int | None = option(None, "most tokens of an answer", kind=int)
-    temperature: float | None = option(None, "0 takes the likeliest token, more is more varied", kind=float)
-    top_p: float | None = option(None, "draw from the likeliest tokens with this share", kind=float)
-    top_k: int | None = option(None, "draw from so many of the likeliest tokens; 0 from all", kind=int)
+    max_tokens: int | None = option(None, "most tokens of an answer", kind=int, basic=True)
+    temperature: float | None = option(
+        None, "0: the most likely token; higher: more varied", kind=float, basic=True
+    )
+    top_p: float | None = option(
+        None, "sample from the likeliest tokens with this total probability", kind=float, basic=True
+    )
+    top_k: int | None = option(None, "sample from this number of the likeliest tokens; 0: all", kind=int)
     min_p: float | None = option(
-        None, "leave out tokens less likely than this share of the likeliest", kind=float
+        None, "leave out tokens less likely than this share of the likeliest one", kind=float
     )
-    repetition_penalty: float | None = option(
-        None, "above 1 makes tokens that came before less likely", kind=float
-    )
+    repetition_penalty: float | None = option(None, "above 1: repeat earlier tokens less often", kind=float)
     stop: tuple[str, ...] | None = option(
-        None, "text that ends an answer; may be given several times", kind=tuple
+        None, "text that ends an answer; can be given several times", kind=tuple
     )
 
 
@@ -64,7 +66,7 @@ MODEL = Panel(
     config=ModelConfig,
     optional=True,
     flags=(
-        Flag(name="model", also=("-m",), metavar="MODEL"),
+        Flag(name="model", also=("-m",), metavar="MODEL", default="SmolLM2-135M-Instruct"),
         Flag(name="tokenizer", metavar="FOLDER"),
         Flag(name="revision", metavar="NAME"),
         Flag(name="download_dir", metavar="FOLDER"),
@@ -73,9 +75,7 @@ MODEL = Panel(
         Flag(name="dtype"),
         Flag(name="quantization"),
         Flag(name="kv_cache_dtype"),
-        Flag(
-            name="kv_cache_memory_bytes", default="2 GiB, or a quarter of the free memory; on a GPU the rest"
-        ),
+        Flag(name="kv_cache_memory_bytes", default="2G, at most a quarter of free memory; on a GPU the rest"),
         Flag(name="gpu_memory_utilization"),
         Flag(name="enforce_eager"),
     ),
@@ -85,7 +85,7 @@ ENGINE = (
         title="Engine",
         config=SchedulerConfig,
         optional=True,
-        flags=(Flag(name="max_model_len", default="what the model and the KV cache allow"),),
+        flags=(Flag(name="max_model_len", default="what model and KV cache allow"),),
     ),
     KV_BLOCKS,
 )
@@ -108,7 +108,7 @@ def seed_panel(default: str) -> Panel:
 
 
 # What every command takes that talks to a model.
-TALKING = (SAMPLING, seed_panel("another one each time"), MODEL, *ENGINE)
+TALKING = (SAMPLING, seed_panel("random"), MODEL, *ENGINE)
 
 
 def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:

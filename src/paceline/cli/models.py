@@ -20,25 +20,25 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="smollm2, org/model, org/model:file.gguf, or a path. [smollm2]",
+        help="smollm2, org/model, org/model:file.gguf, or a path [smollm2]",
         show_default=False,
     ),
 ]
-Kept = Annotated[str, typer.Argument(metavar="MODEL", help="A name as `paceline ls` shows it.")]
+Kept = Annotated[str, typer.Argument(metavar="MODEL", help="name as in paceline ls")]
 Revision = Annotated[
-    str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit on the hub. [newest]")
+    str | None, typer.Option("--revision", metavar="NAME", help="branch, tag or commit on the hub [newest]")
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--download-dir", metavar="FOLDER", help="Where models are kept, instead of the caches."),
+    typer.Option("--download-dir", metavar="FOLDER", help="folder for models, instead of the caches"),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask")]
 
 
 def add_models(app: typer.Typer) -> None:
-    app.command("pull", help="Download a model, or check that it is here.")(pull)
+    app.command("pull", help="Download a model, or check one that is downloaded.")(pull)
     app.command("ls", help="List the models on this machine.")(ls)
-    app.command("show", help="Describe a model on this machine, from its headers alone.")(show)
+    app.command("show", help="Describe a model on this machine.")(show)
     app.command("rm", help="Remove a model from the cache.")(rm)
 
 
@@ -89,7 +89,9 @@ def _confirmed(question: str) -> bool:
     try:
         return typer.confirm(question)
     except typer.Abort as error:
-        raise InputError("nobody is there to answer; give --yes to remove without being asked") from error
+        raise InputError(
+            "there is no terminal to confirm on; give --yes to remove it without a question"
+        ) from error
 
 
 def _description(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
-"""Command-line flags from declared options.
+"""Command-line flags and help pages from declared options.
 
-An option is declared once, as a field made with `config.option` (default, help, bounds, choices). This module
-turns such fields into the parameters of a command, so that no flag, help text or bound is written twice.
+An option is declared once, as a field made with `config.option` (default, help, bounds, choices, whether it is basic).
+This module turns such fields into the parameters of a command and into its help page, so that no flag, help text or
+bound is written twice.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from paceline.config import flag_of
 
+MANY = 20  # options; a command with more shows only the basic ones on its help page
+HELP_ALL = "help_all"
+HELP_ROW = ("-h, --help", "show this page")
+JOINER = "\ue000"  # stands for a hyphen while a page is laid out, so that no flag is broken over two lines
+FLAG_COLUMN, LONGEST_CHOICES = 29, 20  # characters of a help page
+_METAVARS = {"_bytes": "BYTES", "_ms": "MS", "_s": "SECONDS"}  # by the unit that ends an option's name
 _NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgKMG]?)")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -46,30 +54,107 @@ def add_command(
     app: typer.Typer, name: str, run: Callable[[Mapping[str, Any]], None], panels: Iterable[Panel], help: str
 ) -> None:
     """Add a command whose parameters are the panels' flags; `run` gets their values by field name."""
+    shown = tuple(panels)
 
     def command(**values: Any) -> None:
         run(values)
 
-    parameters = [_parameter(panel, flag) for panel in panels for flag in panel.flags]
+    class Command(PanelCommand):
+        panels = shown
+
+    parameters = [_parameter(panel, flag) for panel in shown for flag in panel.flags]
+    if _is_long(shown):
+        parameters.append(_HELP_ALL_PARAMETER)
     signature = inspect.Signature(parameters)
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=help, cls=GroupedCommand)(command)
+    app.command(name, help=help, cls=Command)(command)
 
 
-class GroupedCommand(TyperCommand):
-    """A command whose help page shows its flags in groups, as plain text that cuts nothing off."""
+class PanelCommand(TyperCommand):
+    """A command whose help page is made from its panels.
+
+    A command with many options has two pages: `--help` lists the basic ones, `--help-all` all of them in groups.
+    """
+
+    panels: ClassVar[tuple[Panel, ...]] = ()
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(ctx).replace(JOINER, "-")
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(inspect.cleandoc(self.help or "").replace("-", JOINER))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                title = getattr(parameter, "rich_help_panel", None) or "Help"
-                groups.setdefault(title, []).append(record)
-        for title, records in groups.items():
+        for title, rows in self._sections(is_short=self._is_short(ctx)).items():
             with formatter.section(title):
-                formatter.write_dl(records)
+                formatter.write_dl(rows, col_max=FLAG_COLUMN)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self._is_short(ctx):
+            count = sum(1 for panel in self.panels for flag in panel.flags if not flag.is_argument)
+            formatter.write_paragraph()
+            formatter.write_text(f"Defaults are in brackets. --help-all shows all {count} options.")
+
+    def _is_short(self, ctx: Any) -> bool:
+        return _is_long(self.panels) and not ctx.meta.get(HELP_ALL)
+
+    def _sections(self, *, is_short: bool) -> dict[str, list[tuple[str, str]]]:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for panel in self.panels:
+            for flag in panel.flags:
+                spec = spec_of(panel, flag)
+                if not is_short or flag.is_argument or spec.metadata["basic"]:
+                    title = "Options" if is_short else panel.title
+                    sections.setdefault(title, []).append(_row(panel, flag, is_short=is_short))
+        rows = sections.setdefault("Options" if is_short else "Help", [])
+        rows.append(HELP_ROW)
+        if _is_long(self.panels):
+            rows.append(("--help-all", "show all options, by topic"))
+        return sections
+
+
+class CommandList(TyperGroup):
+    """A group of commands: its help page shows the first line of each command's help, under headings."""
+
+    headings: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # of all commands; empty: one list
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        records = [parameter.get_help_record(ctx) for parameter in self.params]
+        with formatter.section("Options"):
+            formatter.write_dl([*(record for record in records if record is not None), HELP_ROW])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for name in self.commands)
+        for title, names in (self.headings or {"Commands": tuple(self.list_commands(ctx))}).items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{name:<{width}}", first_line(self.commands[name].help)) for name in names]
+                )
+
+
+def command_group(name: str, help: str) -> typer.Typer:
+    """A command that has commands of its own; called without one, it shows its help page."""
+    return typer.Typer(
+        name=name,
+        help=help,
+        cls=CommandList,
+        callback=show_help,
+        invoke_without_command=True,
+        rich_markup_mode=None,
+    )
+
+
+def show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def first_line(help: str | None) -> str:
+    return (help or "").strip().partition("\n")[0]
 
 
 def whole_number(text: str | int) -> int:
@@ -101,25 +186,69 @@ def dashed(arguments: Sequence[str]) -> list[str]:
     return done
 
 
+def spec_of(panel: Panel, flag: Flag) -> Field[Any]:
+    """The declared option of a flag."""
+    return next(spec for spec in fields(panel.config) if spec.name == flag.name)
+
+
+def default_of(spec: Field[Any], flag: Flag) -> str:
+    """What holds when an option is not given, as text that could be given; empty where there is nothing to say."""
+    default = spec.default
+    if flag.default is not None:
+        return flag.default
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, int) and spec.name.endswith("_bytes"):
+        for unit in "GMK":
+            if default % _UNITS[unit] == 0:
+                return f"{default // _UNITS[unit]}{unit}"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return "" if default is None else str(default)
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[HELP_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL_PARAMETER = inspect.Parameter(
+    HELP_ALL,
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        bool, typer.Option("--help-all", is_eager=True, expose_value=False, callback=_show_all)
+    ],
+    default=False,
+)
+
+
+def _is_long(panels: Sequence[Panel]) -> bool:
+    return sum(len(panel.flags) for panel in panels) > MANY
+
+
+@cache
+def _kinds(config: type) -> dict[str, Any]:
+    return get_type_hints(config)
+
+
+def _kind(panel: Panel, flag: Flag) -> Any:
+    kind = _kinds(panel.config)[flag.name]
+    # A flag that may be given several times.
+    return list[str] | None if tuple[str, ...] in (kind, *get_args(kind)) else kind
+
+
 def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
-    spec = next(spec for spec in fields(panel.config) if spec.name == flag.name)
+    spec, kind = spec_of(panel, flag), _kind(panel, flag)
     assert spec.default is not MISSING, flag.name
-    kind = get_type_hints(panel.config)[flag.name]
-    if tuple[str, ...] in (kind, *get_args(kind)):  # a flag that may be given several times
-        kind = list[str] | None
-    shown: dict[str, Any] = {
-        "help": _help(spec, flag),
-        "rich_help_panel": panel.title,
-        "show_default": False,
-        "metavar": flag.metavar or _metavar(spec, kind),
-    }
+    metavar = _metavar(spec, flag, kind)
     declared: Any
     if flag.is_argument:
-        declared = typer.Argument(**shown)
+        declared = typer.Argument(metavar=metavar)
     else:
-        if int in (kind, *get_args(kind)):
-            shown["parser"] = _number_flag
-        declared = typer.Option(*_names(spec, flag, kind), **shown)
+        parser = _number_flag if int in (kind, *get_args(kind)) else None
+        declared = typer.Option(*_names(spec, flag, kind), metavar=metavar, parser=parser)
     return inspect.Parameter(
         flag.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -130,22 +259,49 @@ def _parameter(panel: Panel, flag: Flag) -> inspect.Parameter:
 
 def _names(spec: Field[Any], flag: Flag, kind: object) -> tuple[str, ...]:
     own = flag_of(spec)
-    if bool in (kind, *get_args(kind)) and spec.default is not False:
+    if has_no(spec, kind):
         own = f"{own}/--no-{own.removeprefix('--')}"
     return (*flag.also, own)
 
 
+def has_no(spec: Field[Any], kind: object) -> bool:
+    """Whether a flag can be given as --no-..., because it is not off by default."""
+    return bool in (kind, *get_args(kind)) and spec.default is not False
+
+
+def _row(panel: Panel, flag: Flag, *, is_short: bool) -> tuple[str, str]:
+    """A flag on a help page. Other long spellings of it are left to the page with all options."""
+    spec, kind = spec_of(panel, flag), _kind(panel, flag)
+    metavar = _metavar(spec, flag, kind)
+    if flag.is_argument:
+        return metavar or flag.name.upper(), _help(spec, flag)
+    own = flag_of(spec)
+    if has_no(spec, kind):
+        own = f"--[no-]{own.removeprefix('--')}"
+    short = [name for name in flag.also if not name.startswith("--")]
+    other = [name for name in flag.also if name.startswith("--") and not is_short]
+    names = ", ".join((*short, own, *other))
+    return f"{names} {metavar}" if metavar else names, _help(spec, flag)
+
+
 def _help(spec: Field[Any], flag: Flag) -> str:
     text: str = spec.metadata["help"]
-    default = flag.default
-    if default is None and spec.default is not None and spec.default is not False:
-        default = "yes" if spec.default is True else str(spec.default)
-    return f"{text} [{default}]" if default else text
-
-
-def _metavar(spec: Field[Any], kind: object) -> str | None:
     choices = spec.metadata["choices"]
+    if choices and len("|".join(choices)) > LONGEST_CHOICES:
+        text = f"{text}: {', '.join(choices)}"
+    default = default_of(spec, flag)
+    is_said = default and (flag.default is not None or spec.default is not False)
+    return (f"{text} [{default}]" if is_said else text).replace("-", JOINER)
+
+
+def _metavar(spec: Field[Any], flag: Flag, kind: object) -> str | None:
+    choices = spec.metadata["choices"]
+    if flag.metavar:
+        return flag.metavar
     if choices:
-        return "|".join(choices)
+        joined = "|".join(choices)
+        return joined if len(joined) <= LONGEST_CHOICES else "NAME"
     plain = next((part for part in get_args(kind) if part is not type(None)), kind)
-    return {int: "N", float: "NUMBER", str: "TEXT"}.get(plain) if isinstance(plain, type) else None
+    if plain in (int, float):
+        return next((text for end, text in _METAVARS.items() if spec.name.endswith(end)), "N")
+    return "TEXT" if plain is str else None

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 PROGRESS_STEPS = 200
 HELP = """
-Run a recorded schedule again: the scheduler gets every input and every result of a run log at its recorded time,
-and each of its plans and decisions must be the recorded one. Says "identical", or names the first difference.
+Replay a run log and check that every decision is the same.
+
+The scheduler gets every input and result of the log at its recorded time. Prints "identical", or the first difference
+between its plans and decisions and the recorded ones.
 
 \b
   paceline sim --rate 20 --log run.jsonl.gz
@@ -39,8 +41,8 @@ and each of its plans and decisions must be the recorded one. Says "identical", 
 
 --ui plays the run on the live page, step by step, as far as it is identical.
 
-The log of a server that was killed ends in the middle of a line: --allow-cut replays everything before it.
-Exits with 0 when everything is identical, 1 when something differs, 2 when the file cannot be replayed.
+The log of a server that was killed can end in the middle of a line: --allow-cut replays everything before it.
+Exits with 0 if everything is identical, 1 if something differs, 2 if the file cannot be replayed.
 """
 
 
@@ -48,13 +50,14 @@ Exits with 0 when everything is identical, 1 when something differs, 2 when the 
 class ReplayOptions:
     """What `paceline replay` takes."""
 
-    log: str = option("", "run log to repeat")
-    output: str = option("", "write the log of the replay there: the same bytes if nothing differs")
-    allow_cut: bool = option(False, "replay the steps before a line that is broken or cut off")
+    log: str = option("", "run log to replay")
+    output: str = option("", "write the log of the replay to this file; it is identical if nothing differs")
+    allow_cut: bool = option(False, "replay the steps before a broken or incomplete line")
     scheduling_policy: str = option(
-        "", "module:Class of a run that had a policy of its own: a log never chooses what is imported"
+        "",
+        "module:Class of the policy, for runs with a policy of your own; a log never decides what is imported",
     )
-    json: bool = option(False, "print what was found as one JSON object")
+    json: bool = option(False, "print the result as one JSON object")
 
 
 PANELS = (

@@ -24,15 +24,15 @@ from paceline.errors import EngineFailed, InputError
 
 INTERRUPTED = 130
 HELP = """
-Answer one prompt and stream the text to standard output.
+Answer one prompt and print the answer as it is generated.
 
 \b
   paceline run "Name three rivers."
   paceline run --raw --max-tokens 40 "Once upon a time"
   cat notes.txt | paceline run --model org/model -
 
-The prompt is one turn of a conversation where the model has a chat template, and a text to continue where it has
-none or with --raw. Without a prompt, or with -, it is read from standard input.
+The prompt is a chat message if the model has a chat template; without one, or with --raw, the text is continued.
+Without a prompt, or with -, it is read from standard input.
 """
 
 
@@ -40,12 +40,10 @@ none or with --raw. Without a prompt, or with -, it is read from standard input.
 class RunOptions:
     """What `paceline run` takes beside the model's options."""
 
-    prompt: str | None = option(None, "what to ask; - reads standard input", kind=str)
-    system_prompt: str | None = option(None, "what the model is told before the prompt", kind=str)
-    raw: bool = option(False, "continue the prompt instead of answering it")
-    stats: bool = option(
-        False, "print the prompt's tokens, time to first token and tokens/s to standard error"
-    )
+    prompt: str | None = option(None, "the prompt; -: read standard input", kind=str)
+    system_prompt: str | None = option(None, "instructions for the model", kind=str, basic=True)
+    raw: bool = option(False, "continue the prompt as text instead of answering it", basic=True)
+    stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
 
 
 PANELS = (

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from paceline.cli.batch_files import ResultFile
 
 HELP = """
-Answer a file of requests in the OpenAI batch format, all in one engine.
+Answer a file of requests in the OpenAI batch format.
 
 \b
   paceline run-batch requests.jsonl results.jsonl
   paceline run-batch -i requests.jsonl -o results.jsonl --model org/model
 
 A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body": {...}}.
-Results come in the order they finish; a bad line gives an error of its own. Run the same command again after a
-crash or Ctrl-C: what is in the results already is not computed again.
+Results are written in the order they finish. A request that fails gets a result with an error, and the command exits
+with 1. Run the same command again after a crash or Ctrl-C: lines that have a result are skipped.
 """
 
 
@@ -41,10 +41,10 @@ class BatchOptions:
 
     source: str | None = option(None, "file with a request on each line", kind=str)
     target: str | None = option(None, "file the results are appended to", kind=str)
-    input_file: str | None = option(None, "the input, instead of naming it first", kind=str)
-    output_file: str | None = option(None, "the output, instead of naming it last", kind=str)
+    input_file: str | None = option(None, "same as INPUT", kind=str, basic=True)
+    output_file: str | None = option(None, "same as OUTPUT", kind=str, basic=True)
     served_model_name: tuple[str, ...] | None = option(
-        None, "name that requests give for the model; may be given several times", kind=tuple
+        None, "model name in requests; can be given several times", kind=tuple, basic=True
     )
 
 
@@ -57,7 +57,7 @@ PANELS = (
             Flag(name="target", metavar="OUTPUT", is_argument=True),
             Flag(name="input_file", also=("-i",), metavar="INPUT"),
             Flag(name="output_file", also=("-o",), metavar="OUTPUT"),
-            Flag(name="served_model_name", metavar="NAME", default="what --model is called"),
+            Flag(name="served_model_name", metavar="NAME", default="name of --model"),
         ),
     ),
     MODEL,

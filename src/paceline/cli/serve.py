@@ -23,16 +23,16 @@ from paceline.config_serve import ApiConfig, BatchConfig, BillingConfig, Observe
 from paceline.errors import InputError
 
 HELP = """
-Serve a model over HTTP, in the way of the OpenAI API.
+Serve a model over HTTP with the OpenAI API.
 
 \b
   paceline serve
-  paceline serve ./my-model --port 9000
-  paceline serve org/model --host 0.0.0.0 --api-keys-file keys.jsonl
+  paceline serve org/model --port 9000
+  paceline serve ./folder --host 0.0.0.0 --api-keys-file keys.jsonl
   paceline serve --config server.yaml
 
-Options come from the command line, else from the environment (PACELINE_PORT for --port), else from --config. Stops on
-Ctrl-C or SIGTERM when the requests under way are done; a second signal stops it at once. SIGHUP reads the keys again.
+An option is read from the command line, else from the environment (PACELINE_PORT for --port), else from --config.
+Ctrl-C or SIGTERM lets running requests finish; a second one stops at once. SIGHUP reads the API keys again.
 """
 # Known from other servers, and refused for a reason.
 REFUSED = {
@@ -47,8 +47,8 @@ ALSO = {"drain_timeout_s": ("--shutdown-timeout",)}
 class ServeOptions:
     """What `paceline serve` takes beside the options of the server, the model and the engine."""
 
-    named_model: str | None = option(None, "the model; the same as --model", kind=str)
-    config: str | None = option(None, "YAML file with options", kind=str)
+    named_model: str | None = option(None, "the model; same as --model", kind=str)
+    config: str | None = option(None, "YAML file with options", kind=str, basic=True)
     trust_remote_code: bool = option(False, "not supported: no code of a model is run")
     api_key: str | None = option(None, "not supported: use PACELINE_API_KEY or --api-keys-file", kind=str)
 
@@ -113,7 +113,7 @@ PANELS = (
         config=SchedulerConfig,
         optional=True,
         flags=(
-            Flag(name="step_target_ms", default="7.1 steps of 64 decoding rows on a GPU, none on a CPU"),
+            Flag(name="step_target_ms", default="automatic on a GPU, off on a CPU"),
             *DIAL,
             *POLICY,
             Flag(name="watermark"),

@@ -35,8 +35,8 @@ POLICY = (
     Flag(name="flood_tokens"),
 )
 BUDGET = (
-    Flag(name="max_num_batched_tokens", default="measured when the model is loaded"),
-    Flag(name="max_num_prompt_tokens", default="measured on a CPU where neither is given"),
+    Flag(name="max_num_batched_tokens", default="measured at start"),
+    Flag(name="max_num_prompt_tokens", default="measured on a CPU"),
 )
 KV_BLOCKS = Panel(
     title="Engine",

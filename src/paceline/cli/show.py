@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ShowOptions:
     """What a command takes that can show its run."""
 
-    ui: bool = option(False, "play the run on the live page afterwards, on this machine; Ctrl-C ends it")
-    ui_port: int = option(8001, "port of that page, on 127.0.0.1; 0 is a free one", low=0, high=65_535)
+    ui: bool = option(False, "play the run on the live page afterwards; Ctrl-C ends it", basic=True)
+    ui_port: int = option(8001, "port of the live page, on 127.0.0.1; 0: any free port", low=0, high=65_535)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -19,26 +19,26 @@ ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 HELP = f"""
-Simulate a deployment: the real scheduler, KV cache and engine on a virtual clock, with step times from a cost
-model. Prints a column of measures for each mode.
+Simulate a deployment, without a model or a GPU.
+
+Runs the real scheduler, KV cache and engine on a virtual clock, with step times from a cost model, and prints a column
+of measures for each mode. The same command gives the same numbers.
 
 \b
   paceline sim --mode continuous,dynamic,static --rate 20
-  paceline sim --trace requests.csv --rate 5,10,20,40 --plot curve.png --json curve.json
+  paceline sim --trace requests.csv --rate 5,10,20,40 --plot curve.png
   paceline sim --mode continuous,static --rate 20 --ui
 
---plot draws throughput and latency over the rate, with the knee. Around a single rate, or around recorded
-arrivals, it runs {", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate as well. Beside it,
-curve.timeline.png shows the batch over time at the rate given (the highest of several). --ui plays the runs on the
-live page when they are done. The same command gives the same numbers.
+--plot draws throughput and latency over the rate, with the knee; around a single rate it also runs
+{", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate. curve.timeline.png shows the batch over time at
+the highest rate given.
 
 \b
-  paceline sim --calibrate run.jsonl.gz                          # a cost model from a run of `serve --run-log`
+  paceline sim --calibrate run.jsonl.gz        # a log of serve --run-log
   paceline sim --compare other.jsonl.gz --cost-model run.costs.json
 
---calibrate fits step times and what the host adds, says how well they fit and writes run.costs.json, which
---cost-model takes. Logs of several kinds of traffic, separated by commas, make one model of all. --compare repeats
-the requests of a recorded run in the simulator and prints how far off it is.
+--calibrate fits a cost model to run logs, prints how well it fits and writes run.costs.json for --cost-model.
+--compare repeats the requests of a recorded run in the simulator and prints the error.
 """
 
 
@@ -48,79 +48,89 @@ class SimOptions:
 
     trace: str = option(
         "azure-conv",
-        "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, or "
-        "the path of a trace file",
+        "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
+        "or a trace file",
+        basic=True,
     )
-    num_requests: int | None = option(None, "only the first so many requests", low=1)
+    num_requests: int | None = option(None, "simulate only the first N requests", low=1, basic=True)
     rate: str = option(
         "",
-        "requests per second: redraws the arrivals (Poisson unless --arrivals says more); several rates, "
-        "separated by commas, give a curve",
+        "requests per second, instead of the recorded arrivals; several, separated by commas, give a curve",
+        basic=True,
     )
-    speed: float = option(1.0, "divide the recorded times; 2 is twice as fast", low=1e-6, high=1e6)
+    speed: float = option(1.0, "divide the recorded times by this; 2: twice as fast", low=1e-6, high=1e6)
     arrivals: str = option(
-        "recorded", "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
+        "recorded",
+        "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once",
+        basic=True,
     )
     priorities: str = option(
         "none",
-        "of requests: none (all equal), tenant (its number), class (of the name of its tenant), random:LEVELS",
+        "priorities of requests: none (all equal), tenant (its number), class (from the tenant's name), random:LEVELS",
     )
     deadline_ms: int | None = option(
-        None, "milliseconds after arrival at which requests end", low=1, high=MAX_WISH_MS, kind=int
+        None, "milliseconds after arrival at which requests are stopped", low=1, high=MAX_WISH_MS, kind=int
     )
     ttft_slo_ms: int | None = option(
-        None, "milliseconds in which requests want their first token", low=1, high=MAX_WISH_MS, kind=int
+        None,
+        "time to the first token that requests ask for, in milliseconds",
+        low=1,
+        high=MAX_WISH_MS,
+        kind=int,
     )
     itl_slo_ms: int | None = option(
-        None, "milliseconds that requests want between tokens", low=1, high=MAX_WISH_MS, kind=int
+        None, "time between tokens that requests ask for, in milliseconds", low=1, high=MAX_WISH_MS, kind=int
     )
     on_infeasible: str = option(
-        "try", "what becomes of requests whose times cannot be kept", choices=("try", "refuse")
+        "try", "what to do with requests whose times cannot be met", choices=("try", "refuse")
     )
     forecasts: bool = option(
-        False, "ask of every request when its first token would come, and show how wrong that was"
+        False, "forecast the first token of every request and show the error of the forecasts"
     )
 
     modes: str = option(
-        "continuous", "continuous, dynamic, static; several, separated by commas, are compared", flag="--mode"
+        "continuous",
+        "batching modes to compare, separated by commas: continuous, dynamic, static",
+        flag="--mode",
+        basic=True,
     )
-    model: str = option("llama-3.1-8b", "shape of the model")
-    device: str = option("h200", "device of each replica")
+    model: str = option("llama-3.1-8b", "shape of the model", basic=True)
+    device: str = option("h200", "device of each replica", basic=True)
     cost_model: str = option(
-        "", "step times from a fitted cost model, or fitted to a run log, instead of the roofline"
+        "", "step times from a fitted cost model or a run log, instead of the roofline model", basic=True
     )
     host_step_s: float | None = option(
         None,
-        "host time to plan a step; hidden behind the device unless --depth is 0",
+        "host time to plan a step, in seconds; overlapped with the device unless --depth is 0",
         low=0.0,
         high=10.0,
         kind=float,
     )
     calibrate: str = option(
-        "", "fit one cost model to these run logs, write it to a file, and simulate nothing"
+        "", "fit a cost model to these run logs and write it; simulates nothing", basic=True
     )
-    save_costs: str = option("", "where --calibrate writes the cost model")
+    save_costs: str = option("", "file for the cost model of --calibrate")
     compare: str = option(
         "",
-        "repeat the requests of a run log, or of a result of bench serve, in the simulator and print the error of each "
-        "measure",
+        "repeat a run log, or a result of bench serve, in the simulator and print the error of each measure",
+        basic=True,
     )
-    replicas: int = option(1, "engines behind the router", low=1, high=10_000)
-    router: str = option("least-loaded", "who gets the next request", choices=ROUTER_NAMES)
+    replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True)
+    router: str = option("least-loaded", "how the router picks an engine for a request", choices=ROUTER_NAMES)
 
-    seed: int = option(0, "decides everything that is drawn", low=0)
+    seed: int = option(0, "seed of everything that is random", low=0)
     faults: str = option(
-        "", "shares of things that go wrong: aborts=0.1,bursts=0.1,stalls=0.01,alloc=0.02,preempt=0.02"
+        "", "rates of injected faults: aborts=0.1,bursts=0.1,stalls=0.01,alloc=0.02,preempt=0.02"
     )
-    check: bool = option(False, "check every invariant after every half of a step (about ten times slower)")
+    check: bool = option(False, "check all invariants twice in every step; about ten times slower")
 
-    slo: str = option("", "bounds in seconds that a good request keeps: ttft=1.0,itl=0.05,e2e=30")
+    slo: str = option("", "goodput: bounds in seconds: ttft=1.0,itl=0.05,e2e=30", basic=True)
     device_hour_price: float | None = option(
-        None, "price of a device for an hour, for the cost of tokens", low=0.0
+        None, "price of a device per hour, for the cost of tokens", low=0.0
     )
-    json: str = option("", "write all measures, settings and the seed to this file")
-    plot: str = option("", "write the throughput-latency plot and a timeline (PNG)")
-    log: str = option("", "write the run log of the engine (one mode, one rate, one replica)")
+    json: str = option("", "write measures, settings and seed to this file", basic=True)
+    plot: str = option("", "write a throughput-latency plot and a timeline (PNG)", basic=True)
+    log: str = option("", "write the run log; one mode, one rate, one replica", basic=True)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -132,7 +142,7 @@ PANELS = (
         config=SimOptions,
         flags=(
             Flag(name="trace", metavar="NAME|FILE"),
-            Flag(name="num_requests", default=f"{BUILT_IN_REQUESTS} of a built-in workload, all of a file"),
+            Flag(name="num_requests", default=f"built-in workloads: {BUILT_IN_REQUESTS}; a file: all"),
             Flag(name="rate", metavar="R[,R...]", default="as recorded"),
             Flag(name="speed"),
             Flag(name="arrivals"),
@@ -151,7 +161,7 @@ PANELS = (
             Flag(name="model"),
             Flag(name="device"),
             Flag(name="cost_model", metavar="FILE"),
-            Flag(name="host_step_s", default="0.0003, or what the cost model says"),
+            Flag(name="host_step_s", default="0.0003, or from the cost model"),
             Flag(name="replicas"),
             Flag(name="router"),
         ),
@@ -161,7 +171,7 @@ PANELS = (
         config=SimOptions,
         flags=(
             Flag(name="calibrate", metavar="LOG[,LOG...]"),
-            Flag(name="save_costs", metavar="FILE", default="the log's name, ending in .costs.json"),
+            Flag(name="save_costs", metavar="FILE", default="name of the log with .costs.json"),
             Flag(name="compare", metavar="LOG|JSON"),
         ),
     ),
@@ -177,14 +187,14 @@ PANELS = (
             Flag(name="step_stretch"),
             Flag(name="step_patience_s"),
             *DIAL,
-            Flag(name="max_model_len", default="the longest request that fits into the KV cache"),
+            Flag(name="max_model_len", default="what fits into the KV cache"),
             *POLICY,
             *FORMING,
             Flag(name="watermark"),
             Flag(name="preemption"),
             Flag(name="max_preemptions"),
-            Flag(name="max_queue", default="the whole workload"),
-            Flag(name="max_queue_tokens", default="the whole workload"),
+            Flag(name="max_queue", default="all"),
+            Flag(name="max_queue_tokens", default="all"),
             Flag(name="defer_shared_prefix"),
         ),
     ),
@@ -198,9 +208,9 @@ PANELS = (
             Flag(
                 name="num_host_blocks",
                 also=("--host-blocks",),
-                default="0; as many as on the device with --preemption swap",
+                default="0; with --preemption swap as on the device",
             ),
-            Flag(name="enable_prefix_caching", default="where the workload names its prefixes"),
+            Flag(name="enable_prefix_caching", default="if the workload has prefixes"),
         ),
     ),
     depth_panel("KV cache and engine"),

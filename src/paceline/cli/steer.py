@@ -21,29 +21,28 @@ from paceline.errors import InputError, InvalidRequest
 LOCAL = "http://127.0.0.1:8000"
 POLICY_ROUTE = "/v1/admin/policy"
 DIAL_HELP = """
-Turn a running server between latency and throughput, or give it a time to hold; without either, say how it stands.
+Move a running server between latency and throughput.
 
 \b
-  paceline dial                       # how it stands
-  paceline dial 0.3                   # 0 is least latency between tokens, 1 is most throughput
+  paceline dial                       # show the setting
+  paceline dial 0.3                   # 0: least latency, 1: most throughput
   paceline dial --itl-p99-ms 40       # hold the p99 between tokens at 40 ms
   paceline dial --ttft-p99-ms 800     # hold the p99 of first tokens at 800 ms
-  paceline dial --off                 # back to the limits the server was started with
+  paceline dial --off                 # the limits the server was started with
 
-Needs an admin key, in PACELINE_ADMIN_KEY; a server without keys takes it from its own machine without one.
+Needs an admin key in PACELINE_ADMIN_KEY, or none for a server without keys on the same machine.
 """
 POLICY_HELP = """
-Change who goes first on a running server; without a name, say who does.
+Show or change the scheduling policy of a running server.
 
 \b
   paceline policy
   paceline policy fair --tenant-weights alice=2,bob=0.5
   paceline policy priority --ageing-s 10 --url http://gpu-3:8000
 
-Requests that run or wait stay; they are ordered anew from the next step on. Options that are not given stay as they
-are. --tenant-weights is one option: it takes the place of all weights there are, those of the keys file too, and a
-tenant it does not name has 1; the answer says which hold now and which held before. Needs an admin key, in
-PACELINE_ADMIN_KEY.
+Running and waiting requests stay and are ordered anew from the next step on. Options that are not given keep their
+values. --tenant-weights replaces all weights, also those of the keys file; tenants it does not name have 1. The answer
+shows the weights before and after. Needs an admin key in PACELINE_ADMIN_KEY.
 """
 
 
@@ -60,23 +59,23 @@ class DialOptions:
     """What the dial is to be."""
 
     position: float | None = option(
-        None, "place between 0 and 1", low=0.0, high=1.0, kind=float, flag="VALUE"
+        None, "0: least latency, 1: most throughput", low=0.0, high=1.0, kind=float, flag="VALUE"
     )
     itl_p99_ms: float | None = option(
         None,
-        "milliseconds between tokens to hold the p99 to",
+        "p99 between tokens to hold, in milliseconds",
         low=LEAST_TARGET_MS,
         high=MOST_TARGET_MS,
         kind=float,
     )
     ttft_p99_ms: float | None = option(
         None,
-        "milliseconds to the first token to hold the p99 to",
+        "p99 to the first token to hold, in milliseconds",
         low=LEAST_TARGET_MS,
         high=MOST_TARGET_MS,
         kind=float,
     )
-    off: bool = option(False, "keep the limits of the start again")
+    off: bool = option(False, "use the limits the server was started with")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -109,7 +108,7 @@ _OPTION_NAMES = (
     *(flag.name for flag in POLICY if flag.name != "scheduling_policy"),
     "long_prefill_share",
 )
-_STAYS = {"tenant_weights": "as they are; if given, they replace all there are"}
+_STAYS = {"tenant_weights": "unchanged; if given, replaces all weights"}
 POLICY_PANELS = (
     Panel(
         title="Policy",
@@ -120,7 +119,7 @@ POLICY_PANELS = (
         title="Policy",
         config=SchedulerConfig,
         optional=True,
-        flags=tuple(Flag(name=name, default=_STAYS.get(name, "as it is")) for name in _OPTION_NAMES),
+        flags=tuple(Flag(name=name, default=_STAYS.get(name, "unchanged")) for name in _OPTION_NAMES),
     ),
     _SERVER,
 )

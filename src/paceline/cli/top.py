@@ -37,16 +37,18 @@ MOST_LINES = 100  # of that frame
 PATIENCE_S = 30.0  # for that frame
 REFUSED = (401, 403, 404)  # a server that will not say otherwise the next time
 HELP = """
-Watch a running server: rows, KV blocks, step composition, latencies, tenants and what each row does. q or
-Ctrl-C ends it; a server that goes away is waited for.
+Watch a running server in the terminal.
+
+Shows rows, KV blocks, step composition, latencies, tenants and the request of each row. q or Ctrl-C ends it; when the
+server goes away, it waits for it.
 
 \b
   paceline top
   paceline top --url http://gpu-3:8000
   paceline top --once                   # one frame as text
-  paceline top --json                   # one JSON object a second, for other programs
+  paceline top --json                   # one JSON object per second
 
-Needs an admin key, in PACELINE_ADMIN_KEY; a server without keys takes it from its own machine without one.
+Needs an admin key in PACELINE_ADMIN_KEY, or none for a server without keys on the same machine.
 """
 
 
@@ -55,8 +57,8 @@ class TopOptions:
     """What `paceline top` takes."""
 
     url: str = option(LOCAL, "address of the server")
-    once: bool = option(False, "show one frame and end")
-    json: bool = option(False, "print JSON instead, one object a line")
+    once: bool = option(False, "show one frame and exit")
+    json: bool = option(False, "print one JSON object per line instead")
 
 
 PANELS = (

@@ -17,15 +17,17 @@ from paceline.config import option
 from paceline.errors import InputError
 
 HELP = """
-Draw a run log as a timeline in the format of Chrome traces: one track for each row with prefill, decode and giving way,
-one for each request with its waiting, and counters for rows, waiting requests and KV blocks.
+Draw a run log as a timeline, for Perfetto.
+
+Writes a Chrome trace: one track for each row with prefill, decode and preemption, one for each request with its
+waiting, and counters for rows, waiting requests and KV blocks.
 
 \b
   paceline serve --run-log run.jsonl.gz
   paceline trace run.jsonl.gz -o trace.json.gz
 
-Open it in https://ui.perfetto.dev, which works in the browser and sends nothing anywhere, or in chrome://tracing.
-The log of a server that still runs, or was killed, is drawn as far as it goes.
+Open it in https://ui.perfetto.dev, which runs in the browser and uploads nothing, or in chrome://tracing. The log of a
+server that is still running, or was killed, is drawn as far as it goes.
 """
 
 
@@ -34,7 +36,7 @@ class TraceOptions:
     """What `paceline trace` takes."""
 
     log: str = option("", "run log to draw")
-    output: str = option("trace.json.gz", "file to write; one that ends in .gz is compressed")
+    output: str = option("trace.json.gz", "file to write; .gz: compressed")
 
 
 PANELS = (

@@ -20,15 +20,15 @@ from paceline.config import option
 from paceline.errors import InputError
 
 HELP = """
-Sum up what was used and billed: requests, tokens, KV block-seconds and prices, by key, class, model or day.
+Sum up usage and cost by key, class, model or day.
 
 \b
   paceline usage --ledger ledger.db --by key --since 24h
-  paceline usage --ledger ledger.db --by day,class --since 2026-01-01 --until 2026-02-01 --csv
+  paceline usage --ledger ledger.db --by day,class --since 2026-01-01 --csv
   paceline usage --url http://localhost:8000 --by key --json
 
-The file may be read while a server writes it. A server is asked with the key in PACELINE_ADMIN_KEY, or in
-PACELINE_API_KEY if that is an admin key. Days and times are UTC; what a request cost counts when it was let in.
+The file can be read while a server writes it. For a server, the key is read from PACELINE_ADMIN_KEY, or from
+PACELINE_API_KEY if that is an admin key. Days and times are UTC; a request counts when it was admitted.
 """
 HEADS = {
     "requests": "requests",
@@ -48,13 +48,13 @@ HEADS = {
 class UsageOptions:
     """What `paceline usage` takes."""
 
-    by: str = option("key", "what to sum by: key, class, model, day, or several of them, separated by commas")
-    since: str = option("", "from when on: so long ago (90m, 24h, 7d), or a date with or without a time")
-    until: str = option("", "until when, in the same words")
-    ledger: str = option("", "the ledger's file")
+    by: str = option("key", "what to sum by: key, class, model, day; several: separated by commas")
+    since: str = option("", "start: a time ago (90m, 24h, 7d) or a date, with or without a time")
+    until: str = option("", "end, in the same form")
+    ledger: str = option("", "ledger file")
     url: str = option("", "server to ask instead")
     json: bool = option(False, "print one JSON object")
-    csv: bool = option(False, "print CSV with a line of heads")
+    csv: bool = option(False, "print CSV with a header line")
 
 
 PANELS = (
