@@ -26,6 +26,7 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
+from paceline.core.pulse import Pulse
 from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
@@ -159,6 +160,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     hardware: Hardware
     notices: tuple[str, ...]  # what an operator should know, a sentence each
+    pulse: Pulse  # beats while a step computes
 
 
 def load_model(
@@ -191,11 +193,11 @@ def load_model(
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    on_gpu = choose_device(model) == "cuda"
+    on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     if on_gpu:
         config, runner, hardware, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
     else:
-        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends)
+        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends, pulse)
     return LoadedModel(
         engine=build_engine(config, runner, recorder=recorder),
         config=config,
@@ -203,6 +205,7 @@ def load_model(
         tokenizer=tokenizer,
         hardware=hardware,
         notices=notices,
+        pulse=pulse,
     )
 
 
@@ -210,7 +213,11 @@ Built = tuple[EngineConfig, Runner, Hardware, tuple[str, ...]]
 
 
 def _on_cpu(
-    model: ModelConfig, given: Mapping[str, Any], checkpoint: Checkpoint, ends: tuple[int, ...]
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    ends: tuple[int, ...],
+    pulse: Pulse,
 ) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
@@ -229,7 +236,7 @@ def _on_cpu(
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
-    runner = CPURunner(config, decoder, ends)
+    runner = CPURunner(config, decoder, ends, pulse)
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)

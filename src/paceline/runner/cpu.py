@@ -28,6 +28,7 @@ from paceline.core.plan import (
     StepTimes,
     Swaps,
 )
+from paceline.core.pulse import Pulse
 from paceline.models.decoder import Decoder
 from paceline.runner.attention import StepAttention
 from paceline.runner.batch import Batch, make_batch
@@ -45,10 +46,15 @@ class CPURunner:
     """Computes plans with a decoder."""
 
     def __init__(
-        self, config: EngineConfig, decoder: Decoder, eos_token_ids: tuple[int, ...] | None = None
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        eos_token_ids: tuple[int, ...] | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._config = config
         self._decoder = decoder
+        self._pulse = pulse if pulse is not None else Pulse()
         spec = decoder.spec
         self._kv = KVTensors(spec, config.kv)
         self._rows = DeviceRows(config)
@@ -156,11 +162,16 @@ class CPURunner:
         attend = StepAttention(
             self._kv, self._rows, batch, scale=self._decoder.spec.softmax_scale, workers=self._workers
         )
+
+        def attend_and_beat(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self._pulse.beat()
+            return attend(layer, queries, keys, values)
+
         return self._decoder.forward(
             torch.from_numpy(batch.tokens),
             torch.from_numpy(batch.positions),
             torch.from_numpy(batch.lengths),
-            attend,
+            attend_and_beat,
         )
 
     def _finite_rows(self, batch: Batch, hidden: Tensor) -> Bool:

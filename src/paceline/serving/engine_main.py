@@ -66,7 +66,7 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
-    code = EngineService(loaded.engine, channel, configure, info.vocab_size, logs).run()
+    code = EngineService(loaded.engine, channel, configure, info.vocab_size, logs, loaded.pulse).run()
     with suppress(Exception):  # everybody has been answered; what is left is the rest of a log
         loaded.engine.close()
     return code

@@ -1,8 +1,9 @@
 """The engine's main loop in its own process: take what arrived, step, tell what became known.
 
 One thread does everything. Between two steps it looks at the socket once without waiting; while there is nothing to
-do it sleeps on it. A sign of life goes out with the news of a step, and by itself when there are none: it comes from
-the thread that steps, so that a step that hangs is noticed. A request that raises is answered alone.
+do it sleeps on it. A sign of life goes out with the news of a step, by itself when there are none, and between the
+layers of a long step: it comes from the thread that computes, so that a step that hangs is noticed and one that only
+takes long is not. A request that raises is answered alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.core.changes import Change
 from paceline.core.classes import Urgency
 from paceline.core.events import StepEvents
+from paceline.core.pulse import Pulse
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.changes import apply_change, resume_all
@@ -44,6 +47,7 @@ MOST_STEPS_WITHOUT_A_NUMBER = (
     2  # in a row, and for all their rows: weights that were damaged are loaded again
 )
 
+_SIGN_OF_LIFE = frames.encode(frames.News(0.0))
 _logger = logging.getLogger("paceline")
 
 
@@ -57,6 +61,7 @@ class EngineService:
         configure: frames.Configure,
         vocab_size: int,
         logs: LogQueue,
+        pulse: Pulse,
     ) -> None:
         self._engine = engine
         self._logs = logs
@@ -70,7 +75,8 @@ class EngineService:
         self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s
         self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
-        self._next_report_s = 0.0
+        self._next_report_s = self._next_sign_s = 0.0
+        pulse.on_beat = self._sign_of_life
         self._busy_s = 0.0
         self._was_busy = False
         self._stopping = False
@@ -124,6 +130,16 @@ class EngineService:
     def _sleep(self, nap_s: float | None) -> None:
         left_s = max(0.0, self._next_report_s - time.monotonic())
         self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
+
+    def _sign_of_life(self) -> None:
+        """Called while a step computes. Only an empty message: the news of a step are complete when it is."""
+        now_s = time.monotonic()
+        if now_s < self._next_sign_s:
+            return
+        self._next_sign_s = now_s + self._heartbeat_s
+        with suppress(ChannelClosed):  # found again between two steps
+            if self._channel.is_free:
+                self._channel.send(_SIGN_OF_LIFE)
 
     def _report(self, now_s: float) -> None:
         is_busy = self._was_busy = self._engine.has_requests

@@ -29,6 +29,7 @@ from tests.e2e.http_server import Reply
 
 HOOKS = {
     "forward": "paceline.models.decoder:Decoder.forward",
+    "layer": "paceline.models.decoder:Decoder._layer",
     "logits": "paceline.models.decoder:Decoder.logits",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
     "send": "paceline.serving.link:Link.send",
@@ -169,6 +170,17 @@ def test_e8_an_engine_that_stays_silent_is_replaced(server: LiveServer) -> None:
     assert codes([server.post(*body(1))]) == GONE
     wait_for_end([engine], REPLACED_S + TOLD_S)
     assert b"Current thread" in server.log_path.read_bytes()
+
+
+def test_e8_a_long_step_is_not_taken_for_one_that_hangs(server: LiveServer) -> None:
+    alone = said(server.post(*body(1)))
+    server.fault("layer", "wait", 0.55 * STUCK_S, last=2)  # both layers of one step
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.post, *body(1))
+        while not slow.done():
+            assert server.get("/health/ready").status == 200
+            time.sleep(0.1)
+        assert said(slow.result()) == alone
 
 
 def test_e10_frames_that_make_no_sense_are_counted(server: LiveServer) -> None:
