@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv, on a machine that has Python 3.11 or 3.12, pip, make and git.
+# Every target sets up what it needs in .venv, on a machine that has Python 3.11 or 3.12, pip, make and git: serving and
+# chatting what they import, the simulator and the demo also matplotlib, the others everything a developer uses.
 # `make PYTHON=/path/to/python check` picks the interpreter; `make clean` first if .venv exists already.
 
 PYTHON ?=
@@ -10,6 +11,9 @@ MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What .venv holds: to serve a model, to draw too, to develop too.
+SERVE := $(VENV)/.serve
+DRAW := $(VENV)/.draw
 STAMP := $(VENV)/.installed
 # One thread each: the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -18,12 +22,12 @@ CODE := src tests tools $(wildcard benchmarks)
 STYLED := $(CODE) examples
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test kernels check sim soak options docs clean lint
+.PHONY: help serve chat demo test kernels check sim soak options docs clean lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-serve: $(STAMP) ## Serve a model over HTTP: make serve ARGS="--port 9000"
+serve: $(SERVE) ## Serve a model over HTTP: make serve ARGS="--port 9000"
 	@$(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
@@ -42,12 +46,15 @@ kernels: $(TRITON) ## Check the GPU kernels on a machine without one, through Tr
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 PACELINE_REQUIRE_TRITON=1 $(PYTEST) $(INTERPRETED) -n auto --dist worksteal
 
 $(TRITON): $(STAMP)
-	@$(PIP) --no-deps --target $@.part triton==$(@:build/triton-%=%) && mv $@.part $@ && touch $@
+	@$(PIP) -q --no-deps --target $@.part triton==$(@:build/triton-%=%) && mv $@.part $@ && touch $@
 
-chat: $(STAMP) ## Talk to a model: make chat ARGS="--model ./my-model"
+chat: $(SERVE) ## Talk to a model: make chat ARGS="--model ./my-model"
 	@$(BIN)/paceline chat $(ARGS)
 
-sim: $(STAMP) ## Run the simulator: make sim ARGS="--help"
+demo: $(DRAW) ## Compare batching modes on this machine, with a picture: make demo ARGS="--rows 4"
+	@$(BIN)/paceline demo $(or $(ARGS),--quick)
+
+sim: $(DRAW) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
 options: $(STAMP) ## Write again what is made from the code: pages of docs/reference, dashboards
@@ -76,14 +83,13 @@ lint: $(STAMP)
 	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report" >&2; exit 1; }
 	@$(BIN)/python tools/check_sizes.py
 
-# The stamp is newer than its two inputs exactly when .venv holds what they ask for. Candidates are run, not
-# only looked up: a name on the path may be a shim for a version that is not there. Some distributions ship
-# venv without the bundled pip; then the interpreter's own pip fills the environment.
-# The build backend is installed first and used without isolation, so that it too is the pinned version.
+# A stamp is newer than its inputs exactly when .venv holds what they ask for. Candidates are run, not only looked up: a
+# name on the path may be a shim for a version that is not there. Some distributions ship venv without the bundled pip;
+# then the interpreter's own pip fills the environment.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install -c constraints.txt
+READY := $(VENV)/.created
 
-$(STAMP): pyproject.toml constraints.txt
+$(READY):
 	@set -e; \
 	if ! { $(BIN)/python -c '$(SUPPORTED)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
 		python=; \
@@ -95,12 +101,40 @@ $(STAMP): pyproject.toml constraints.txt
 				"or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 			exit 1; \
 		fi; \
-		echo "Setting up $(VENV) with $$python, once; this takes a minute or two." >&2; \
+		echo "Creating $(VENV) with $$python" >&2; \
 		"$$python" -m venv --clear $(VENV) >/dev/null 2>&1 || { \
 			"$$python" -m venv --clear --without-pip $(VENV); \
 			"$$python" -m pip --python $(BIN)/python -qq install pip; \
 		}; \
 	fi; \
-	$(PIP) hatchling; \
-	$(PIP) --no-build-isolation -e '.[dev]'; \
 	touch $@
+
+# Variables instead of -c, so that the build backend is a pinned version too; pip 25.3 and later read the second one.
+# Nothing is compiled here: a module is compiled when it is first imported, and most of torch never is.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile
+# A GPU of this machine, seen from Linux or from WSL; and a place for wheels that the user has configured.
+GPU := $(wildcard /dev/nvidiactl /dev/dxg)
+# $(call install,WHAT,FOR): pip's own output on a terminal, where its bars tell how far a download is.
+define install
+	@echo "Installing what $(2) needs into $(VENV), once" >&2
+	@[ -n "$(GPU)" ] || $(BIN)/python -m pip config list | grep -E 'find-links|index-url' >/dev/null || \
+		echo "This machine shows no NVIDIA GPU. The default torch brings CUDA libraries, 5.6 GB of download and disk;" \
+			"to install its CPU build instead, stop here and see 'CPU build of torch' in README.md" >&2
+	@[ -t 1 ] || quiet=-qq; $(PIP) $$quiet -e '$(1)'
+	@touch $@
+endef
+
+$(SERVE): pyproject.toml constraints.txt | $(READY)
+	$(call install,.,serving)
+
+$(DRAW): pyproject.toml constraints.txt | $(READY)
+	$(call install,.[plot],the simulator with its pictures)
+	@touch $(SERVE)
+
+# Hundreds of processes are started by the tests: compile everything once, on all cores, also where the environment
+# forbids to write what an import compiles. Files that are templates do not compile, which is no error.
+$(STAMP): pyproject.toml constraints.txt | $(READY)
+	$(call install,.[dev],development)
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $(SERVE) $(DRAW)

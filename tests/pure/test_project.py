@@ -308,6 +308,7 @@ def test_make_help_lists_the_targets() -> None:
         "check",
         "kernels",
         "chat",
+        "demo",
         "sim",
         "options",
         "docs",
@@ -323,6 +324,46 @@ def test_make_serve_runs_the_server() -> None:
     result = run("make", "--dry-run", "--no-print-directory", "serve", "ARGS=--port 9000")
     assert result.returncode == 0, result.stderr
     assert "paceline serve --port 9000" in result.stdout
+
+
+def test_serving_installs_no_development_tool() -> None:
+    """`make serve` and `make chat` install the base package alone; what a developer uses is behind an extra."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    installs = {
+        target: re.findall(r"-e '(\.[^']*)'", run("make", "-B", "--dry-run", target).stdout)
+        for target in ("serve", "chat", "demo", "sim", "check")
+    }
+    assert installs == {
+        "serve": ["."],
+        "chat": ["."],
+        "demo": [".[plot]"],
+        "sim": [".[plot]"],
+        "check": [".[dev]"],
+    }
+
+
+def installed_with(*names: str) -> set[str]:
+    """The packages that come with these, by what is installed here."""
+    found: set[str] = set()
+    waiting = list(map(Requirement, names))
+    while waiting:
+        name = canonicalize_name(waiting.pop().name)
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            waiting += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_serving_needs_at_most_40_packages_beside_torch() -> None:
+    needed = installed_with(*PYPROJECT["project"]["dependencies"]) - installed_with("torch")
+    assert 20 < len(needed) <= 40, sorted(needed)
+
+
+def test_the_package_carries_its_readme() -> None:
+    assert PYPROJECT["project"]["readme"] == "README.md"
+    assert "pip install" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_python_dash_m_is_the_command() -> None:

@@ -173,7 +173,7 @@ def _pictures(runs: Sequence[ModeRun], folder: Path) -> list[Path]:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        print("The picture needs matplotlib: pip install 'paceline[plot]'", file=sys.stderr)
+        print("The picture needs matplotlib: pip install matplotlib", file=sys.stderr)
         return []
     from paceline.report.lane_plot import LaneRun, plot_lanes
     from paceline.report.summary import summarize

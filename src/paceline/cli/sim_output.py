@@ -45,7 +45,7 @@ class Outputs:
                     f"--plot {options.plot}: pictures are PNG files; give a name that ends in .png"
                 )
             if find_spec("matplotlib") is None:
-                raise InputError("--plot needs matplotlib: pip install 'paceline[plot]'")
+                raise InputError("--plot needs matplotlib: pip install matplotlib")
         return cls(
             json=writable("--json", options.json),
             plot=writable("--plot", options.plot),

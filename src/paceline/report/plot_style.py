@@ -90,7 +90,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as problem:
-        raise InputError("plots need matplotlib: pip install 'paceline[plot]'") from problem
+        raise InputError("plots need matplotlib: pip install matplotlib") from problem
 
 
 def colour(index: int) -> str:
