@@ -38,10 +38,13 @@ def results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def batch(model: Path, source: Path, target: Path, *more: str) -> str:
+def batch(model: Path, source: Path, target: Path, *more: str, failed: int = 0) -> str:
     flags = ("--model", str(model), "--load-format", "dummy", "--max-num-batched-tokens", "64", *more)
     done = run("run-batch", str(source), str(target), *flags, cache=source.parent)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (1 if failed else 0), done.stderr
+    assert (f"{failed} request" in done.stderr and f"see the errors in {target}" in done.stderr) == bool(
+        failed
+    )
     assert done.stdout == "" and "Traceback" not in done.stderr
     return done.stderr
 
@@ -214,7 +217,9 @@ def test_a_bad_line_gives_an_error_and_stops_nothing(model: Path, tmp_path: Path
     duplicate = line("good 0", COMPLETIONS, prompt="y", max_tokens=2)
     lines = [good[0], *(entry for entry, *_ in BAD), "", good[1], duplicate, good[2]]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert batch(model, source, target).startswith(f"3 answered, {len(BAD) + 1} failed; ")
+    said = batch(model, source, target, failed=len(BAD) + 1)
+    assert said.startswith(f"3 answered, {len(BAD) + 1} failed; ")
+    assert "requests failed (input lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 17 more)" in said
     found = {result["id"]: result for result in results(target)}
     assert len(found) == len(BAD) + 4
     for number, (entry, status, param, says) in enumerate(BAD, 2):
@@ -230,7 +235,9 @@ def test_a_bad_line_gives_an_error_and_stops_nothing(model: Path, tmp_path: Path
     assert repeated["response"]["body"]["error"]["code"] == "duplicate_custom_id"
 
     before = target.read_text()
-    assert f"{len(lines) - 1} done before" in batch(model, source, target)
+    # With nothing left to do no model is loaded: this one does not exist. The failures are still told.
+    said = batch(tmp_path / "no model", source, target, failed=len(BAD) + 1)
+    assert said.startswith(f"Nothing to do: all {len(lines) - 1} requests have a result")
     assert target.read_text() == before, "everything had its result"
 
 
@@ -247,7 +254,7 @@ def test_a_killed_run_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [*lines, lines[3], "bad"])
     whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     flags = ("--max-num-seqs", "4")
-    batch(model, source, whole, *flags)
+    batch(model, source, whole, *flags, failed=2)
     more = ("--model", str(model), "--load-format", "dummy", "--max-num-batched-tokens", "64", *flags)
     process = start("run-batch", "-i", str(source), "-o", str(target), *more, cache=tmp_path)
     end_s = time.monotonic() + TIMEOUT_S
@@ -260,7 +267,7 @@ def test_a_killed_run_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     assert done < 82
     with target.open("ab") as file:  # what a crash in the middle of a line leaves
         file.write(b'{"id": "batch_req_79", "custom_id": "r7')
-    assert f"{done} done before" in batch(model, source, target, *flags)
+    assert f"{done} done before" in batch(model, source, target, *flags, failed=2)
 
     def texts(path: Path) -> list[tuple[str, object]]:
         bodies = [(result["id"], result["response"]["body"]) for result in results(path)]
@@ -292,7 +299,7 @@ def test_ctrl_c_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and "Traceback" not in stderr.decode()
-    assert "the same command again goes on where it was" in stderr.decode()
+    assert "run the same command again to continue" in stderr.decode()
     assert 2 <= len(results(target)) < 200, "whole lines only"
 
 

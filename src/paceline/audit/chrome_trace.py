@@ -54,6 +54,8 @@ def trace_events(log: RunLog) -> Iterator[Event]:
             raise InputError(f"{log.path}: line {step.line} is broken: {problem}") from problem
         yield from timeline.taken()
     if timeline is None or fold is None:
+        if log.is_unfinished:
+            raise InputError(f"{log.path} has no step yet; try again after the server has answered a request")
         raise InputError(f"{log.path} has no step that could be drawn")
     fold.finish(log.end)
     yield from timeline.taken()

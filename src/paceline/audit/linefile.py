@@ -19,7 +19,11 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Damaged(Exception):
-    """A compressed file ends too early or is not one."""
+    """A compressed file is broken."""
+
+
+class Unfinished(Damaged):
+    """A compressed file has no end: it is still written, or its writer was killed."""
 
 
 class LineFile:
@@ -90,7 +94,9 @@ def read_lines(path: Path) -> Iterator[str]:
     try:
         with _open(path) as file:
             yield from file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+    except EOFError as problem:
+        raise Unfinished(str(problem)) from problem
+    except (zlib.error, gzip.BadGzipFile) as problem:
         raise Damaged(str(problem)) from problem
     except OSError as problem:
         raise InputError(f"cannot read run log {path}: {problem.strerror or problem}") from problem

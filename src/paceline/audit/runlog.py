@@ -25,7 +25,7 @@ from paceline.audit.codec import (
     encode_result,
     plain,
 )
-from paceline.audit.linefile import Damaged, LineFile, read_lines
+from paceline.audit.linefile import Damaged, LineFile, Unfinished, read_lines
 from paceline.config import EngineConfig
 from paceline.core.events import Decision
 from paceline.core.recorder import Inputs, StepRecord
@@ -39,6 +39,10 @@ BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError)
 
 class CutLog(InputError):
     """A log is broken or cut off somewhere; what comes before that can be used."""
+
+    def __init__(self, message: str, *, is_at_end: bool) -> None:
+        super().__init__(message)
+        self.is_at_end = is_at_end  # the file ends there: it is still written, or its writer was killed
 
 
 def run_header(config: EngineConfig, **more: object) -> dict[str, object]:
@@ -159,6 +163,11 @@ class RunLog:
                 f"{self.path}: the config in the header is not one this version knows: {problem}"
             ) from problem
 
+    @property
+    def is_unfinished(self) -> bool:
+        """After an iteration: nothing is broken and the end is missing, as while a server still writes the log."""
+        return self.end is None and (self.damage is None or self.damage.is_at_end)
+
     def __iter__(self) -> Iterator[LoggedStep]:
         self.end, self.damage = None, None
         try:
@@ -177,7 +186,8 @@ class RunLog:
             try:
                 numbered = next(lines, None)
             except Damaged as problem:
-                raise self._damaged(number, "cannot be read", num_steps) from problem
+                at_end = isinstance(problem, Unfinished)
+                raise self._damaged(number, "cannot be read", num_steps, is_at_end=at_end) from problem
             if numbered is None:
                 return
             read = self._checked(*numbered, num_steps, last_seq)
@@ -197,13 +207,15 @@ class RunLog:
             if isinstance(read, LoggedStep) and last_seq is not None and read.seq != last_seq + 1:
                 raise ValueError(f"step {read.seq} follows step {last_seq}")
         except BROKEN as problem:
-            what = f"is broken: {reason(problem)}" if text.endswith("\n") else "is cut off"
-            raise self._damaged(number, what, num_steps) from problem
+            is_whole = text.endswith("\n")
+            what = f"is broken: {reason(problem)}" if is_whole else "is cut off"
+            raise self._damaged(number, what, num_steps, is_at_end=not is_whole) from problem
         return read
 
-    def _damaged(self, number: int, what: str, num_steps: int) -> CutLog:
+    def _damaged(self, number: int, what: str, num_steps: int, *, is_at_end: bool) -> CutLog:
         steps = f"{num_steps} step{'' if num_steps == 1 else 's'}"
-        return CutLog(f"{self.path}: line {number} {what}; the {steps} before it can be used")
+        message = f"{self.path}: line {number} {what}; the {steps} before it can be used"
+        return CutLog(message, is_at_end=is_at_end)
 
     def _read_header(self) -> dict[str, Json]:
         not_one = f"{self.path} is not a Paceline run log"

@@ -5,14 +5,13 @@ Lines are read as the engine drains, so that neither the requests nor the result
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.cli.batch_files import DUPLICATE, ResultFile, result_id
+from paceline.cli.batch_files import DUPLICATE, OK, DuplicateId, InputLine, ResultFile, result_id
 from paceline.errors import InvalidRequest
 from paceline.llm.batch import Submission, run_requests
 from paceline.llm.frontend import Frontend
@@ -23,15 +22,15 @@ from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_bo
 from paceline.server.api.openai_responses import chat_body, completion_body, error_body
 from paceline.server.failures import UnknownModel
 
-OK, BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 200, 400, 404, 500
+BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 400, 404, 500
 
 
 class Watcher(Protocol):
-    """Who wants to know how it goes."""
+    """Gets the progress of a batch."""
 
-    def on_result(self, status: int, num_input: int, num_output: int) -> None: ...
+    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None: ...
 
-    def on_skipped(self) -> None: ...
+    def on_skipped(self, line: InputLine) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +43,6 @@ class Line:
     body: ParsedBody
     num_prompts: int
     outputs: dict[int, RequestOutput] = field(default_factory=dict)  # by the number of the prompt
-
-
-class DuplicateId(InvalidRequest):
-    """A custom id that an earlier line has."""
 
 
 class BatchRun:
@@ -64,10 +59,9 @@ class BatchRun:
         )
         self._results = results
         self._watcher = watcher
-        self._seen: set[str] = set()
         self._open: dict[int, Line] = {}
 
-    def run(self, lines: Iterable[tuple[int, bytes]]) -> None:
+    def run(self, lines: Iterable[InputLine]) -> None:
         # A row's worth of requests waits behind every row, so that a leaving one is followed at once.
         max_open = 2 * self._front.loaded.config.scheduler.max_num_seqs
         submissions = self._submissions(lines)
@@ -75,37 +69,25 @@ class BatchRun:
             for output in outputs:
                 self._take(output)
 
-    def _submissions(self, lines: Iterable[tuple[int, bytes]]) -> Iterator[Submission]:
-        for number, raw in lines:
-            custom_id: str | None = None
+    def _submissions(self, lines: Iterable[InputLine]) -> Iterator[Submission]:
+        for given in lines:
+            number, custom_id = given.number, given.custom_id
+            if given.earlier_status is not None:
+                self._watcher.on_skipped(given)
+                continue
             try:
-                envelope = _envelope(raw)
-                custom_id = _custom_id(envelope)
-                if self._is_done(number, custom_id):
-                    self._watcher.on_skipped()
-                    continue
-                line, prepared = self._read(number, custom_id, envelope)
+                if given.error is not None or custom_id is None:
+                    raise given.error or InvalidRequest("it has no custom_id")
+                line, prepared = self._read(number, custom_id, given.envelope)
             except Exception as error:  # a line can be wrong in any way, and none of them stops the others
-                if custom_id is None and result_id(number) in self._results.done_ids:
-                    self._watcher.on_skipped()
-                else:
-                    self._refuse(number, custom_id, error)
+                self._refuse(number, custom_id, error)
                 continue
             self._open[number] = line
             for index, request in enumerate(prepared):
                 yield Submission(name=f"{number}.{index}", request=request)
 
-    def _is_done(self, number: int, custom_id: str) -> bool:
-        """Whether a line has its result. A second line with the same custom id gets one of its own: an error."""
-        if custom_id in self._seen:
-            if result_id(number) in self._results.done_ids:
-                return True
-            raise DuplicateId(f"custom_id {custom_id!r:.200} is used by an earlier line", param="custom_id")
-        self._seen.add(custom_id)
-        return custom_id in self._results.done_custom_ids
-
     def _read(
-        self, number: int, custom_id: str, envelope: dict[str, Any]
+        self, number: int, custom_id: str, envelope: Mapping[str, Any]
     ) -> tuple[Line, list[PreparedRequest]]:
         url, content = _target(envelope)
         body = parse_body(url, content, self._facts)
@@ -183,27 +165,10 @@ class BatchRun:
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
         result = {"id": result_id(number), "custom_id": custom_id, "response": response, "error": None}
         self._results.write(result)
-        self._watcher.on_result(status, num_input, num_output)
+        self._watcher.on_result(number, status, num_input, num_output)
 
 
-def _envelope(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("it is not JSON") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest("it is not a JSON object")
-    return value
-
-
-def _custom_id(envelope: dict[str, Any]) -> str:
-    custom_id = envelope.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise InvalidRequest("custom_id must be a text that is not empty", param="custom_id")
-    return custom_id
-
-
-def _target(envelope: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _target(envelope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     method, url, body = (envelope.get(name) for name in ("method", "url", "body"))
     if method != "POST":
         raise InvalidRequest(f"method must be POST, not {method!r:.100}", param="method")

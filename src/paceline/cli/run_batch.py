@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.batch_files import OK
 from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
-    from paceline.cli.batch_files import ResultFile
+    from paceline.cli.batch_files import InputLine, ResultFile
 
+MOST_NAMED = 10  # failed lines in a message
 HELP = """
 Answer a file of requests in the OpenAI batch format.
 
@@ -80,30 +82,48 @@ def _run_batch(values: Mapping[str, Any]) -> None:
 
     from paceline.cli.batch_files import ResultFile, read_lines
 
-    total = sum(1 for _ in read_lines(source))
     with ResultFile(target) as results:
+        lines = [line.earlier_status for line in results.match(read_lines(source))]
+        progress = BatchProgress(len(lines))
         try:
-            progress = _run_lines(engine, _names(values), source, results, total)
+            if None in lines:
+                _run_lines(engine, _names(values), source, results, progress)
+            else:  # nothing is left to do, and no model is needed to say so
+                for line in results.match(read_lines(source)):
+                    progress.on_skipped(line)
         except KeyboardInterrupt:
-            print("Stopped; the same command again goes on where it was.", file=sys.stderr)
+            print("Stopped; run the same command again to continue.", file=sys.stderr)
             raise
+        finally:
+            progress.close()
     print(progress.summary(), file=sys.stderr)
+    if progress.failed:
+        print(f"{_failures(progress.failed)}; see the errors in {target}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _run_lines(
-    engine: Mapping[str, Any], names: tuple[str, ...], source: Path, results: ResultFile, total: int
-) -> BatchProgress:
+    engine: Mapping[str, Any],
+    names: tuple[str, ...],
+    source: Path,
+    results: ResultFile,
+    progress: BatchProgress,
+) -> None:
     from paceline.cli.batch_files import read_lines
     from paceline.cli.batch_run import BatchRun
     from paceline.llm.frontend import Frontend
 
     front = Frontend(None, engine, interactive=False)
-    progress = BatchProgress(total)
-    try:
-        BatchRun(front, names, results, progress).run(read_lines(source))
-    finally:
-        progress.close()
-    return progress
+    progress.start()
+    BatchRun(front, names, results, progress).run(results.match(read_lines(source)))
+
+
+def _failures(numbers: Sequence[int]) -> str:
+    """How many requests failed, and on which lines of the input."""
+    count = len(numbers)
+    shown = ", ".join(str(number) for number in sorted(numbers)[:MOST_NAMED])
+    more = f" and {count - MOST_NAMED:,} more" if count > MOST_NAMED else ""
+    return f"{count:,} request{'s' * (count != 1)} failed (input line{'s' * (count != 1)} {shown}{more})"
 
 
 def _path(values: Mapping[str, Any], place: str, name: str, flag: str) -> Path:
@@ -128,29 +148,38 @@ def _names(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class BatchProgress:
-    """Counts what happens, and shows it where somebody looks."""
+    """Counts results, and shows the progress on a terminal."""
 
     def __init__(self, total: int) -> None:
+        self.failed: list[int] = []  # input lines whose result is an error, of this run or an earlier one
+        self._total = total
         self._num_answered = self._num_failed = self._num_skipped = 0
         self._num_input = self._num_output = 0
         self._started_s = time.perf_counter()
         self._bar: Any = None
+
+    def start(self) -> None:
+        """Begin to measure: the model is loaded."""
+        self._started_s = time.perf_counter()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+            self._bar = tqdm(total=self._total, desc="Requests", unit="req", dynamic_ncols=True)
 
-    def on_result(self, status: int, num_input: int, num_output: int) -> None:
-        if status == 200:
+    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None:
+        if status == OK:
             self._num_answered += 1
         else:
             self._num_failed += 1
+            self.failed.append(number)
         self._num_input += num_input
         self._num_output += num_output
         self._advance()
 
-    def on_skipped(self) -> None:
+    def on_skipped(self, line: InputLine) -> None:
         self._num_skipped += 1
+        if line.earlier_status != OK:
+            self.failed.append(line.number)
         self._advance()
 
     def close(self) -> None:
@@ -158,6 +187,8 @@ class BatchProgress:
             self._bar.close()
 
     def summary(self) -> str:
+        if self._num_skipped == self._total:
+            return f"Nothing to do: all {self._total:,} requests have a result"
         skipped = f", {self._num_skipped} done before" if self._num_skipped else ""
         return f"{self._num_answered} answered, {self._num_failed} failed{skipped}; {self._rates()}"
 

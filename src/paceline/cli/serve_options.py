@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,18 @@ def _read(text: str, spec: Field[Any], variable: str) -> Any:
     if kind is str:
         return text
     try:
-        return whole_number(text) if kind is int else kind(text)
+        return _number(text, kind)
     except ValueError:
         whole = "whole " if kind is int else ""
         raise ConfigError(
             f"the environment variable {variable} must be a {whole}number, not {text!r:.80}; "
             f"correct it, unset it or give {flag_of(spec)}"
         ) from None
+
+
+def _number(text: str, kind: type) -> float:
+    """A number as it is written on the command line, in the environment or in a file."""
+    return whole_number(text) if kind is int else float(text)
 
 
 def _from_file(path: Path, specs: Mapping[str, Field[Any]]) -> dict[str, Any]:
@@ -79,11 +85,12 @@ def _from_file(path: Path, specs: Mapping[str, Field[Any]]) -> dict[str, Any]:
             close = difflib.get_close_matches(str(key).replace("-", "_"), names, 1)
             hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
             raise ConfigError(f"--config {path}: there is no option {str(key)!r:.80}{hint}")
-        if isinstance(value, list):
-            value = ",".join(str(item) for item in value)
         kind = specs[name].metadata["kind"]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        if isinstance(value, list) and kind is str:
+            value = ",".join(str(item) for item in value)
+        if kind in (int, float) and type(value) in (str, int):  # true is no number
+            with suppress(ValueError):
+                value = _number(str(value), kind)
         is_wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
         if value is not None and is_wrong:
             wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

@@ -68,5 +68,11 @@ def _run(values: Mapping[str, Any]) -> None:
     if Path(options.output).resolve() == Path(options.log).resolve():
         raise InputError(f"{options.output} is the log itself; write the trace to another file")
     count = write_trace(log, options.output)
-    cut = "" if log.damage is None else f", up to the damage ({log.damage})"
-    typer.echo(f"wrote {count:,} events to {options.output}{cut}; open it in https://ui.perfetto.dev")
+    typer.echo(f"Wrote {count:,} events to {options.output}; open it in https://ui.perfetto.dev")
+    if log.is_unfinished:
+        typer.echo(
+            "The log has no end yet: its server is still running or was killed, or the log reached --run-log-bytes. "
+            "The trace has all steps so far."
+        )
+    elif log.damage is not None:
+        typer.echo(f"The trace ends where the log is damaged: {log.damage}", err=True)

@@ -145,6 +145,31 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert counters == {"rows in use", "waiting", "KV blocks of rows", "tokens of a step"}
 
 
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz"])
+def test_the_log_of_a_running_server_gives_a_trace_and_no_alarm(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out = tmp_path / name, tmp_path / "trace.json"
+    recorded(3, log)
+    log.write_bytes(log.read_bytes()[: log.stat().st_size * 2 // 3])
+    assert run(["trace", str(log), "-o", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "The log has no end yet: its server is still running" in said.out and said.err == ""
+    assert "damage" not in said.out and json.loads(out.read_text())["traceEvents"]
+
+
+def test_a_damaged_log_gives_the_trace_of_what_is_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out = tmp_path / "run.jsonl", tmp_path / "trace.json"
+    recorded(3, log)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:5], "{}\n", *lines[5:]]))
+    assert run(["trace", str(log), "-o", str(out)]) == 0
+    assert "the log is damaged: " in capsys.readouterr().err
+    assert json.loads(out.read_text())["traceEvents"]
+
+
 def test_a_log_without_steps_leaves_no_file(tmp_path: Path) -> None:
     recorded(3, tmp_path / "run.jsonl")
     header = (tmp_path / "run.jsonl").read_text().splitlines()[0]

@@ -54,9 +54,25 @@ def test_the_first_place_that_says_something_counts(tmp_path: Path) -> None:
     assert merged({"port": 3}, PANELS, environment)["port"] == 3
 
 
+def test_numbers_in_a_file_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "max-file-bytes: 200m\nmax-model-len: 4K\nmax-body-bytes: '1_000_000'\nqueue-timeout: 1e2\n"
+    )
+    assert merged({"config": str(path)}, PANELS, {}) == {
+        "config": str(path),
+        "max_file_bytes": 200_000_000,
+        "max_model_len": 4096,
+        "max_body_bytes": 1_000_000,
+        "queue_timeout_s": 100.0,
+    }
+
+
 @pytest.mark.parametrize(
     "text, part",
     [
+        ("max-file-bytes: 200x", "max-file-bytes must be a whole number, not '200x'"),
+        ("port: [8000]", "port must be a whole number"),
         ("prot: 1", "'prot'; did you mean port"),
         ("port: [", "not a YAML file"),
         ("port: eight", "port must be a whole number"),
