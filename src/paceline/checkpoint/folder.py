@@ -35,7 +35,7 @@ class ModelFolder:
             )
         self.config: Mapping[str, object] = config
         generation = self.json(GENERATION)
-        self.generation = Fields(generation or {}, str(path / GENERATION))
+        self.generation = None if generation is None else Fields(generation, str(path / GENERATION))
         self.spec: ModelSpec = spec_from_config(config, str(path / CONFIG), self.generation)
 
     def file(self, name: str) -> Path | None:

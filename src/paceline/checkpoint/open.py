@@ -10,10 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.default_model import packaged_generation
 from paceline.checkpoint.dummy import dummy_tensors
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folder import CONFIG, ModelFolder
-from paceline.checkpoint.generation import GenerationDefaults, generation_defaults
+from paceline.checkpoint.generation import (
+    FALLBACK,
+    GenerationDefaults,
+    generation_defaults,
+    gguf_generation,
+)
 from paceline.checkpoint.gguf import GgufFile
 from paceline.checkpoint.gguf_layout import locate_in_gguf
 from paceline.checkpoint.gguf_model import spec_from_gguf
@@ -98,7 +104,7 @@ def _open_folder(path: Path) -> Checkpoint:
         path=path,
         kind="safetensors",
         tensors=_cut_from(files.tensor, pieces),
-        generation=generation_defaults(folder.generation),
+        generation=FALLBACK if folder.generation is None else generation_defaults(folder.generation),
         text=text_of_folder(folder),
         stored=_by_type(files.types()),
     )
@@ -112,7 +118,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         path=path,
         kind="gguf",
         tensors=_cut_from(file.tensor, locate_in_gguf(spec, file)),
-        generation=GenerationDefaults(),
+        generation=gguf_generation(file.fields, str(path)) or packaged_generation(path) or FALLBACK,
         text=text_of_gguf(file.fields, str(path)),
         stored=_by_type(file.types()),
     )
@@ -126,7 +132,10 @@ def _open_dummy(path: Path) -> Checkpoint:
         path=path,
         kind="dummy",
         tensors=dummy_tensors(folder.spec),
-        generation=generation_defaults(folder.generation),
+        # Made-up weights are measured, not talked to: neutral sampling adds no work of its own to a step.
+        generation=GenerationDefaults()
+        if folder.generation is None
+        else generation_defaults(folder.generation),
         text=text_of_folder(folder),
     )
 

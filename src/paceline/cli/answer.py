@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from paceline.core.sampling import SamplingParams
-
+ANSWER_TOKENS = 1024  # an answer on a terminal is no longer, unless the user or the model says so
 Show = Callable[[str], None]
 Conversation = list[dict[str, str]]
 
@@ -45,7 +44,12 @@ class Answering(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Sampling that holds where none is given, as far as it is known, under the names of `SamplingParams`."""
+
     def count(self, messages: Conversation) -> int:
         """Tokens of a conversation as a prompt."""
 
-    def reply(self, messages: Conversation, sampling: SamplingParams, show: Show) -> Answer: ...
+    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> Answer:
+        """`given` is the sampling that was asked for; the rest is the default."""

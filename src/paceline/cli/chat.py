@@ -17,7 +17,6 @@ from paceline.cli.model_options import (
     TALKING,
     engine_options,
     given_sampling,
-    talk_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from paceline.cli.answer import Answering
     from paceline.cli.chat_input import LineSource
     from paceline.cli.chat_session import Session
-    from paceline.core.sampling import SamplingParams
 
 INTERRUPTED = 130
 HELP = """
@@ -98,12 +96,10 @@ def _chat(values: Mapping[str, Any]) -> None:
             raise InputError(
                 'this model has no chat template; use paceline run --raw "TEXT" to continue a text'
             )
-        sampling = talk_sampling(talker.llm.loaded.checkpoint.generation, given, model=values["model"])
-        _converse(talker, sampling, values, on_terminal=on_terminal)
+        _converse(talker, given, values, on_terminal=on_terminal)
 
 
 def _chat_with_server(values: Mapping[str, Any], given: Mapping[str, Any], *, on_terminal: bool) -> None:
-    from paceline.checkpoint.generation import GenerationDefaults
     from paceline.cli.remote import Remote
 
     unused = [name for name in engine_options(values) if name not in ("model", "seed")]
@@ -117,17 +113,16 @@ def _chat_with_server(values: Mapping[str, Any], given: Mapping[str, Any], *, on
         _banner(f"{remote.model} at {values['url']}")
     if values["seed"] is not None:
         given = {**given, "seed": values["seed"]}
-    sampling = talk_sampling(GenerationDefaults(), given, model=remote.model)
-    _converse(remote, sampling, values, on_terminal=on_terminal)
+    _converse(remote, given, values, on_terminal=on_terminal)
 
 
 def _converse(
-    talker: Answering, sampling: SamplingParams, values: Mapping[str, Any], *, on_terminal: bool
+    talker: Answering, given: Mapping[str, Any], values: Mapping[str, Any], *, on_terminal: bool
 ) -> None:
     from paceline.cli.chat_input import open_lines
     from paceline.cli.chat_session import Session
 
-    session = Session(talker, sampling, system_prompt=values["system_prompt"], shows_stats=values["stats"])
+    session = Session(talker, given, system_prompt=values["system_prompt"], shows_stats=values["stats"])
     if values["quick"] is not None:
         _ask_once(session, values["quick"])
         return

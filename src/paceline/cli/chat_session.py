@@ -7,8 +7,8 @@ was stopped stays as far as it came. Knows nothing of where lines come from.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from paceline.cli.answer import Answer, Answering
 from paceline.cli.terminal import Printer, note
@@ -27,6 +27,7 @@ HELP = '''\
 """                 begins and ends a message of several lines
 Ctrl-C              stops an answer'''
 
+UNKNOWN = "the server's own"
 Kind = Callable[[str], object]
 SETTINGS: dict[str, Kind] = {
     "max_tokens": int,
@@ -46,10 +47,10 @@ class Session:
     """One conversation with one model."""
 
     def __init__(
-        self, talker: Answering, sampling: SamplingParams, *, system_prompt: str | None, shows_stats: bool
+        self, talker: Answering, given: Mapping[str, Any], *, system_prompt: str | None, shows_stats: bool
     ) -> None:
         self._talker = talker
-        self._sampling = sampling
+        self._given = dict(given)
         self._system = system_prompt
         self._shows_stats = shows_stats
         self._turns: list[dict[str, str]] = []
@@ -73,7 +74,7 @@ class Session:
         self._turns.append({"role": "user", "content": message})
         try:
             self._make_room()
-            answer = self._talker.reply(self._messages(), self._sampling, self._printer.show)
+            answer = self._talker.reply(self._messages(), self._given, self._printer.show)
         except BaseException:
             self._turns.pop()
             raise
@@ -96,7 +97,7 @@ class Session:
     def _make_room(self) -> None:
         """Drop the oldest turns when an answer would not fit any more; several at once, so that it stays rare."""
         longest = self._talker.max_model_len
-        room = min(self._sampling.max_tokens, longest // 4)
+        room = min(self._settings()["max_tokens"], longest // 4)
         if self._count() + room <= longest:
             return
         while len(self._turns) > 1 and self._count() > longest // 2:
@@ -109,6 +110,9 @@ class Session:
 
     def _count(self) -> int:
         return self._talker.count(self._messages())
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self._talker.defaults, **self._given}
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -139,8 +143,9 @@ class Session:
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
         if not name:
+            settings = self._settings()
             for known in SETTINGS:
-                print(f"{known:<20}{_shown(getattr(self._sampling, known))}")
+                print(f"{known:<20}{_shown(settings[known]) if known in settings else UNKNOWN}")
             return
         name = name.replace("-", "_")
         if name not in SETTINGS:
@@ -152,7 +157,8 @@ class Session:
             raise InputError(f"{name} takes {kind}, not {value.strip()!r}") from None
         if name == "stop":
             parsed = (parsed,) if parsed else ()
-        self._sampling = replace(self._sampling, **{name: parsed})  # type: ignore[arg-type]
+        SamplingParams(**self._given | {name: parsed})  # raises what is wrong with it
+        self._given[name] = parsed
         print(f"{name} is {_shown(parsed)}.")
 
     def _stats(self, rest: str) -> None:

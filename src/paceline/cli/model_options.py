@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.generation import FALLBACK
+from paceline.cli.answer import ANSWER_TOKENS
 from paceline.cli.options import Flag, Panel
 from paceline.cli.shared_flags import BUDGET, KV_BLOCKS
 from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig, option
@@ -17,13 +19,7 @@ from paceline.errors import InputError, InvalidRequest
 from paceline.llm.arguments import split_arguments
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.generation import GenerationDefaults
     from paceline.core.sampling import SamplingParams
-
-# For talking to a model, where neither the user nor the model's makers say more.
-SUGGESTED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
-# The default model's file carries no recommendation; these are its makers'.
-DEFAULT_MODEL_CARD: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +48,9 @@ SAMPLING = Panel(
     config=SamplingOptions,
     optional=True,
     flags=(
-        Flag(name="max_tokens", default=f"the model's own, else {SUGGESTED['max_tokens']}"),
-        Flag(name="temperature", default=f"the model's own, else {SUGGESTED['temperature']}"),
-        Flag(name="top_p", default=f"the model's own, else {SUGGESTED['top_p']}"),
+        Flag(name="max_tokens", default=f"the model's own, else {ANSWER_TOKENS}"),
+        Flag(name="temperature", default=f"the model's own, else {FALLBACK.temperature}"),
+        Flag(name="top_p", default=f"the model's own, else {FALLBACK.top_p}"),
         Flag(name="top_k", default="the model's own, else 0"),
         Flag(name="min_p"),
         Flag(name="repetition_penalty"),
@@ -129,23 +125,6 @@ def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: values[name] for name in names if values.get(name) is not None}
     checked_sampling(given)
     return given
-
-
-def talk_sampling(
-    generation: GenerationDefaults, given: Mapping[str, Any], *, model: str | None = None
-) -> SamplingParams:
-    """Sampling of an answer: what was given, else what the model's makers recommend, else what we suggest."""
-    from paceline.checkpoint.default_model import DEFAULT_NAME
-    from paceline.llm.defaults import default_sampling
-
-    recommended = {
-        "temperature": generation.temperature,
-        "top_p": generation.top_p,
-        "max_tokens": generation.max_new_tokens,
-    }
-    own = DEFAULT_MODEL_CARD if model in (None, DEFAULT_NAME) else {}
-    suggested = {name: value for name, value in (SUGGESTED | own).items() if recommended[name] is None}
-    return default_sampling(generation, **suggested | dict(given))
 
 
 def checked_sampling(given: Mapping[str, Any]) -> SamplingParams:

@@ -1,7 +1,7 @@
 """Talking to a server that speaks the OpenAI API, ours or another, with nothing but the standard library.
 
-Fields beyond OpenAI's are sent only where they were changed, so that any server takes the rest. The key comes from
-the environment, never from the command line.
+Sampling is sent only where the user gave it: the server knows its model's defaults. The key comes from the
+environment, never from the command line.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from paceline.cli.answer import Answer, Conversation, Show
-from paceline.core.sampling import SamplingParams
+from paceline.cli.answer import ANSWER_TOKENS, Answer, Conversation, Show
 from paceline.errors import InputError, PacelineError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 600.0
 UNKNOWN_LENGTH = 10**9
 ADMIN_KEYS = ("PACELINE_ADMIN_KEY", "PACELINE_API_KEY")  # the first that is set
-STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty")
-BEYOND = ("top_k", "min_p", "repetition_penalty", "seed", "stop")
-_DEFAULTS = SamplingParams()
+OFF: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None, "stop": ()}
 
 
 class ServerRefused(PacelineError):
@@ -116,6 +113,8 @@ class Remote(Connection):
             raise ServerRefused(f"the server at {url} serves no model")
         self.model: str = model or card["id"]
         self.max_model_len: int = card.get("max_model_len") or UNKNOWN_LENGTH
+        own = (card.get("paceline") or {}).get("default_sampling") or {}  # other servers do not say
+        self.defaults: dict[str, Any] = {"max_tokens": ANSWER_TOKENS, **OFF, **own}
 
     def count(self, messages: Conversation) -> int:
         """Tokens of a conversation; 0 where the server cannot tell."""
@@ -127,13 +126,14 @@ class Remote(Connection):
             self._counts = False
             return 0
 
-    def reply(self, messages: Conversation, sampling: SamplingParams, show: Show) -> Answer:
+    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> Answer:
         body = {
             "model": self.model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **_fields(sampling),
+            "max_tokens": ANSWER_TOKENS,
+            **given,
         }
         answer = Answer()
         asked_s = first_s = last_s = time.perf_counter()
@@ -157,12 +157,6 @@ class Remote(Connection):
     def explain(self, request_id: str) -> dict[str, Any]:
         """What the server tells about one of this key's requests."""
         return self.ask("GET", f"/v1/requests/{quote(request_id, safe='')}/explain")
-
-
-def _fields(sampling: SamplingParams) -> dict[str, Any]:
-    changed = {name: getattr(sampling, name) for name in BEYOND}
-    kept = {name: value for name, value in changed.items() if value != getattr(_DEFAULTS, name)}
-    return {name: getattr(sampling, name) for name in STANDARD} | kept
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:

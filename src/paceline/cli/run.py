@@ -16,7 +16,6 @@ from paceline.cli.model_options import (
     TALKING,
     engine_options,
     given_sampling,
-    talk_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
@@ -76,12 +75,11 @@ def _run(values: Mapping[str, Any]) -> None:
 
     printer = Printer(sys.stdout)
     with Talker(engine) as talker:
-        sampling = talk_sampling(talker.llm.loaded.checkpoint.generation, given, model=values["model"])
         if values["raw"] or not talker.has_template:
-            answer = talker.complete(prompt, sampling, printer.show)
+            answer = talker.complete(prompt, given, printer.show)
         else:
             messages = conversation(values["system_prompt"], prompt)
-            answer = talker.reply(messages, sampling, printer.show)
+            answer = talker.reply(messages, given, printer.show)
         printer.end_line()
         if values["stats"]:
             note(answer.describe())

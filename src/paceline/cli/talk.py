@@ -10,12 +10,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
-from paceline.cli.answer import Answer, Show
+from paceline.cli.answer import ANSWER_TOKENS, Answer, Show
 from paceline.core.sampling import SamplingParams
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.chat import Messages
+from paceline.llm.defaults import chat_sampling
 from paceline.llm.outputs import RequestOutput
 
 # One answer at a time needs one row; a budget that is given is not measured, which saves a second at the start.
@@ -46,14 +48,22 @@ class Talker:
     def max_model_len(self) -> int:
         return self.llm.max_model_len
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        sampling = self._sampling({})
+        return {spec.name: getattr(sampling, spec.name) for spec in fields(sampling)}
+
     def count(self, messages: Messages) -> int:
         return self.llm.count_chat_tokens(messages)
 
-    def complete(self, prompt: str, sampling: SamplingParams, show: Show) -> Answer:
-        return self._runner.run(_follow(self.llm.generate(prompt, sampling), show))
+    def complete(self, prompt: str, given: Mapping[str, Any], show: Show) -> Answer:
+        return self._runner.run(_follow(self.llm.generate(prompt, self._sampling(given)), show))
 
-    def reply(self, messages: Messages, sampling: SamplingParams, show: Show) -> Answer:
-        return self._runner.run(_follow(self.llm.chat(messages, sampling), show))
+    def reply(self, messages: Messages, given: Mapping[str, Any], show: Show) -> Answer:
+        return self._runner.run(_follow(self.llm.chat(messages, self._sampling(given)), show))
+
+    def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
+        return chat_sampling(self.llm.loaded.checkpoint.generation, ANSWER_TOKENS, **given)
 
 
 async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> Answer:

@@ -114,7 +114,7 @@ class AsyncLLM(ModelHolder):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream an answer to a conversation."""
-        params = sampling_params or self._front.default_sampling
+        params = sampling_params or self._front.chat_sampling
 
         def read() -> PreparedRequest:
             return self._front.read_chat(messages, params, switches=chat_template_kwargs)

@@ -11,7 +11,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.llm.arguments import split_arguments
 from paceline.llm.chat import ChatPrompts, Messages
 from paceline.llm.collector import Collector
-from paceline.llm.defaults import default_sampling
+from paceline.llm.defaults import chat_sampling, default_sampling
 from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
 from paceline.text.tokenizer import Tokenizer
 
@@ -40,8 +40,13 @@ class Frontend:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """What the model's makers recommend, where they say so."""
+        """Sampling of a text that is continued without any being given."""
         return default_sampling(self.loaded.checkpoint.generation)
+
+    @property
+    def chat_sampling(self) -> SamplingParams:
+        """Sampling of a conversation without any being given: as long as the context allows."""
+        return chat_sampling(self.loaded.checkpoint.generation, self.max_model_len)
 
     def read(self, prompt: Prompt, sampling: SamplingParams) -> PreparedRequest:
         return self._reader.read(prompt, sampling)
@@ -74,5 +79,5 @@ class ModelHolder:
         return self._front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's makers recommend, where they say so."""
+        """What the model recommends, or the defaults for models that recommend nothing."""
         return self._front.default_sampling

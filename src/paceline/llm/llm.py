@@ -63,7 +63,7 @@ class LLM(ModelHolder):
         `priority` counts within the class of service that `service_tier` names; lower goes first.
         """
         listed = _listed(prompts)
-        params = self._params(sampling_params, len(listed))
+        params = _params(sampling_params, self._front.default_sampling, len(listed))
         prepared = [self._front.read(prompt, own) for prompt, own in zip(listed, params, strict=True)]
         return self._run(prepared, priority, use_tqdm=use_tqdm, service_class=class_of(service_tier))
 
@@ -81,7 +81,7 @@ class LLM(ModelHolder):
         """Answer conversations: one, as a list of messages, or a list of them."""
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
-        params = self._params(sampling_params, len(conversations))
+        params = _params(sampling_params, self._front.chat_sampling, len(conversations))
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
             request = self._front.read_chat(
@@ -120,16 +120,14 @@ class LLM(ModelHolder):
                 progress.show([output])
         return [done[submission.name] for submission in submissions]
 
-    def _params(self, given: Params, count: int) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if len(given) != count:
-            raise ValueError(
-                f"{count} prompts and {len(given)} sampling parameters: give one, or one for each"
-            )
-        return list(given)
+
+def _params(given: Params, default: SamplingParams, count: int) -> list[SamplingParams]:
+    given = default if given is None else given
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{count} prompts and {len(given)} sampling parameters: give one, or one for each")
+    return list(given)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

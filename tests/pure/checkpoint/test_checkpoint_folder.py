@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.generation import FALLBACK, GenerationDefaults
 from paceline.checkpoint.open import open_checkpoint
 from tests.pure.checkpoint.made import LLAMA, Arrays, arrays_for, config, packed, spec_of, write_folder
 
@@ -253,6 +254,16 @@ def test_generation_defaults_and_ends(tmp_path: Path) -> None:
         CheckpointError, match="generation_config.json: temperature must be a number, not 'hot'"
     ):
         open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_generation_config_has_the_default_for_models_that_recommend_nothing(
+    tmp_path: Path,
+) -> None:
+    write_folder(tmp_path, LLAMA)
+    assert open_checkpoint(tmp_path).generation == FALLBACK
+    assert open_checkpoint(tmp_path, load_format="dummy").generation == GenerationDefaults()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert open_checkpoint(tmp_path).generation == GenerationDefaults(), "as in vLLM: absent is neutral"
 
 
 def test_chat_templates_in_every_place(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.generation import FALLBACK, GenerationDefaults
 from paceline.checkpoint.gguf_model import llama3_factors
 from paceline.checkpoint.layout import Piece
 from paceline.checkpoint.open import Checkpoint, open_checkpoint
@@ -64,6 +65,21 @@ def test_a_dense_model(tmp_path: Path, architecture: str, model: str, options: d
         assert getattr(found, name) == getattr(spec, name), name
     assert found.norm_offset == 0.0 and found.norm_eps == pytest.approx(spec.norm_eps)
     assert checkpoint.kind == "gguf" and checkpoint.text.gguf_fields is not None
+
+
+def test_sampling_out_of_the_fields(tmp_path: Path) -> None:
+    spec = spec_of(config("LlamaForCausalLM"))
+    fields = gguf_fields("llama", spec)
+    stored = renamed(arrays_for(spec), spec, interleave=True)
+    assert opened(tmp_path, fields, stored).generation == FALLBACK
+    fields |= {"general.sampling.temp": 0.6, "general.sampling.top_p": 0.95, "general.sampling.top_k": 20}
+    fields |= {"general.sampling.penalty_repeat": 1.1}
+    assert opened(tmp_path, fields, stored).generation == GenerationDefaults(
+        temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1
+    )
+    fields["general.sampling.temp"] = -1.0
+    with pytest.raises(CheckpointError, match=r"general.sampling: temperature must be a finite number"):
+        opened(tmp_path, fields, stored)
 
 
 def test_gemma3_layers(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.checkpoint.generation import GenerationDefaults
 from paceline.core.classes import PLAIN, Urgency
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
@@ -241,10 +242,13 @@ class Listener:
 class Api:
     """One service and its routes."""
 
-    def __init__(self, script: Script | None = None, **settings: Any) -> None:
+    def __init__(
+        self, script: Script | None = None, *, generation: GenerationDefaults | None = None, **settings: Any
+    ) -> None:
         self.client = FakeClient(script or says("hello"))
         self.listener = Listener()
-        model = ServedModel(names=("tiny", "alias"), tokenizer=tokenizer(), created_s=7)
+        own = generation or GenerationDefaults()
+        model = ServedModel(names=("tiny", "alias"), tokenizer=tokenizer(), generation=own, created_s=7)
         self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
         self.routes: dict[tuple[str, str], Route] = {
             (method, route.path): route for route in routes(self.service) for method in route.methods

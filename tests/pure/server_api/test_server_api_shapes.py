@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.generation import GenerationDefaults
 from tests.pure.server_api.api_helpers import Api, chunks, ids, says, tokenizer, without_receipt
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = (
@@ -107,6 +108,18 @@ def test_models() -> None:
     card = api.ask("/v1/models/{id:path}", method="GET", path={"id": "tiny"})
     assert card == listed["data"][0] and card["max_model_len"] == 256
     openai_types().Model.model_validate(card, strict=True)
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_every_route_takes_the_sampling_that_the_model_card_tells(url: str) -> None:
+    api = Api(generation=GenerationDefaults(temperature=0.2, top_p=0.9))
+    card = api.ask("/v1/models/{id:path}", method="GET", path={"id": "tiny"})
+    told = card["paceline"]["default_sampling"]
+    assert (told["temperature"], told["top_p"], told["top_k"]) == (0.2, 0.9, 0)
+    asked = {COMPLETIONS: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}.get(url, {"messages": TURNS})
+    api.ask(url, {"model": "tiny", "max_tokens": 5} | asked if url == MESSAGES else {"model": "tiny"} | asked)
+    sampling = api.client.submitted[0]["sampling"]
+    assert {name: getattr(sampling, name) for name in told} == told
 
 
 def test_tokens_of_a_text_and_back() -> None:

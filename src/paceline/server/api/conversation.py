@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.defaults import default_sampling
+from paceline.llm.defaults import chat_sampling
 from paceline.server.api.fields import Field
 from paceline.server.api.openai_fields import sampling_fields
 from paceline.server.api.openai_requests import SAMPLED, ModelFacts, bias_of
@@ -26,8 +26,9 @@ def conversation_sampling(
     found = {name: given[name] for name in SAMPLED if name in given}
     if "logit_bias" in given:
         found["logit_bias"] = bias_of(given["logit_bias"])
-    found["max_tokens"] = max_tokens or facts.generation.max_new_tokens or facts.max_model_len
-    return default_sampling(facts.generation, **found | changes)
+    if max_tokens is not None:
+        found["max_tokens"] = max_tokens
+    return chat_sampling(facts.generation, facts.max_model_len, **found | changes)
 
 
 def checked_messages(messages: Any, limits: RequestLimits, *, param: str) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.llm.defaults import described_sampling
 from paceline.server.api.describe import operation
 from paceline.server.api.openai_requests import checked_model
 from paceline.server.api.route import Route
@@ -41,6 +42,7 @@ class ModelRoutes:
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "paceline": {"default_sampling": described_sampling(model.generation)},
         }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.checkpoint.generation import GenerationDefaults
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.defaults import default_sampling
+from paceline.llm.defaults import chat_sampling, default_sampling
 from paceline.server.api.fields import FieldTable
 from paceline.server.api.openai_fields import (
     CHAT,
@@ -183,11 +183,11 @@ def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> Sampling
         raise InvalidRequest(message, param="max_completion_tokens")
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise UnsupportedParameter("best_of must equal n; leave it out", param="best_of")
-    if url == CHAT and "max_tokens" not in changes and facts.generation.max_new_tokens is None:
-        changes["max_tokens"] = facts.max_model_len  # the rest of the context, whatever that is
     if "logit_bias" in given:
         changes["logit_bias"] = bias_of(given["logit_bias"])
     changes["logprobs"] = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
+    if url == CHAT:  # without a length: the rest of the context
+        return chat_sampling(facts.generation, facts.max_model_len, **changes)
     return default_sampling(facts.generation, **changes)
 
 
