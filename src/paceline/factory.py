@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
+from paceline.runner.machine_load import FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
 from paceline.scheduler.policy import make_policy
@@ -161,6 +162,7 @@ class LoadedModel:
     hardware: Hardware
     notices: tuple[str, ...]  # what an operator should know, a sentence each
     pulse: Pulse  # beats while a step computes
+    free: FreeCores | None  # how many threads compute steps; None: a GPU does
 
 
 def load_model(
@@ -169,12 +171,15 @@ def load_model(
     recorder: StepRecorder | None = None,
     *,
     interactive: bool = True,
+    relatives: Sequence[int] = (),
 ) -> LoadedModel:
     """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
     `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: somebody waits for
-    each token, so that a step must not take long; else for the last one.
+    each token, so that a step must not take long; else for the last one. `relatives` are processes whose use of the
+    cores counts as our own.
     """
+    load = MachineLoad(relatives=relatives)  # from here on: loading shows how busy the machine is
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
 
@@ -194,10 +199,11 @@ def load_model(
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
+    free = FreeCores(load, most=cores_allowed())
     if on_gpu:
         config, runner, hardware, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
     else:
-        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends, pulse)
+        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends, (pulse, free))
     return LoadedModel(
         engine=build_engine(config, runner, recorder=recorder),
         config=config,
@@ -206,6 +212,7 @@ def load_model(
         hardware=hardware,
         notices=notices,
         pulse=pulse,
+        free=None if on_gpu else free,
     )
 
 
@@ -217,7 +224,7 @@ def _on_cpu(
     given: Mapping[str, Any],
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
-    pulse: Pulse,
+    life: tuple[Pulse, FreeCores],
 ) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
@@ -225,22 +232,27 @@ def _on_cpu(
     from paceline.runner.sizing import choose_sizes, line_costs, measure_step
     from paceline.runner.storage import choose_storage
     from paceline.runner.swap_speed import block_seconds, line_preemption_costs
+    from paceline.runner.workers import Workers
 
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
-    config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
-    # Without either, the budget of a CPU keeps steps short already.
-    if config.scheduler.step_target_ms or config.scheduler.has_dial:
-        decoding = partial(_decode_seconds, lambda small: CPURunner(small, decoder, ends))
-        costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens, decoding)
-        config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
+    pulse, free = life
+    workers = Workers(free)
+    with workers.step():  # what is measured runs as steps will
+        config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
+        # Without either, the budget of a CPU keeps steps short already.
+        if config.scheduler.step_target_ms or config.scheduler.has_dial:
+            decoding = partial(_decode_seconds, lambda small: CPURunner(small, decoder, ends))
+            costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens, decoding)
+            config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
     hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
-    runner = CPURunner(config, decoder, ends, pulse)
+    runner = CPURunner(config, decoder, ends, pulse, workers)
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
-        config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
+        with workers.step():
+            config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
     return config, runner, hardware, notices
 
 

@@ -36,8 +36,8 @@ def strike() -> None:
         time.sleep(float(value))
 
 
-def load(*arguments: Any) -> Any:
-    loaded = load_model(*arguments)
+def load(*arguments: Any, **named: Any) -> Any:
+    loaded = load_model(*arguments, **named)
     from paceline.models.decoder import Decoder
 
     forward = Decoder.forward

@@ -14,7 +14,7 @@ from tests.e2e.model_cli import run
 
 WELL = {
     "versions": {"paceline": "1", "python": "3.11", "torch": "2.13", "numpy": "2"},
-    "cpu": {"cores": 4, "threads": 4, "fast_4bit_product": "dynamic", "instructions": {}},
+    "cpu": {"cores": 4, "threads": 4, "fast_4bit_product": "dynamic", "instructions": {}, "is_busy": False},
     "memory": {"total_bytes": 2**34, "available_bytes": 2**33},
     "cache": {"path": "/c", "free_bytes": 2**40, "is_writable": True},
     "default_model": {"path": None},
@@ -64,6 +64,7 @@ def test_nothing_is_said_of_a_machine_that_is_well() -> None:
         ({"torch_error": "OSError: libgomp"}, "cannot be imported (OSError: libgomp)", True),
         ({"cpu": {**WELL["cpu"], "fast_4bit_product": None}}, "no fast 4-bit product", False),  # type: ignore[dict-item]
         ({"cpu": {**WELL["cpu"], "threads": 9}}, "9 threads share 4 cores", False),  # type: ignore[dict-item]
+        ({"cpu": {**WELL["cpu"], "is_busy": True, "used_by_others": 1.8}}, "use 1.8 of 4 cores", False),  # type: ignore[dict-item]
         ({"gpus": ["H200"]}, "computes on the CPU only", False),
         ({"memory": {"available_bytes": 2**29}}, "less than 1 GiB of memory", False),
         ({"cache": {"path": "/c", "free_bytes": 2**40, "is_writable": False}}, "cannot be written", True),

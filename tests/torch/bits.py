@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
@@ -17,6 +19,8 @@ from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
 from paceline.runner.batch import Batch
 from paceline.runner.cpu import CPURunner
+from paceline.runner.machine_load import FreeCores, MachineLoad
+from paceline.runner.workers import Workers
 
 Prompt = tuple[int, ...]
 
@@ -32,6 +36,7 @@ class Circumstances:
     preempt: str = ""  # "recompute" or "swap", after every token
     mode: str = "continuous"
     caching: bool = False
+    threads: tuple[int, ...] = ()  # of one step after the other, over and over
 
     def config(self, decoder: Decoder, max_len: int, num_blocks_of_16: int) -> EngineConfig:
         scale = 16 / self.block_size
@@ -61,8 +66,8 @@ class Circumstances:
 class BitsRunner(CPURunner):
     """Keeps the logits of every token it computes, under everything that came before the token."""
 
-    def __init__(self, config: EngineConfig, decoder: Decoder) -> None:
-        super().__init__(config, decoder)
+    def __init__(self, config: EngineConfig, decoder: Decoder, workers: Workers | None = None) -> None:
+        super().__init__(config, decoder, workers=workers)
         self.bits: dict[tuple[int, ...], bytes] = {}
         self.changed = 0  # tokens computed again with other bits
 
@@ -103,7 +108,12 @@ def record(
     """Run the prompts. Hidden states stand for logits: the head is a function of one of them at a time."""
     longest = max(len(prompt) for prompt in prompts) + num_new
     config = around.config(decoder, longest, num_blocks)
-    runner = BitsRunner(config, decoder)
+    before = torch.get_num_threads()
+    if around.threads:
+        torch.set_num_threads(max(around.threads))
+    workers = Workers(_Changing(around.threads)) if around.threads else None
+    torch.set_num_threads(before)
+    runner = BitsRunner(config, decoder, workers)
     engine = build_engine(config, runner)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
     listener = _Listener(engine, around)
@@ -115,6 +125,17 @@ def record(
             listener.step()
     outputs = [tuple(tokens) for tokens in listener.heard.values()]
     return Record(outputs, runner.bits, runner.changed, listener.preempted)
+
+
+class _Changing(FreeCores):
+    """Cores that others take and leave with every step."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        super().__init__(MachineLoad(), max(counts))
+        self._counts = cycle(counts)
+
+    def look(self) -> int:
+        return next(self._counts)
 
 
 class _Listener:

@@ -33,6 +33,7 @@ CIRCUMSTANCES = [
     Circumstances(caching=True, depth=2),
     Circumstances(mode="static", caching=False),
     Circumstances(alone=True, budget=13, block_size=32),
+    Circumstances(threads=(2, 1, 3)),
 ]
 
 # Where eight bits are kept dense, float32 products decide the bits, and those depend on the number of rows.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from paceline import __version__
 from paceline.checkpoint.cache import ROOT_VARIABLE, models_folder
 from paceline.checkpoint.default_model import default_model
 from paceline.errors import PacelineError
+from paceline.runner.machine_load import LOOK_S, MachineLoad
 
 PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm", "typer")
 # What the arithmetic is much faster with, by the kind of machine.
@@ -50,13 +52,17 @@ def machine_facts() -> Facts:
 
 
 def gather() -> Facts:
-    torch, torch_error = _torch()
+    load = MachineLoad()
+    torch, torch_error = _torch()  # takes a second: long enough to see what other processes do
     base = machine_facts()
+    others = _others(load)
     return {
         **base,
         "versions": {**base["versions"], **_versions()},
         "cpu": {
             **base["cpu"],
+            "used_by_others": others,
+            "is_busy": load.is_busy,
             "threads": None if torch is None else torch.get_num_threads(),
             "instructions": _instructions(platform.machine()),
             "fast_4bit_product": None if torch is None else _fast_product(),
@@ -67,6 +73,13 @@ def gather() -> Facts:
         "environment": _environment(),
         "torch_error": torch_error,
     }
+
+
+def _others(load: MachineLoad) -> float | None:
+    """Cores that other processes use; looks for a quarter of a second if nothing took so long before."""
+    time.sleep(max(0.0, LOOK_S - load.age_s))
+    load.look()
+    return None if load.others is None else round(load.others, 2)
 
 
 def _versions() -> dict[str, str | None]:

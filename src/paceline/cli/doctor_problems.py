@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.checkpoint.default_model import DEFAULT_MODEL
 from paceline.cli.doctor_facts import KV_SPACE
+from paceline.runner.machine_load import busy_sentence
 
 GIB = 2**30
 LITTLE_MEMORY_BYTES = 1 * GIB
@@ -45,6 +46,8 @@ def _arithmetic(facts: dict[str, Any]) -> list[Problem]:
             "memory and is slower; torch has one for ARM with dot products and for x86 with AVX2"
         )
         found.append(Problem(text=text))
+    if cpu["is_busy"]:
+        found.append(Problem(text=busy_sentence(cpu["used_by_others"], cpu["cores"])))
     if cpu["threads"] and cpu["threads"] > cpu["cores"]:
         text = f"{cpu['threads']} threads share {cpu['cores']} cores; set OMP_NUM_THREADS={cpu['cores']}"
         found.append(Problem(text=text))

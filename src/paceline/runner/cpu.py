@@ -51,6 +51,7 @@ class CPURunner:
         decoder: Decoder,
         eos_token_ids: tuple[int, ...] | None = None,
         pulse: Pulse | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._config = config
         self._decoder = decoder
@@ -61,7 +62,7 @@ class CPURunner:
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
-        self._workers = Workers()
+        self._workers = workers if workers is not None else Workers()
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self._next_seq = 1
@@ -94,7 +95,7 @@ class CPURunner:
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:
             plan = self._queue.popleft()
-            with torch.inference_mode():
+            with torch.inference_mode(), self._workers.step():
                 self._done[plan.seq] = self._execute(plan)
         return self._done.pop(seq)
 

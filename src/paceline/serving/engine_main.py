@@ -55,7 +55,7 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     started_s = time.monotonic()
     try:
         with LoadingBeats(channel, configure.heartbeat_s, logs):
-            loaded = load_model(configure.model, configure.given)
+            loaded = load_model(configure.model, configure.given, relatives=(os.getppid(),))
             info = _info(loaded, configure, time.monotonic() - started_s)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
@@ -66,7 +66,7 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
-    code = EngineService(loaded.engine, channel, configure, info.vocab_size, logs, loaded.pulse).run()
+    code = EngineService(loaded, channel, configure, logs).run()
     with suppress(Exception):  # everybody has been answered; what is left is the rest of a log
         loaded.engine.close()
     return code
@@ -158,6 +158,8 @@ def _send(channel: Channel, message: frames.FromEngine) -> None:
 
 def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
     config, spec = loaded.config, loaded.checkpoint.spec
+    load = None if loaded.free is None else loaded.free.load
+    busy = (load.sentence(),) if load is not None and load.is_busy else ()
     weight_bytes = sum(stored.num_bytes for stored in loaded.checkpoint.stored.values())
     kv_token_bytes = loaded.hardware.kv_bytes / (config.kv.num_blocks * config.kv.block_size)
     return EngineInfo(
@@ -174,7 +176,7 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         weight_bytes=weight_bytes,
         kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,
-        notices=loaded.notices,
+        notices=(*busy, *loaded.notices),
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
 

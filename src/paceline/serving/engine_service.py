@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from paceline.core.changes import Change
 from paceline.core.classes import Urgency
 from paceline.core.events import StepEvents
-from paceline.core.pulse import Pulse
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
+from paceline.factory import LoadedModel
+from paceline.runner.machine_load import LoadNews
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.invariants import SampledChecker
 from paceline.serving import frames
@@ -56,17 +57,15 @@ class EngineService:
 
     def __init__(
         self,
-        engine: Engine,
+        loaded: LoadedModel,
         channel: Channel,
         configure: frames.Configure,
-        vocab_size: int,
         logs: LogQueue,
-        pulse: Pulse,
     ) -> None:
-        self._engine = engine
+        engine = self._engine = loaded.engine
         self._logs = logs
         self._channel = channel
-        self._vocab_size = vocab_size
+        self._vocab_size = loaded.checkpoint.spec.vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
         self._sight = Sight(engine)
@@ -76,7 +75,10 @@ class EngineService:
         self._heartbeat_s = configure.heartbeat_s
         self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
         self._next_report_s = self._next_sign_s = 0.0
-        pulse.on_beat = self._sign_of_life
+        loaded.pulse.on_beat = self._sign_of_life
+        self._free = loaded.free
+        load = None if loaded.free is None else loaded.free.load
+        self._load_news = None if load is None else LoadNews(load, said_busy=load.is_busy)
         self._busy_s = 0.0
         self._was_busy = False
         self._stopping = False
@@ -145,9 +147,19 @@ class EngineService:
         is_busy = self._was_busy = self._engine.has_requests
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
         self._sight.rest()
+        self._tell_of_load()
         rejected = self._channel.rejects.total
         stats = stats_of(self._engine, self._busy_s, rejected)
         self._outbox.put_stats(replace(stats, watch_cpu_s=self._sight.cpu_s, cpu_s=time.process_time()))
+
+    def _tell_of_load(self) -> None:
+        """Look at the machine, also while there is nothing to do: the next request finds its threads right."""
+        if self._free is None or self._load_news is None:
+            return
+        self._free.look()
+        news = self._load_news.take()
+        if news is not None:
+            _logger.warning("%s", news)
 
     def _deliver(self) -> None:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
