@@ -11,9 +11,12 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, ViewportSize
 
+from paceline.server.page import page_files
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 60_000.0
 WIDE, NARROW = ViewportSize(width=1440, height=1000), ViewportSize(width=390, height=844)
+NOWHERE = "http://pages.test"
 KEY_NAME = "paceline-admin-key"  # under which the page keeps what its user typed in
 # Every step the page has folded, with who is on which row after it and whether it decodes.
 KEEP_PICTURES = """() => {
@@ -128,3 +131,23 @@ class Viewer:
             assert not view.problems, view.problems
         finally:
             context.close()
+
+    @contextmanager
+    def modules(self) -> Iterator[Page]:
+        """A page without a server that can import the modules of the pages."""
+        context = self._browser.new_context()
+        page = context.new_page()
+        page.route(f"{NOWHERE}/ui/**", lambda route: route.fulfill(**_file(route.request.url)))
+        page.route(
+            f"{NOWHERE}/", lambda route: route.fulfill(content_type="text/html", body="<!doctype html>")
+        )
+        page.goto(f"{NOWHERE}/")
+        try:
+            yield page
+        finally:
+            context.close()
+
+
+def _file(url: str) -> dict[str, Any]:
+    body = page_files()[url.removeprefix(f"{NOWHERE}/ui/")]
+    return {"body": body, "content_type": "text/javascript"}

@@ -40,6 +40,7 @@ def card_lines(
         ),
         ("concurrency", _concurrency(info, tokens)),
         ("steps", _steps(info)),
+        ("chat", f"{base_url}/"),
         ("API", f"{base_url}/v1"),
         ("live page", f"{base_url}/ui"),
         ("docs", f"{base_url}/docs"),

@@ -190,6 +190,8 @@ def test_the_card_says_what_runs_and_where() -> None:
     show_card(lines, boxed)
     assert "KV cache: 0 MiB: 7 blocks x 16 = 112 tokens\n" in plain.getvalue()
     assert "concurrency: 1.75x for 64 tokens per request; at most 4 at once\n" in plain.getvalue()
+    addresses = [value for _, value in lines if value.startswith("http")]
+    assert addresses[0] == "http://h:1/", "the chat is named first"
     assert "live page: http://h:1/ui\n" in plain.getvalue()
     curl = dict(lines)["try"]
     assert "Authorization: Bearer $PACELINE_API_KEY" in curl

@@ -2,9 +2,22 @@
 
 const KEY = "paceline-admin-key";
 
+let kept = ""; // where the browser gives the page no storage
+
 export const keyring = {
-  get: () => sessionStorage.getItem(KEY) || "",
-  set: (key) => sessionStorage.setItem(KEY, key),
+  get() {
+    try {
+      return sessionStorage.getItem(KEY) || "";
+    } catch {
+      return kept;
+    }
+  },
+  set(key) {
+    kept = key;
+    try {
+      sessionStorage.setItem(KEY, key);
+    } catch {} // kept for as long as the page is open
+  },
 };
 
 export function headers() {
@@ -21,11 +34,11 @@ export async function ask(path, body = undefined) {
   return found;
 }
 
-// Calls `onMessage` with each message and `onState` with "live", "key" or "lost"; goes on as long as the page is open.
-export async function follow(path, onMessage, onState) {
+// Calls `onMessage` with each message and `onState` with "live", "key" or "lost"; goes on until the signal, if there is one.
+export async function follow(path, onMessage, onState, signal = undefined) {
   for (let pause = 500; ; pause = Math.min(pause * 2, 8000)) {
     try {
-      const answer = await fetch(path, { headers: headers() });
+      const answer = await fetch(path, { headers: headers(), signal });
       if (answer.status === 401 || answer.status === 403) {
         const body = await answer.json();
         return onState("key", body.error?.message || "");
@@ -36,6 +49,7 @@ export async function follow(path, onMessage, onState) {
       for await (const data of events(answer.body)) onMessage(data);
       onState("lost", "the server has ended the feed");
     } catch (error) {
+      if (signal?.aborted) return;
       onState("lost", error.message);
     }
     await new Promise((wake) => setTimeout(wake, pause));

@@ -1,0 +1,121 @@
+// One answer on its way: asks for it, writes what comes into its message, and says how it ended. Knows no page.
+
+import { events, headers } from "../feed.js";
+import { requestBody } from "./conversation.js";
+
+const MOST_TRIES = 6;
+const CONNECTION = "connection_lost", ENDED_EARLY = "ended_early";
+
+export class Answer {
+  // `onChange` is told of every change of the message, `onNumber` the id of the request, once it has one.
+  constructor(conversation, server, { onChange, onRequest }) {
+    Object.assign(this, { conversation, server, onChange, onRequest, message: conversation.messages.at(-1) });
+    this.control = new AbortController();
+    this.wake = null; // ends a pause before another try
+    this.before = { content: this.message.content, tokens: this.message.tokens ?? 0 }; // when an answer is continued
+  }
+
+  async run() {
+    const { message } = this;
+    for (let tries = 1; ; tries++) {
+      Object.assign(message, { state: message.content ? "writing" : "waiting", problem: null, finish: null });
+      this.onChange(message);
+      try {
+        await this.write();
+        Object.assign(message, { state: "done" });
+      } catch (error) {
+        const problem = this.control.signal.aborted ? null : problemOf(error);
+        if (await this.mayTryAgain(problem, tries)) continue;
+        Object.assign(message, { state: problem ? "failed" : "stopped", problem });
+      }
+      return this.onChange(message);
+    }
+  }
+
+  stop() {
+    this.control.abort();
+    this.wake?.();
+  }
+
+  tryNow() {
+    this.wake?.();
+  }
+
+  async write() {
+    const { message, control } = this, sent = performance.now();
+    const body = JSON.stringify(requestBody(this.conversation, this.server.model));
+    const asked = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body, signal: control.signal };
+    const answer = await fetch("/v1/chat/completions", asked);
+    if (!answer.ok) throw await refusalOf(answer);
+    let pieces = 0, first = null, last = null, tokens = null;
+    for await (const chunk of events(answer.body)) {
+      if (chunk.error) throw Object.assign(new Error(chunk.error.message), { code: chunk.error.code });
+      if (chunk.id && message.request !== chunk.id) {
+        message.request = chunk.id;
+        this.onRequest(chunk.id);
+      }
+      tokens = chunk.usage?.completion_tokens ?? tokens;
+      const choice = chunk.choices?.[0];
+      if (choice?.delta?.content) {
+        message.content += choice.delta.content;
+        message.state = "writing";
+        last = performance.now();
+        first ??= last;
+        pieces += 1;
+      }
+      if (choice?.finish_reason) message.finish = choice.finish_reason;
+      this.measure(tokens ?? pieces, sent, first, last);
+      this.onChange(message);
+    }
+    if (!message.finish) throw Object.assign(new Error("The server ended the answer early."), { code: ENDED_EARLY });
+  }
+
+  measure(tokens, sent, first, last) {
+    const { message, before } = this;
+    if (first === null) return;
+    message.tokens = before.tokens + tokens;
+    message.ttft = Math.round(first - sent);
+    if (tokens > 1 && last > first) message.rate = ((tokens - 1) * 1000) / (last - first);
+  }
+
+  // Whether the request can be sent once more: nothing has come of it, and the server said when to.
+  async mayTryAgain(problem, tries) {
+    const { message, before } = this;
+    if (!problem || message.content !== before.content || tries >= MOST_TRIES) return false;
+    if (problem.code === "model_not_found" && tries === 1) {
+      await this.server.connect(); // another model is served now
+      return this.server.state === "ready";
+    }
+    if (!problem.retryS) return false;
+    message.problem = { ...problem, retryAt: Date.now() + 1000 * problem.retryS };
+    this.onChange(message);
+    await new Promise((wake) => {
+      this.wake = wake;
+      setTimeout(wake, 1000 * problem.retryS);
+    });
+    this.wake = null;
+    return !this.control.signal.aborted;
+  }
+}
+
+async function refusalOf(answer) {
+  let told = {};
+  try {
+    told = (await answer.json()).error ?? {};
+  } catch {} // a proxy's page
+  const retryS = [429, 503].includes(answer.status) ? Number(answer.headers.get("retry-after")) || null : null;
+  const message = told.message || `The server answered ${answer.status}.`;
+  return Object.assign(new Error(message), { code: told.code ?? "", status: answer.status, retryS });
+}
+
+function problemOf(error) {
+  const isTold = error.status !== undefined || typeof error.code === "string"; // a DOMException has a number
+  if (!isTold) return { code: CONNECTION, message: "The connection to the server was lost.", status: 0 };
+  return { code: error.code, message: sentence(error.message), status: error.status ?? 0, retryS: error.retryS ?? null };
+}
+
+// Some of the server's messages are clauses.
+function sentence(text) {
+  const begun = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(begun) ? begun : `${begun}.`;
+}
