@@ -16,8 +16,16 @@ greedy = SamplingParams(temperature=0, max_tokens=24)
 for output in llm.generate(prompts, greedy, use_tqdm=False):
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
-# A seed gives the same tokens whatever runs beside it: two branches of one prompt, twice.
-sampled = SamplingParams(temperature=0.8, seed=7, n=2, max_tokens=16)
-first, again = (llm.generate(prompts[0], sampled, use_tqdm=False)[0] for _ in range(2))
-assert [branch.text for branch in first.outputs] == [branch.text for branch in again.outputs]
-print(f"seed 7, twice: {[branch.text for branch in first.outputs]}")
+# A seed gives the same tokens whatever runs beside it: one prompt alone, then in a batch with the others.
+seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=16)
+alone = llm.generate(prompts[0], seeded, use_tqdm=False)[0].outputs[0].text
+batched = llm.generate(prompts, seeded, use_tqdm=False)[0].outputs[0].text
+print(f"seed 7, alone:      {alone!r}")
+print(f"seed 7, in a batch: {batched!r}")
+print("the same" if alone == batched else "NOT the same")
+
+# Another seed, another text: two branches of one prompt.
+for branch in llm.generate(prompts[0], SamplingParams(temperature=0.8, seed=8, n=2), use_tqdm=False)[
+    0
+].outputs:
+    print(f"seed 8, branch {branch.index}:   {branch.text!r}")

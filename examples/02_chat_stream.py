@@ -1,17 +1,21 @@
 """Stream a chat from a server with OpenAI's own client, and read the receipt at its end.
 
-paceline serve                                      # in another terminal
+make serve                                          # in another terminal
+pip install openai
 python examples/02_chat_stream.py [URL]
 """
 
 import os
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("PACELINE_API_KEY", "none"))
-model = client.models.list().data[0].id
+try:
+    model = client.models.list().data[0].id
+except APIConnectionError:
+    sys.exit(f"no server at {url}: start one with `make serve`, or name another: {sys.argv[0]} URL")
 
 stream = client.chat.completions.create(
     model=model,

@@ -19,8 +19,8 @@ folder = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
 machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
 
 points = []
-for rate in (4.0, 12.0, 20.0, 28.0):
-    load = load_workload(trace, num_requests=120, seed=1, rate=rate, arrivals="poisson")
+for rate in (4.0, 12.0, 20.0, 28.0, 36.0):
+    load = load_workload(trace, num_requests=200, seed=1, rate=rate, arrivals="poisson")
     config = SimConfig(machine=machine, engine=engine_config(machine, load, {"max_num_seqs": 256}))
     record = simulate(config, load, label=f"{rate:g}/s")
     points.append(curve_point(rate, summarize(record)))
@@ -28,7 +28,9 @@ for rate in (4.0, 12.0, 20.0, 28.0):
     print(f"{rate:4g}/s: TTFT p50 {ttft.p50:.3f} s, p99 {ttft.p99:.3f} s")
 
 curve = Curve(label="continuous", points=points)
-print(f"knee: {curve.knee or 'not between these rates'}")
+print(
+    f"knee: {curve.knee:g}/s, after which p99 TTFT doubles" if curve.knee else "knee: not between these rates"
+)
 plot_throughput_latency([curve], folder / "curve.png", title=f"{trace} on {machine.device.name}")
 plot_timeline(record, folder / "timeline.png")
 print(f"wrote {folder / 'curve.png'} and {folder / 'timeline.png'}")

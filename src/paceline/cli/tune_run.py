@@ -29,7 +29,7 @@ from paceline.report.summary import Slo, Summary, summarize
 from paceline.report.table import ABSENT, format_number, to_json
 from paceline.sim import Machine, SimConfig, engine_config, host_costs, simulate
 from paceline.sim.cost_files import load_cost_model
-from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, Trial, Value
+from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, Value
 from paceline.workload import Workload, load_workload
 from paceline.workload.generators import GENERATORS
 
@@ -43,6 +43,7 @@ PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
 PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
 LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
 AT_ONCE = 4.0
+SEARCH_SHARE = 0.85  # of --seconds
 MOST_DIGITS = 4  # of a share of the SLO, behind the point
 HEADINGS = {  # short: the flags stand below the table
     "max_num_batched_tokens": "tokens",
@@ -53,6 +54,29 @@ HEADINGS = {  # short: the flags stand below the table
     "scheduling_policy": "policy",
 }
 POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
+
+
+def _look_at_nothing() -> None:
+    return None
+
+
+class Deadline:
+    """The time that a search has: most of it to search, the rest to compare the best at one rate."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end_s = time.monotonic() + seconds
+        self._until_s = self._end_s - (1.0 - SEARCH_SHARE) * seconds
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() > self._until_s
+
+    def check(self) -> None:
+        if self.has_passed:
+            raise TimeIsUp
+
+    def begin_comparison(self) -> None:
+        self._until_s = self._end_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +91,23 @@ class Task:
     def at(self, rate: float) -> Workload:
         return replace(self.workload, arrival_s=self.workload.arrival_s / rate)
 
-    def simulate(self, settings: Settings, rate: float) -> Summary:
-        return self.simulated(settings, self.at(rate))
+    def simulate(
+        self, settings: Settings, rate: float, look: Callable[[], None] = _look_at_nothing
+    ) -> Summary:
+        """`look` is called now and then, and may raise to end the simulation."""
+        return self.simulated(settings, self.at(rate), look)
 
-    def simulated(self, settings: Settings, workload: Workload) -> Summary:
+    def simulated(
+        self, settings: Settings, workload: Workload, look: Callable[[], None] = _look_at_nothing
+    ) -> Summary:
         config = SimConfig(
             machine=self.machine,
             engine=engine_config(self.machine, workload, settings),
             seed=self.seed,
             **host_costs(self.machine.cost),
         )
-        return summarize(simulate(config, workload), slo=self.slo)
+        record = simulate(config, workload, on_progress=lambda done, total, now_s: look())
+        return summarize(record, slo=self.slo)
 
 
 def run_tune(options: TuneOptions) -> None:
@@ -85,19 +115,21 @@ def run_tune(options: TuneOptions) -> None:
     target = writable("--json", options.json)
     task = _task(options, bounds)
     started_s = time.monotonic()
-    until_s = started_s + options.seconds
-    limits = Limits(max_trials=options.max_trials, is_over=lambda: time.monotonic() > until_s)
+    deadline = Deadline(options.seconds)
+    limits = Limits(max_trials=options.max_trials, is_over=lambda: deadline.has_passed)
     is_interrupted = False
     with _progress() as tell:
 
         def simulated(settings: Settings, rate: float) -> Summary:
             tell(len(search.trials), rate)
-            return task.simulate(settings, rate)
+            return task.simulate(settings, rate, deadline.check)
 
         start = _start(task.machine)
         search = Search(simulated, bounds, knobs_for(bounds, start), limits)
         try:
-            shown = _found(search, start, task, options)
+            best = _found(search, start, task, options)
+            deadline.begin_comparison()
+            shown = search.best_of(options.top, best.rate)
         except KeyboardInterrupt:  # what was found in minutes is not lost
             shown = search.best_so_far(options.top, options.rate)
             search.was_cut = is_interrupted = True
@@ -114,17 +146,22 @@ def run_tune(options: TuneOptions) -> None:
         verify(options, shown[0], task)
 
 
-def _found(search: Search, start: Settings, task: Task, options: TuneOptions) -> list[Trial]:
+def _found(search: Search, start: Settings, task: Task, options: TuneOptions) -> Trial:
     if options.rate is None:
         best = search.highest_rate(start, _first_rate(task))
     else:
         best = search.most_room(start, options.rate)
+    if best is None and search.was_cut:
+        raise InputError(
+            f"no setting was found to keep {options.slo} in {options.seconds:g} s and {len(search.trials)} "
+            "simulations: give more --seconds, or fewer --num-requests"
+        )
     if best is None:
         raise InputError(
             f"no setting keeps {options.slo} at any rate, in {len(search.trials)} simulations: loosen the SLO, "
             "take shorter requests, or give --rate to see what comes closest"
         )
-    return search.best_of(options.top, best.rate)
+    return best
 
 
 def _interrupted(shown: Sequence[Trial], search: Search) -> str:

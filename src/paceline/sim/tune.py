@@ -3,7 +3,7 @@
 Owns the search. At a rate just above the best one so far, one knob after the other is turned to where the SLO is missed
 by least, until it is kept; then the highest rate of that setting is the next to beat. Everything is decided by the
 workload, the seed and the order of the knobs; only a limit of time can cut it short. What a simulation is, the caller
-says.
+says; it may end one early by raising `TimeIsUp`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from paceline.report.summary import Summary
 
 BETTER = 1.02  # how much higher the rate is at which a better setting is looked for
 LOWER = 1.005  # by how much a setting must lower the pressure to take the place of another
+FAR = 4.0  # by how much a setting must raise the pressure for values beyond it not to be tried
+LISTED = 2.0  # by how much a listed setting may miss the SLO, or the best one where none keeps it
 CLIMB = 2.0  # by how much the rate is raised while the SLO holds
 PRECISION = 1.03  # to which the highest rate is found
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e6  # beyond the highest all requests are there at once
@@ -50,6 +52,15 @@ class Knob:
     name: str
     values: tuple[Value, ...]
 
+    def away_from(self, value: Value) -> list[list[Value]]:
+        """The other values by direction, nearest first; names have no direction, and 0 is off, beyond the largest."""
+        others = [other for other in self.values if other != value]
+        if isinstance(value, str) or any(isinstance(other, str) for other in others):
+            return [others]
+        down = [other for other in others if _size(other) < _size(value)]
+        up = [other for other in others if _size(other) > _size(value)]
+        return [sorted(down, key=_size, reverse=True), sorted(up, key=_size)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -71,6 +82,10 @@ class Limits:
 
     max_trials: int = 400
     is_over: Callable[[], bool] = field(default=lambda: False)
+
+
+class TimeIsUp(Exception):
+    """A simulation that was ended early; the search stops with what it has."""
 
 
 Simulate = Callable[[Settings, float], Summary]  # settings and a rate to measures
@@ -112,47 +127,61 @@ class Search:
 
     def best_of(self, count: int, rate: float) -> list[Trial]:
         """The best settings at one rate, each once: of what was tried, those that came closest are run there."""
+        hopeless = {
+            _key(trial.settings) for trial in self.trials if trial.rate <= rate and trial.pressure > FAR
+        }
         promising = sorted(self.trials, key=lambda trial: (-trial.rate * trial.holds, trial.pressure))
         different = list({_key(trial.settings): trial.settings for trial in promising}.values())
-        found = [self._try(settings, rate, always=True) for settings in different[: 2 * count]]
-        there = [trial for trial in found if trial is not None]
-        return sorted(there, key=lambda trial: trial.pressure)[:count]
+        kept = [settings for settings in different if _key(settings) not in hopeless] or different[:1]
+        found = [self._try(settings, rate, always=True) for settings in kept[: 2 * count]]
+        return _listed([trial for trial in found if trial is not None], count)
 
     def best_so_far(self, count: int, rate: float | None) -> list[Trial]:
         """The like without another simulation, for a search that was broken off: of what was tried at `rate`, or at the
         highest rate at which any held. Empty where there is nothing of the kind."""
         if rate is None:
             rate = max((trial.rate for trial in self.trials if trial.holds), default=math.nan)
-        there = [trial for trial in self.trials if trial.rate == rate]
-        return sorted(there, key=lambda trial: trial.pressure)[:count]
+        return _listed([trial for trial in self.trials if trial.rate == rate], count)
 
     # -- the search ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Settings, rate: float, *, until_it_holds: bool = False) -> Trial | None:
         """Lower the pressure at one rate, one knob at a time, until no knob does any more, nor two of them together.
 
-        Every value of a knob is tried: what it does to a tail is not smooth enough to follow its slope.
+        What a knob does to a tail is not smooth enough to follow its slope: values are tried from the nearest on, until
+        one is worse by `FAR`.
         """
-        best = self._try(start, rate)
-        moves, is_last = self._singles(), False
-        while best is not None:
-            before = best
-            for move in moves:
-                if until_it_holds and best.holds:
-                    return best
-                trial = self._try({**best.settings, **move}, rate)
-                if trial is None:
-                    return best
-                if trial.pressure * LOWER < best.pressure:
-                    best = trial
-            if best is before:
-                if is_last:
-                    return best
+        first = self._try(start, rate)
+        if first is None:
+            return None
+        descent = _Descent(first, until_it_holds=until_it_holds)
+        while not descent.is_over:
+            before = descent.best
+            for path in self._paths(before.settings):
+                self._follow(path, descent)
+            if descent.best is before:
                 # More rows may help only with smaller steps, and the other way round.
-                moves, is_last = self._pairs(), True
-            else:
-                moves, is_last = self._singles(), False
-        return best
+                for pair in self._pairs(descent.far):
+                    self._follow([pair], descent)
+            if descent.best is before:
+                break
+        return descent.best
+
+    def _follow(self, path: Sequence[Mapping[str, Value]], descent: _Descent) -> None:
+        """Try one change after the other, until there is no time or the rest is hopeless."""
+        for position, move in enumerate(path):
+            if descent.is_over:
+                return
+            best = descent.best
+            trial = self._try({**best.settings, **move}, best.rate)
+            if trial is None:
+                descent.has_time = False
+                return
+            if trial.pressure * LOWER < best.pressure:
+                descent.best = trial
+            elif trial.pressure > FAR * best.pressure and len(move) == 1:
+                descent.far.update(item for rest in path[position:] for item in rest.items())
+                return
 
     def _highest(self, settings: Settings, first_rate: float) -> Trial | None:
         """The highest rate at which these settings keep the SLO, to within `PRECISION`."""
@@ -181,7 +210,11 @@ class Search:
             return self._known[key]
         if not always and self._is_over():
             return None
-        summary = self._simulate(settings, rate)
+        try:
+            summary = self._simulate(settings, rate)
+        except TimeIsUp:
+            self.was_cut = True
+            return None
         trial = Trial(
             settings=settings, rate=rate, summary=summary, pressure=pressure_of(summary, self._bounds)
         )
@@ -192,7 +225,15 @@ class Search:
     def _singles(self) -> list[dict[str, Value]]:
         return [{knob.name: value} for knob in self._knobs for value in knob.values]
 
-    def _pairs(self) -> list[dict[str, Value]]:
+    def _paths(self, settings: Settings) -> list[list[dict[str, Value]]]:
+        """Every knob in every direction."""
+        return [
+            [{knob.name: value} for value in values]
+            for knob in self._knobs
+            for values in knob.away_from(settings[knob.name])
+        ]
+
+    def _pairs(self, without: set[tuple[str, Value]]) -> list[dict[str, Value]]:
         """The first two knobs together, every second value of each."""
         if len(self._knobs) < 2:
             return []
@@ -201,12 +242,39 @@ class Search:
             {one.name: value, other.name: with_value}
             for value in one.values[::2]
             for with_value in other.values[::2]
+            if (one.name, value) not in without and (other.name, with_value) not in without
         ]
 
     def _is_over(self) -> bool:
         if len(self.trials) >= self._limits.max_trials or self._limits.is_over():
             self.was_cut = True
         return self.was_cut
+
+
+@dataclass(slots=True)
+class _Descent:
+    """The best setting at one rate so far, and the values that were far worse."""
+
+    best: Trial
+    until_it_holds: bool
+    far: set[tuple[str, Value]] = field(default_factory=set)
+    has_time: bool = True
+
+    @property
+    def is_over(self) -> bool:
+        return not self.has_time or (self.until_it_holds and self.best.holds)
+
+
+def _listed(trials: Sequence[Trial], count: int) -> list[Trial]:
+    """The best of them; one that misses by far more than the best is no advice."""
+    ordered = sorted(trials, key=lambda trial: trial.pressure)
+    most = LISTED * max(1.0, ordered[0].pressure) if ordered else 0.0
+    return [trial for trial in ordered if trial.pressure <= most][:count]
+
+
+def _size(value: Value) -> float:
+    assert not isinstance(value, str)
+    return value or math.inf
 
 
 def pressure_of(summary: Summary, bounds: Sequence[Bound]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,13 +21,13 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 MAX_LINES = 40
 # What each prints at its end, on a model that says nothing sensible.
 SHOWS = {
-    "01_generate_offline": r"seed 7, twice: \[.+\]",
+    "01_generate_offline": r"seed 7, alone:.+\nthe same\nseed 8, branch 0:.+\nseed 8, branch 1:.+",
     "02_chat_stream": r"\d+ tokens; waited [\d.]+ ms",
     "03_async_and_abort": r"left early: after a few tokens\nended by its name: finish_reason abort",
     "04_priorities_and_tenants": r"fair: \w+ (alice5 bob6|bob6 alice5) .*\npriority: bob6 (flood\d ){5}alice5",
     "05_fork_and_prune": r"round 2: 6 branches hold \d+ blocks\n-[\d.]+: .*",
     "06_write_a_policy": r"fcfs: TTFT .* s\nShortPromptsFirst: TTFT p50 [\d.]+ s, p99 [\d.]+ s",
-    "07_simulate_and_plot": r"knee: .+\nwrote .*curve.png and .*timeline.png",
+    "07_simulate_and_plot": r"knee: \d+/s, after which p99 TTFT doubles\nwrote .*curve.png and .*timeline.png",
     "08_explain_and_replay": r"replay: identical, \d+ steps\ndecision log: whole, \d+ decisions",
 }
 
@@ -79,3 +80,21 @@ def test_an_example_shows_what_it_says(
     )
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){SHOWS[path.stem]}\s*$", done.stdout, re.DOTALL), done.stdout
+
+
+def test_the_chat_example_says_that_it_needs_a_server(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = (
+            f"http://127.0.0.1:{free.getsockname()[1]}"  # bound and not listened on: connections are refused
+        )
+        done = subprocess.run(
+            [sys.executable, str(FOLDER / "02_chat_stream.py"), url],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"no server at {url}: start one with `make serve`"), done.stderr

@@ -13,7 +13,7 @@ from paceline.cli.tune_run import Task, knobs_for, parse_bounds, serve_flags, sh
 from paceline.errors import ConfigError, InputError
 from paceline.report.summary import Distribution, Slo, Summary, summarize
 from paceline.sim.simulation import simulate
-from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, Trial, pressure_of
+from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, pressure_of
 from tests.pure.sim.sim_helpers import PerToken, machine, make_workload, sim_config
 
 BOUNDS = (
@@ -53,10 +53,10 @@ def test_the_known_best_of_a_small_space_is_found() -> None:
     assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
     assert 19.0 <= best.rate <= 20.0 and best.holds and not search.was_cut
     assert len(search.trials) < 150
-    shown = search.best_of(3, best.rate)
-    assert shown[0].settings == best.settings and [each.rate for each in shown] == [best.rate] * 3
+    shown = search.best_of(2, best.rate)
+    assert shown[0].settings == best.settings and [each.rate for each in shown] == [best.rate] * 2
     assert [each.pressure for each in shown] == sorted(each.pressure for each in shown)
-    assert len({tuple(each.settings.items()) for each in shown}) == 3
+    assert len({tuple(each.settings.items()) for each in shown}) == 2
 
 
 def test_at_a_given_rate_the_most_room_is_found() -> None:
@@ -99,6 +99,49 @@ def test_a_limit_ends_the_search_with_what_there_is(max_trials: int) -> None:
     best = search.highest_rate(START, 1.0)
     assert search.was_cut and len(search.trials) <= max_trials
     assert best is not None and best.holds
+
+
+def test_a_simulation_that_runs_out_of_time_ends_the_search_with_what_there_is() -> None:
+    asked = 0
+
+    def slow(settings: Settings, rate: float) -> Summary:
+        nonlocal asked
+        asked += 1
+        if asked > 9:
+            raise TimeIsUp
+        return valley(settings, rate)
+
+    search = Search(slow, BOUNDS, KNOBS)
+    best = search.highest_rate(START, 1.0)
+    assert best is not None and best.holds and search.was_cut
+    assert search.best_of(3, best.rate) == [best], "nothing is simulated when there is no time"
+
+
+def test_values_beyond_one_that_is_far_worse_are_not_tried() -> None:
+    def steep(settings: Settings, rate: float) -> Summary:
+        return summary(0.1 * 10.0 ** abs(math.log2(float(settings["a"]) / 8)), 0.01)
+
+    search = Search(steep, BOUNDS, (Knob(name="a", values=(1, 2, 4, 8, 16)),))
+    assert search.most_room({"a": 8}, 1.0) is not None
+    assert [trial.settings["a"] for trial in search.trials] == [8, 4, 16]
+
+
+def test_the_values_of_a_knob_lie_around_the_one_it_has() -> None:
+    assert Knob(name="a", values=(1, 2, 4, 8)).away_from(4) == [[2, 1], [8]]
+    assert Knob(name="a", values=(1, 2, 4, 8)).away_from(3) == [[2, 1], [4, 8]]
+    assert Knob(name="pace", values=(0.0, 10.0, 20.0)).away_from(0.0) == [[20.0, 10.0], []], "0 is off"
+    assert Knob(name="policy", values=("x", "y", "z")).away_from("y") == [["x", "z"]]
+
+
+def test_settings_that_miss_the_slo_by_far_are_not_listed() -> None:
+    def few_rows_are_hopeless(settings: Settings, rate: float) -> Summary:
+        return summary({1: 65.0, 2: 1.5, 4: 0.9}[int(settings["a"])], 0.01)
+
+    search = Search(few_rows_are_hopeless, BOUNDS, (Knob(name="a", values=(1, 2, 4)),))
+    assert search.most_room({"a": 1}, 1.0) is not None
+    assert [trial.settings["a"] for trial in search.trials] == [1, 2, 4]
+    assert [trial.settings["a"] for trial in search.best_of(3, 1.0)] == [4, 2]
+    assert [trial.settings["a"] for trial in search.best_so_far(3, 1.0)] == [4, 2]
 
 
 def test_whoever_refuses_requests_keeps_no_slo() -> None:
@@ -217,13 +260,20 @@ def test_the_best_so_far_needs_no_simulation() -> None:
     assert search.best_so_far(3, 123.0) == []
 
 
+def test_time_ends_a_simulation_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes of simulated traffic, and a tenth of a second to search: said, instead of searched to its end."""
+    arguments = ["--slo", "ttft_p99=1s", "--seconds", "0.1", "--num-requests", "5000"]
+    assert run(["tune", *arguments]) == 2
+    assert "in 0.1 s and 0 simulations: give more --seconds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("num_trials", [0, 12])
 def test_ctrl_c_shows_what_was_found(
     num_trials: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked = 0
 
-    def interrupted(self: Task, settings: Settings, rate: float) -> Summary:
+    def interrupted(self: Task, settings: Settings, rate: float, look: object = None) -> Summary:
         nonlocal asked
         asked += 1
         if asked > 1 + num_trials:  # the first one finds a rate to begin with
