@@ -15,6 +15,7 @@ from paceline.cli import (
     bench_load_options,
     bench_options,
     chat,
+    completion,
     demo,
     explain,
     keys_options,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, tuple[Panel, ...]] = {
     "keys ls": keys_options.LIST_PANELS,
     "keys revoke": keys_options.REVOKE_PANELS,
     "usage": usage.PANELS,
+    "completion": completion.PANELS,
 }
 HEAD = (
     "# Options\n\n"

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import signal
 import stat
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.model_cli import COMMAND, ENDLESS_CONTEXT, TIMEOUT_S, TINY, environment, run
+from tests.e2e.chat_terminal import Terminal
+from tests.e2e.model_cli import ENDLESS_CONTEXT, TIMEOUT_S, TINY, run
 from tests.model_folder import write_model
 
 STATS = re.compile(
@@ -137,65 +132,6 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- on a terminal
-
-
-class Terminal:
-    """A chat on a terminal of its own."""
-
-    def __init__(self, *arguments: str, cache: Path) -> None:
-        self._master, slave = pty.openpty()
-        env = environment(cache, TERM="dumb")
-        self.process = subprocess.Popen(
-            [*COMMAND, "chat", *arguments],
-            env=env,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
-        self.shown = ""
-
-    def wait_for(self, text: str) -> str:
-        """Read until `text` appears; returns everything up to and with it."""
-        self._read_until(lambda: text in self.shown)
-        before, _, self.shown = self.shown.partition(text)
-        return before + text
-
-    def wait_for_length(self, count: int) -> None:
-        self._read_until(lambda: len(self.shown) >= count)
-
-    def _read_until(self, is_there: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + TIMEOUT_S
-        while not is_there():
-            assert time.monotonic() < end_s, f"waited in vain: {self.shown[-500:]!r}"
-            if select.select([self._master], [], [], 0.5)[0]:
-                self.shown += os.read(self._master, 65536).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
-    def interrupt_until(self, text: str) -> None:
-        """Press Ctrl-C until `text` appears: Python's readline does not look at a signal that comes between the
-        prompt's last character and its wait for a key, and a program can hit that moment where a hand cannot."""
-        end_s = time.monotonic() + TIMEOUT_S
-        while text not in self.shown:
-            assert time.monotonic() < end_s, f"waited in vain: {self.shown[-500:]!r}"
-            self.interrupt()
-            self._read_for(1.0, text)
-        self.wait_for(text)
-
-    def _read_for(self, seconds: float, text: str) -> None:
-        until_s = time.monotonic() + seconds
-        self._read_until(lambda: text in self.shown or time.monotonic() > until_s)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(TIMEOUT_S)
-        os.close(self._master)
 
 
 @pytest.fixture

@@ -146,14 +146,15 @@ def _ask_once(session: Session, message: str) -> None:
 
 def _talk(session: Session, lines: LineSource, *, on_terminal: bool) -> None:
     """Messages and commands until there are no more. Only an engine that is lost ends it early."""
-    from paceline.cli.terminal import note
+    from paceline.cli.terminal import keys_unseen, note
 
     while True:
         try:
             message = lines.read()
             if message is None or session.wants_to_leave(message):
                 return
-            answer = session.take(message) if message.strip() else None
+            with keys_unseen():
+                answer = session.take(message) if message.strip() else None
         except KeyboardInterrupt:
             if not on_terminal:
                 raise

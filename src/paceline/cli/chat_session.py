@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.cli.answer import Answer, Answering
-from paceline.cli.terminal import Printer, note
+from paceline.cli.terminal import answer_printer, note
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 
@@ -19,12 +19,13 @@ LEAVE = ("/bye", "/exit", "/quit")
 HELP = '''\
 /?, /help           this list
 /clear              forget the conversation
-/system TEXT        what the model is told before it; nothing forgets it
+/system TEXT        set the system prompt; without TEXT, remove it
 /set                show the settings
-/set NAME VALUE     change one, e.g. /set temperature 0.2
+/set NAME VALUE     change a setting, e.g. /set temperature 0.2
 /stats              figures of the last answer and of the conversation
-/bye                leave (also Ctrl-D)
+/bye                exit (also Ctrl-D)
 """                 begins and ends a message of several lines
+Up, Down            earlier messages; pasted lines are one message
 Ctrl-C              stops an answer'''
 
 UNKNOWN = "the server's own"
@@ -56,15 +57,15 @@ class Session:
         self._turns: list[dict[str, str]] = []
         self._last: Answer | None = None
         self._has_dropped = False
-        self._printer = Printer(sys.stdout)
+        self._printer = answer_printer(sys.stdout)
 
     @staticmethod
     def wants_to_leave(line: str) -> bool:
         return line.strip() in LEAVE
 
     def take(self, line: str) -> Answer | None:
-        """A command, or a message that is answered."""
-        if line.startswith("/"):
+        """A command, or a message that is answered. A command is one line: pasted code may begin with a slash too."""
+        if line.startswith("/") and "\n" not in line:
             self._command(line)
             return None
         return self.say(line)
@@ -77,6 +78,7 @@ class Session:
             answer = self._talker.reply(self._messages(), self._given, self._printer.show)
         except BaseException:
             self._turns.pop()
+            self._printer.end_line()
             raise
         self._printer.end_line()
         if answer.is_interrupted and not answer.text:  # stopped before it began: nothing was said

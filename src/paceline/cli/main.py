@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.cli.audit import add_audit
 from paceline.cli.bench import add_bench
 from paceline.cli.chat import add_chat
+from paceline.cli.completion import ASK, add_completion, complete
 from paceline.cli.demo import add_demo
 from paceline.cli.doctor import add_doctor
 from paceline.cli.explain import add_explain
@@ -43,9 +44,10 @@ class Commands(CommandList):
     headings: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "Serve and talk": ("serve", "chat", "run", "run-batch"),
         "Models": ("pull", "ls", "show", "rm"),
-        "Measure": ("demo", "bench", "doctor"),
+        "Measure": ("demo", "bench"),
         "Simulate": ("sim", "tune", "replay"),
         "Operate": ("top", "dial", "policy", "keys", "usage", "explain", "trace", "audit"),
+        "Set up": ("doctor", "completion"),
     }
 
 
@@ -94,12 +96,17 @@ add_trace(app)
 add_audit(app)
 add_bench(app)
 add_doctor(app)
+add_completion(app)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code. Only bugs raise."""
     try:
         command = typer.main.get_command(app)
+        if arguments[:1] == [ASK]:
+            for line in complete(command, arguments[1:]):
+                print(line)
+            return 0
         code = command.main(dashed(arguments), prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
         return _fail(str(error), error.exit_code)

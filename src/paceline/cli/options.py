@@ -24,7 +24,15 @@ HELP_ALL = "help_all"
 HELP_ROW = ("-h, --help", "show this page")
 JOINER = "\ue000"  # stands for a hyphen while a page is laid out, so that no flag is broken over two lines
 FLAG_COLUMN, LONGEST_CHOICES = 29, 20  # characters of a help page
-_METAVARS = {"_bytes": "BYTES", "_ms": "MS", "_s": "SECONDS"}  # by the unit that ends an option's name
+# By how an option's name ends: units come last, and so does what a path is for.
+_METAVARS = {
+    "_bytes": "BYTES",
+    "_ms": "MS",
+    "_s": "SECONDS",
+    "file": "FILE",
+    "ledger": "FILE",
+    "_dir": "FOLDER",
+}
 _NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgKMG]?)")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -302,6 +310,7 @@ def _metavar(spec: Field[Any], flag: Flag, kind: object) -> str | None:
         joined = "|".join(choices)
         return joined if len(joined) <= LONGEST_CHOICES else "NAME"
     plain = next((part for part in get_args(kind) if part is not type(None)), kind)
-    if plain in (int, float):
-        return next((text for end, text in _METAVARS.items() if spec.name.endswith(end)), "N")
-    return "TEXT" if plain is str else None
+    if plain not in (int, float, str):
+        return None
+    other = "TEXT" if plain is str else "N"
+    return next((text for end, text in _METAVARS.items() if spec.name.endswith(end)), other)

@@ -6,7 +6,6 @@ server's business; nothing heavy is imported before somebody asks for a page.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +54,8 @@ def page_port(options: ShowOptions) -> Iterator[socket.socket | None]:
 
 def show_page(recordings: Sequence[Recording], bound: socket.socket) -> None:
     """Serve recordings until Ctrl-C."""
+    import asyncio
+
     import uvloop
 
     from paceline.server.show import show

@@ -15,7 +15,14 @@ import typer
 
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.shared_flags import POLICY
-from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig, check_options, option
+from paceline.config import (
+    LEAST_TARGET_MS,
+    MOST_TARGET_MS,
+    POLICIES,
+    SchedulerConfig,
+    check_options,
+    option,
+)
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
@@ -85,7 +92,7 @@ class DialOptions:
 class PolicyOptions:
     """Who is to go first."""
 
-    name: str | None = option(None, "fcfs, priority, fair, deadline, shortest or tail", kind=str)
+    name: str | None = option(None, "policy to use", choices=POLICIES, kind=str)
 
 
 _SERVER = Panel(

@@ -1,13 +1,61 @@
-"""What a model writes, on somebody's terminal or in a pipe: shown as it comes, and only ever as text."""
+"""What a model writes, on a terminal or in a pipe: shown as it comes, and only ever as text."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from typing import TextIO
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
 
 # A model may write anything, also what would move the cursor or rename the window.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class AnswerPrinter(Protocol):
+    """Shows an answer as it comes."""
+
+    def show(self, text: str) -> None: ...
+
+    def end_line(self) -> None:
+        """The answer is over."""
+
+
+def answer_printer(stream: TextIO) -> AnswerPrinter:
+    """Markdown and colour on a terminal that has them, plain text everywhere else."""
+    if not has_colour(stream):
+        return Printer(stream)
+    from paceline.cli.markdown import MarkdownPrinter
+
+    return MarkdownPrinter(stream)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that takes styles, and nothing says that they are unwanted (no-color.org)."""
+    return stream.isatty() and not is_dumb() and not os.environ.get("NO_COLOR")
+
+
+def is_dumb() -> bool:
+    """Whether the terminal takes text and nothing else."""
+    return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+
+
+@contextmanager
+def keys_unseen() -> Iterator[None]:
+    """While an answer is drawn, typed keys are not shown among it; they wait for the next prompt."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    muted = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, muted)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class Printer:
@@ -39,4 +87,4 @@ def shown(text: str) -> str:
 
 def note(text: str) -> None:
     """A sentence beside the answer."""
-    print(text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{text}\x1b[0m" if has_colour(sys.stderr) else text, file=sys.stderr, flush=True)
