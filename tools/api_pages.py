@@ -35,7 +35,10 @@ PYTHON_HEAD = (
     f"# Python API\n\n{NOTE} `from paceline import LLM, AsyncLLM, SamplingParams`. Names are vLLM's where it has them. "
     "`LLM` and `AsyncLLM` take a model (a folder, a .gguf file, a name on the hub; nothing for SmolLM2-135M-Instruct) "
     "and every option of [`paceline run`](options.md#paceline-run) by its name in Python: `max_num_seqs=64`, "
-    '`scheduling_policy="fair"`, `run_log="run.jsonl.gz"`.\n'
+    '`scheduling_policy="fair"`, `run_log="run.jsonl.gz"`. Both are context managers: `with LLM() as llm:`, '
+    "`async with AsyncLLM() as llm:`. What vLLM has and Paceline does not (adapters, structured outputs, beam search, "
+    "embeddings, images) is refused by its name, with what to do instead; None and False ask for nothing and are "
+    "accepted.\n"
 )
 CLASSES = (LLM, AsyncLLM)
 VALUES = (SamplingParams, RequestOutput, CompletionOutput, RequestMetrics)
@@ -109,7 +112,10 @@ def _signature(name: str, member: Any) -> str:
         returned = inspect.signature(cast(Any, member.fget)).return_annotation
         return f"{name}: {returned}"
     found = inspect.signature(member)
-    given = found.replace(parameters=[p for p in found.parameters.values() if p.name != "self"])
+    # What takes everything else only refuses it.
+    given = found.replace(
+        parameters=[p for p in found.parameters.values() if p.name not in ("self", "unsupported")]
+    )
     text = f"{'async ' if inspect.iscoroutinefunction(member) else ''}def {name}{given}"
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are kept as text
     return text if len(text) <= 100 else _one_per_line(text)

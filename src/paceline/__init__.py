@@ -11,13 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.core.sampling import SamplingParams
+    from paceline.core.sampling import RequestOutputKind, SamplingParams
     from paceline.llm.async_llm import AsyncLLM
     from paceline.llm.llm import LLM
     from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 _MODULES = {
     "LLM": "paceline.llm.llm",
@@ -25,6 +34,7 @@ _MODULES = {
     "CompletionOutput": "paceline.llm.outputs",
     "Logprob": "paceline.llm.outputs",
     "RequestOutput": "paceline.llm.outputs",
+    "RequestOutputKind": "paceline.core.sampling",
     "SamplingParams": "paceline.core.sampling",
 }
 

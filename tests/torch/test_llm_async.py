@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
+from paceline import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from paceline.errors import EngineFailed, InvalidRequest
 from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
@@ -367,3 +367,48 @@ def test_steps_that_fail_for_good_end_the_engine_with_everybody_told(
 
 async def _last(stream: Any) -> list[RequestOutput]:
     return [output async for output in stream]
+
+
+# ---------------------------------------------------------------- kinds of output, the end of a block
+
+
+def test_deltas_add_up_to_the_whole(llm: AsyncLLM) -> None:
+    sampling = replace(GREEDY, temperature=1.0, seed=3, n=2, logprobs=1)
+
+    async def test() -> None:
+        whole = (await collect(llm, "in parts", sampling))[-1]
+        items = await collect(llm, "in parts", replace(sampling, output_kind=RequestOutputKind.DELTA))
+        assert len(items) > 2 and items[-1].finished
+        for branch in whole.outputs:
+            parts = [part for item in items for part in item.outputs if part.index == branch.index]
+            assert "".join(part.text for part in parts) == branch.text
+            assert list(itertools.chain.from_iterable(part.token_ids for part in parts)) == branch.token_ids
+            assert sum(len(part.logprobs or ()) for part in parts) == len(branch.token_ids)
+            assert [part.finish_reason for part in parts].count("length") == 1
+            assert max(len(part.token_ids) for part in parts) < len(branch.token_ids)
+
+    run(test())
+
+
+def test_final_only_gives_one_whole_output(llm: AsyncLLM) -> None:
+    async def test() -> None:
+        (item,) = await collect(llm, "at once", replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY))
+        assert item.finished and len(item.outputs[0].token_ids) == 24
+        assert item.outputs[0].text == (await collect(llm, "at once", GREEDY))[-1].outputs[0].text
+
+    run(test())
+
+
+def test_it_is_shut_down_at_the_end_of_async_with_and_says_what_it_holds(folder: Path) -> None:
+    async def test() -> None:
+        async with AsyncLLM(str(folder), **OPTIONS) as llm:
+            assert (await collect(llm, "x", GREEDY))[-1].finished
+            told = f"AsyncLLM(model={folder.name!r}, device='cpu', dtype='float32', rows=16, blocks=96"
+            assert repr(llm) == f"{told})"
+        assert repr(llm) == f"{told}, closed)" and not llm.is_running
+        with pytest.raises(EngineFailed, match="was shut down"):
+            await collect(llm, "x", GREEDY)
+        with pytest.raises(InvalidRequest, match="lora_request is not supported"):
+            llm.generate("x", GREEDY, lora_request=object())
+
+    run(test())

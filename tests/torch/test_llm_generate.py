@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, RequestOutput, SamplingParams
-from paceline.errors import ConfigError, InvalidRequest
+from paceline import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from paceline.errors import ConfigError, EngineFailed, InvalidRequest
 from tests.model_folder import CONTEXT, EOS, VOCAB_SIZE, write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
@@ -232,8 +232,62 @@ def test_options_are_checked_by_name(folder: Path) -> None:
         LLM(str(folder), max_num_seq=4)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
         LLM(str(folder), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="enable_lora=True is not supported: .*merge it into the weights"):
+        LLM(str(folder), enable_lora=True)
+    with pytest.raises(ConfigError, match="quantization"):
+        LLM(str(folder), quantization="awq")
     with pytest.raises(ConfigError, match="--block-size"):
         LLM(str(folder), load_format="dummy", block_size=0)
+
+
+@pytest.mark.parametrize("name", ["lora_request", "prompt_token_ids", "mm_processor_kwargs"])
+def test_arguments_of_a_call_that_are_not_supported_are_named(llm: LLM, name: str) -> None:
+    given: dict[str, Any] = {name: object()}
+    nothing: dict[str, Any] = {name: None}
+    with pytest.raises(InvalidRequest, match=f"^{name} is not supported: .") as caught:
+        llm.generate("x", GREEDY, use_tqdm=False, **given)
+    assert caught.value.param == name
+    with pytest.raises(InvalidRequest, match=f"^{name} is not supported: ."):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, **given)
+    assert llm.generate("x", GREEDY, use_tqdm=False, **nothing)[0].finished, "None asks for nothing"
+
+
+def test_an_argument_of_a_call_suggests_the_closest(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"generate\(\) has no argument use_tqm; did you mean use_tqdm\?"):
+        llm.generate("x", GREEDY, use_tqm=False)
+
+
+def test_prompts_with_more_than_text_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="multi_modal_data is not supported: models read text only"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": object()}}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["embed", "encode", "classify", "score", "beam_search"])
+def test_methods_that_are_not_there_say_what_to_do(llm: LLM, name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^LLM.{name} is not supported: ."):
+        getattr(llm, name)("x")
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
+        llm.generat  # noqa: B018
+
+
+def test_whole_outputs_come_whatever_kind_is_asked_for(llm: LLM) -> None:
+    texts = {
+        kind: one(llm, "as a whole", replace(GREEDY, output_kind=kind)).outputs[0].text
+        for kind in RequestOutputKind
+    }
+    assert len(set(texts.values())) == 1 and texts[RequestOutputKind.DELTA]
+
+
+def test_it_is_shut_down_at_the_end_of_with_and_says_what_it_holds(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
+        told = f"LLM(model={folder.name!r}, device='cpu', dtype='float32', rows=16, blocks=96"
+        assert repr(llm) == f"{told})"
+    assert repr(llm) == f"{told}, closed)"
+    with pytest.raises(EngineFailed, match="was shut down"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    llm.shutdown()
 
 
 def test_ids_alone_need_no_tokenizer(folder: Path) -> None:

@@ -10,8 +10,10 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 
+from paceline.core.keywords import refusing
 from paceline.errors import InvalidRequest
 
 MAX_BRANCHES = 128
@@ -26,6 +28,33 @@ ON_INFEASIBLE = ("refuse", "try")
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
 
 
+_SCHEMA = "answers are not constrained to a schema or grammar; describe the format in the prompt and check the answer"
+_BEAMS = "there is no beam search; n gives several branches of one prompt"
+# Names that vLLM's class of this name has or had.
+UNSUPPORTED = {
+    "structured_outputs": _SCHEMA,
+    "guided_decoding": _SCHEMA,
+    "use_beam_search": _BEAMS,
+    "best_of": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "truncate_prompt_tokens": "shorten the prompt before the call",
+    "thinking_token_budget": "use max_tokens",
+    "flat_logprobs": "logprobs are a list with one entry for each token",
+    "extra_args": "there is nothing that reads them",
+}
+
+
+class RequestOutputKind(Enum):
+    """What each item of `AsyncLLM.generate` holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the item before
+    FINAL_ONLY = 2  # there is one item, at the end
+
+
+@refusing(UNSUPPORTED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. `temperature` 0 is greedy; 0 switches `top_k` and `min_p` off."""
@@ -54,6 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of a stream; `LLM` gives whole outputs
     # What is wanted of its times; see docs/guides/deadlines.md.
     deadline_ms: int | None = None  # from arrival to the last token; it ends then, whatever it has
     ttft_slo_ms: int | None = None  # from arrival to the first token
@@ -147,6 +177,9 @@ def _check_ranges(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
         if not low_f <= value <= high_f:
             raise InvalidRequest(f"{name} must be between {low_f:g} and {high_f:g}, not {value}", param=name)
+    if not isinstance(params.output_kind, RequestOutputKind):
+        message = f"output_kind must be a RequestOutputKind, not {params.output_kind!r}"
+        raise InvalidRequest(message, param="output_kind")
     if params.on_infeasible not in ON_INFEASIBLE:
         message = f"on_infeasible must be one of {', '.join(ON_INFEASIBLE)}, not {params.on_infeasible!r}"
         raise InvalidRequest(message, param="on_infeasible")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.core.keywords import is_off, not_supported, with_closest
 from paceline.errors import ConfigError
+from paceline.llm.unsupported import OPTIONS
 
 # Other names for options: what vLLM calls them.
 ALIASES = {"num_gpu_blocks_override": "num_blocks"}
@@ -16,28 +17,33 @@ ALIASES = {"num_gpu_blocks_override": "num_blocks"}
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "trust_remote_code": (False,),
+    "data_parallel_size": (1,),
     "disable_log_stats": (True, False),
+    "disable_custom_all_reduce": (True, False),
+    "disable_cascade_attention": (True, False),
+    "async_scheduling": (True, False),
     "enable_chunked_prefill": (True,),
     "swap_space": (0,),
+    "cpu_offload_gb": (0,),
     "tokenizer_mode": ("auto",),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
 }
 
 
 def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
     """The model's config, and the engine options that were given. None means not given."""
     options = {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
-    for name in [name for name in options if name in WITHOUT_EFFECT]:
+    for name in [name for name in options if name in WITHOUT_EFFECT or name in OPTIONS]:
         value = options.pop(name)
-        if value not in WITHOUT_EFFECT[name]:
-            raise ConfigError(f"{name}={value!r} is not supported")
+        if value not in WITHOUT_EFFECT.get(name, ()) and not is_off(value):
+            raise ConfigError(not_supported(f"{name}={value!r:.100}", OPTIONS.get(name, "leave it out")))
     own = _names(ModelConfig)
     engine = _names(KVConfig) | _names(SchedulerConfig) | _names(EngineConfig)
     for name in options:
         if name not in own | engine:
-            close = difflib.get_close_matches(name, own | engine, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"there is no option {name}{hint}")
+            raise ConfigError(with_closest(f"there is no option {name}", name, own | engine))
     mine = {name: value for name, value in options.items() if name in own}
     if model is not None:
         mine["model"] = str(model)

@@ -12,20 +12,22 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from paceline.core.changes import Change, ChangeOutcome
 from paceline.core.classes import Urgency, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import RequestOutputKind, SamplingParams
 from paceline.engine.changes import apply_change
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.loop import EngineLoop
-from paceline.llm.outputs import RequestOutput
+from paceline.llm.outputs import Delta, RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
+from paceline.llm.unsupported import check_call
 
 Value = TypeVar("Value")
 
@@ -64,7 +66,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
 
 
 class AsyncLLM(ModelHolder):
-    """A model behind an async interface."""
+    """A model behind an async interface. `async with AsyncLLM() as llm:` shuts it down at the end."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         super().__init__(Frontend(model, options, interactive=True))
@@ -75,6 +77,14 @@ class AsyncLLM(ModelHolder):
         gc.collect()
         gc.freeze()  # what loading made stays: no collection need look at it again while streams wait
         self._loop = EngineLoop(self._engine, self._on_events, self._on_failure)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)  # a step under way is waited for, other tasks go on
 
     @property
     def is_running(self) -> bool:
@@ -93,11 +103,13 @@ class AsyncLLM(ModelHolder):
         priority: int = 0,
         tenant: str = "default",
         service_tier: str | None = None,
+        **unsupported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a completion: each item is the whole output so far.
+        """Stream a completion: each item is the whole output so far, or what `sampling_params.output_kind` says.
 
         `priority` counts within the class of service that `service_tier` names; lower goes first.
         """
+        check_call(self.generate, unsupported)
         params = sampling_params or self._front.default_sampling
         placing = Placing(tenant, Urgency(class_of(service_tier), priority))
         return self._stream(lambda: self._front.read(prompt, params), request_id, placing)
@@ -112,8 +124,10 @@ class AsyncLLM(ModelHolder):
         tenant: str = "default",
         service_tier: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream an answer to a conversation."""
+        check_call(self.chat, unsupported)
         params = sampling_params or self._front.chat_sampling
 
         def read() -> PreparedRequest:
@@ -164,10 +178,13 @@ class AsyncLLM(ModelHolder):
         await self._in_engine(lambda: self._change(request_id, priority, timeout_s, paused))
 
     def shutdown(self) -> None:
-        """Stop the engine; whoever still waits gets an error."""
+        """Stop the engine; requests under way end with an error. May be called twice."""
+        if self._held is None:
+            return
         self._loop.stop()
         with suppress(Exception):  # everybody is told below; what is left is the rest of a log
-            self._front.engine.close()
+            self._engine.close()
+        self._held = None
         self._on_failure(EngineFailed("the engine was shut down"))
         gc.unfreeze()
 
@@ -200,6 +217,8 @@ class AsyncLLM(ModelHolder):
             raise InvalidRequest(f"request id {name!r} is in use", param="request_id")
         reader = Reader(asyncio.get_running_loop(), asyncio.Event())
         self._readers[name] = reader
+        kind = prepared.sampling.output_kind
+        delta = Delta()
         try:
             self._loop.do(lambda: self._add(name, reader, prepared, placing, arrival_s))
             while True:
@@ -209,7 +228,10 @@ class AsyncLLM(ModelHolder):
                     raise reader.error
                 output = reader.output  # may be replaced by a newer one while the caller works on this one
                 assert output is not None
-                yield output
+                if kind is RequestOutputKind.DELTA:
+                    yield delta.since_last(output)
+                elif kind is RequestOutputKind.CUMULATIVE or output.finished:
+                    yield output
                 if output.finished:
                     return
         finally:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.core.sampling import SamplingParams
+from paceline.errors import EngineFailed
 from paceline.factory import LoadedModel, load_model
 from paceline.llm.arguments import split_arguments
 from paceline.llm.chat import ChatPrompts, Messages
 from paceline.llm.collector import Collector
 from paceline.llm.defaults import chat_sampling, default_sampling
 from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
+from paceline.llm.unsupported import unsupported_method
 from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline")
@@ -24,6 +26,7 @@ class Frontend:
     def __init__(self, model: str | None, options: Mapping[str, Any], *, interactive: bool) -> None:
         model_config, given = split_arguments(model, options)
         self.loaded = loaded = load_model(model_config, given, interactive=interactive)
+        self.description = _description(loaded)
         for notice in loaded.notices:
             _logger.warning(notice)
         self.engine = loaded.engine
@@ -61,11 +64,34 @@ class Frontend:
         return len(self._chat.render(messages)[1])
 
 
+def _description(loaded: LoadedModel) -> str:
+    scheduler, hardware = loaded.config.scheduler, loaded.hardware
+    return (
+        f"model={loaded.checkpoint.path.stem!r}, device={hardware.device!r}, dtype={hardware.dtype!r}, "
+        f"rows={scheduler.max_num_seqs}, blocks={loaded.config.kv.num_blocks}"
+    )
+
+
 class ModelHolder:
     """What `LLM` and `AsyncLLM` tell about the model they hold."""
 
     def __init__(self, front: Frontend) -> None:
-        self._front = front
+        self._held: Frontend | None = front
+        self._description = front.description
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._held is None else ""
+        return f"{type(self).__name__}({self._description}{closed})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        error = unsupported_method(type(self).__name__, name)
+        raise error or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _front(self) -> Frontend:
+        if self._held is None:
+            raise EngineFailed("the engine has stopped: it was shut down")
+        return self._held
 
     @property
     def loaded(self) -> LoadedModel:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from paceline.core.classes import DEFAULT_CLASS, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
@@ -16,16 +17,34 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.progress import Progress
 from paceline.llm.prompts import PreparedRequest, Prompt
+from paceline.llm.unsupported import check_call
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM(ModelHolder):
-    """A model and its engine. Not thread-safe; `AsyncLLM` is for callers that come and go."""
+    """A model and its engine. Not thread-safe; `AsyncLLM` is for callers that come and go.
+
+    `with LLM() as llm:` shuts it down at the end.
+    """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         super().__init__(Frontend(model, options, interactive=False))
         self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the logs and let go of the model and its memory. May be called twice."""
+        if self._held is not None:
+            front, self._held = self._held, None
+            front.engine.close()
 
     def reset_prefix_cache(self) -> None:
         self._front.engine.scheduler.reset_prefix_cache()
@@ -57,11 +76,13 @@ class LLM(ModelHolder):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         service_tier: str | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts. One request failing fails no other.
 
         `priority` counts within the class of service that `service_tier` names; lower goes first.
         """
+        check_call(self.generate, unsupported)
         listed = _listed(prompts)
         params = _params(sampling_params, self._front.default_sampling, len(listed))
         prepared = [self._front.read(prompt, own) for prompt, own in zip(listed, params, strict=True)]
@@ -77,8 +98,10 @@ class LLM(ModelHolder):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Answer conversations: one, as a list of messages, or a list of them."""
+        check_call(self.chat, unsupported)
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         params = _params(sampling_params, self._front.chat_sampling, len(conversations))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +107,29 @@ class RequestOutput:
             num_cached_tokens=self.num_cached_tokens,
             metrics=None if self.metrics is None else self.metrics.copied(),
         )
+
+
+class Delta:
+    """What is new in an output since it was last looked at. Text, tokens and logprobs of a branch only grow."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int, bool]] = {}  # characters, tokens and end, by branch
+
+    def since_last(self, output: RequestOutput) -> RequestOutput:
+        """Branches that have something new, with that alone; `cumulative_logprob` stays the whole sum."""
+        new = []
+        for part in output.outputs:
+            state = (len(part.text), len(part.token_ids), part.finished)
+            num_chars, num_tokens, _ = seen = self._seen.get(part.index, (0, 0, False))
+            if state == seen:
+                continue
+            self._seen[part.index] = state
+            new.append(
+                replace(
+                    part,
+                    text=part.text[num_chars:],
+                    token_ids=part.token_ids[num_tokens:],
+                    logprobs=None if part.logprobs is None else part.logprobs[num_tokens:],
+                )
+            )
+        return replace(output, outputs=new)

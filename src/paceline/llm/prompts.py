@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
+from paceline.llm.unsupported import PROMPT_KEYS
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.words import bad_word_ids
 
@@ -57,6 +59,9 @@ class PromptReader:
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            for key, hint in PROMPT_KEYS.items():
+                if not is_off(prompt.get(key)):
+                    raise InvalidRequest(not_supported(key, hint), param=key)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if ids is not None and not isinstance(ids, str | Mapping):
                 return (text if isinstance(text, str) else None), self._text_and_ids(ids)[1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.sampling import SamplingParams, branch_seed
+from paceline.core.sampling import UNSUPPORTED, RequestOutputKind, SamplingParams, branch_seed
 from paceline.errors import InvalidRequest
 
 INT_MAX = 2**31 - 1
@@ -166,3 +166,29 @@ def test_branch_seeds_are_pinned() -> None:
     assert branch_seed(1, 1) != branch_seed(11, 1)
     assert branch_seed(1, 11) != branch_seed(11, 1)
     assert [branch_seed(42, branch) for branch in (1, 2)] == [1984979838283651376, 1180275854781279639]
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name_with_a_hint(name: str) -> None:
+    given: dict[str, Any] = {name: True}
+    nothing: dict[str, Any] = {name: None}
+    with pytest.raises(InvalidRequest, match=f"^{name} is not supported: .") as caught:
+        SamplingParams(**given)
+    assert caught.value.param == name
+    assert SamplingParams(**nothing, top_p=0.5) == SamplingParams(top_p=0.5), "None asks for nothing"
+
+
+def test_an_unknown_name_suggests_the_closest() -> None:
+    given: dict[str, Any] = {"temprature": 0.5}
+    with pytest.raises(
+        TypeError, match="^SamplingParams has no argument temprature; did you mean temperature\\?$"
+    ):
+        SamplingParams(**given)
+
+
+def test_the_kind_of_output_is_one_of_three() -> None:
+    assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
+    assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+    wrong: Any = "delta"
+    with pytest.raises(InvalidRequest, match="output_kind must be a RequestOutputKind"):
+        SamplingParams(output_kind=wrong)

@@ -100,6 +100,7 @@ def test_every_field_of_sampling_travels_or_belongs_to_text() -> None:
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "include_stop_str_in_output",
+        "output_kind",
     }
     assert set(frames.Sampling.__struct_fields__) == set(SamplingParams.__slots__) - text
 
