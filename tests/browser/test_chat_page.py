@@ -23,6 +23,9 @@ SHORT = 12  # tokens of an answer that is to end
 NO_STORAGE = (
     "() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }; }"
 )
+# A browser that forbids storage throws when it is looked at.
+FORBIDDEN = """for (const name of ["localStorage", "sessionStorage"])
+  Object.defineProperty(window, name, { get() { throw new DOMException("no", "SecurityError"); } });"""
 HOSTILE = (
     "<img src=x onerror=alert(1)> **<script>alert(2)</script>** [a](javascript:alert(3)) `<b>`\n\n"
     "[b](data:text/html,x) [c](https://example.org/?q=<i>) <javascript:alert(4)>\n\n"
@@ -328,6 +331,17 @@ def test_a_full_storage_is_told_and_the_chat_goes_on(server: ClientServer, viewe
         send(view.page, "Is there room?")
         assert ended(view)[1]["content"]
         view.page.wait_for_selector("#notice:has-text('storage is full')")
+        view.page.add_init_script(FORBIDDEN)
+        view.page.reload()
+        view.page.wait_for_selector("#notice:has-text('gives the page no storage')")
+        view.page.locator("#key-text").fill(ADMIN)
+        view.page.locator("#key-text").press("Enter")
+        view.wait("paceline.server.state === 'ready'")
+        send(view.page, "And now?")
+        view.wait("paceline.current().messages[1]?.content.length > 0")
+        view.page.keyboard.press("Escape")
+        assert ended(view)[1]["content"]
+        forgive(view, 401)
 
 
 def test_a_server_that_restarts_is_found_again(

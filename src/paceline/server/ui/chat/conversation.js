@@ -22,14 +22,19 @@ export function titleOf(conversation) {
   return first.length > MOST_TITLE ? `${first.slice(0, MOST_TITLE)}…` : first || "New chat";
 }
 
-// What was read from the storage, as it must be; null where it is no conversation. An answer whose page was closed has stopped.
+// What was read from the storage, as it must be; null where it is no conversation.
 export function restored(found) {
   if (typeof found?.id !== "string" || !Array.isArray(found.messages)) return null;
   const isMessage = (message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
   if (!found.messages.every(isMessage)) return null;
-  for (const message of found.messages) if (isUnderWay(message)) Object.assign(message, { state: "stopped", problem: null });
   const { system, sampling } = found.settings ?? {};
   return { title: "", created: 0, updated: 0, ...found, settings: { system: String(system ?? ""), sampling: sampling ?? {} } };
+}
+
+// An answer whose page was closed has stopped.
+export function interrupted(conversation) {
+  for (const message of conversation.messages) if (isUnderWay(message)) Object.assign(message, { state: "stopped", problem: null });
+  return conversation;
 }
 
 // The body of a request for the last message, which is the answer to be written. Templates expect turns to alternate:

@@ -244,6 +244,7 @@ function serverIs(state, note) {
   link.textContent = words[state] ?? "offline";
   link.title = note;
   byId("model").textContent = server.model;
+  byId("greeting").textContent = { ready: `Ask ${server.model}`, key: "" }[state] ?? note;
   byId("key").hidden = state !== "key";
   byId("key-note").textContent = state === "key" ? note : "";
   byId("forget-key").hidden = !keyring.get();

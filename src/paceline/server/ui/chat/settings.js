@@ -7,10 +7,10 @@ const FIELDS = [
   { name: "top_p", label: "Top p", min: 0.01, max: 1, step: "any", help: "likeliest tokens of this mass only" },
   { name: "top_k", label: "Top k", min: -1, step: 1, help: "this many likeliest tokens only; 0: all" },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", help: "least probability, as a share of the likeliest" },
-  { name: "max_tokens", label: "Most tokens", min: 1, step: 1, help: "of an answer" },
+  { name: "max_tokens", label: "Most tokens", min: 1, step: 1, none: "what fits", help: "of an answer" },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0.001, max: 100, step: "any", help: "above 1: repeats are less likely" },
-  { name: "seed", label: "Seed", step: 1, help: "the same seed gives the same answer" },
-  { name: "stop", label: "Stop texts", isText: true, help: "end the answer; separated by commas" },
+  { name: "seed", label: "Seed", step: 1, none: "random", help: "the same seed gives the same answer" },
+  { name: "stop", label: "Stop texts", isText: true, none: "none", help: "end the answer; separated by commas" },
 ];
 
 export class Settings {
@@ -38,10 +38,7 @@ export class Settings {
   // `defaults` are what the server does without them, where it says.
   open(settings, defaults) {
     this.settings = settings;
-    for (const [name, input] of this.inputs) {
-      const known = defaults?.[name];
-      input.placeholder = known === undefined || known === null ? "default" : String(known);
-    }
+    for (const { name, none } of FIELDS) this.inputs.get(name).placeholder = String(defaults?.[name] ?? none ?? "default");
     this.fill();
     this.dialog.showModal();
   }

@@ -1,7 +1,7 @@
 // Conversations in the browser's storage, an entry for each. Without a storage, or when it is full, the page goes on with
 // what it has in memory and says so.
 
-import { restored } from "./conversation.js";
+import { interrupted, restored } from "./conversation.js";
 
 const PREFIX = "paceline-chat:";
 
@@ -18,7 +18,7 @@ export class Store {
 
   all() {
     const keys = this.storage ? Object.keys(this.storage).filter((key) => key.startsWith(PREFIX)) : [];
-    const found = keys.map((key) => read(this.storage.getItem(key))).filter((each) => each !== null);
+    const found = keys.map((key) => read(this.storage.getItem(key))).filter((each) => each !== null).map(interrupted);
     return found.sort((a, b) => b.updated - a.updated);
   }
 

@@ -9,6 +9,7 @@ import { byId } from "./dom.js";
 
 const WINDOW_S = 15, RATE_S = 3, FRAME_MS = 50;
 const LEAST_LANE = 3, MOST_LANE = 14, LEAST_LANES = 6;
+const LEAST_FRAMED = 7; // pixels; a frame would hide what is in a lower lane
 const MOST_OWN = 64;
 const FOLDED = "paceline-chat-batch"; // name under which it is remembered
 
@@ -71,6 +72,7 @@ export class Strip {
     this.place.dataset.state = state;
     const words = { key: "Only an admin key may watch the batch.", lost: `The batch cannot be seen now: ${note}` };
     byId("batch-note").textContent = words[state] ?? "";
+    if (state !== "live") byId("batch-figures").textContent = "";
     if (state !== "key") return;
     this.isRefused = true;
     this.stop();
@@ -143,7 +145,7 @@ export class Strip {
       pen.fillRect(from, place * height, Math.max(1, x(to) - from), tall);
     }
     for (const [row, { request }] of this.stage.rows) {
-      if (!owned.has(request) || !places.has(row)) continue;
+      if (!owned.has(request) || !places.has(row) || tall < LEAST_FRAMED) continue;
       pen.strokeStyle = colour("ink");
       pen.strokeRect(0.5, places.get(row) * height + 0.5, width - 1, Math.max(2, tall - 1));
     }
