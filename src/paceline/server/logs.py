@@ -19,6 +19,7 @@ import msgspec
 LOGGER = "paceline"
 FACTS = "facts"  # the attribute of a record that holds its fields
 QUEUE_LINES = 10_000
+SHORT_ID = 8  # characters of a request's id in a line of text; `recent_requests` finds a request by them
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
 
@@ -90,7 +91,9 @@ def escaped(text: str) -> str:
 def _text_line(record: logging.LogRecord, uses_colour: bool) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(record.created))
     facts = getattr(record, FACTS, {})
-    fields = " ".join(f"{name}={_short(value)}" for name, value in facts.items() if value not in (None, ""))
+    fields = " ".join(
+        f"{name}={_short(name, value)}" for name, value in facts.items() if value not in (None, "")
+    )
     text = escaped(f"{record.getMessage()} {fields}".rstrip())
     level = "" if record.levelno <= logging.INFO else record.levelname + " "
     if uses_colour:
@@ -120,7 +123,9 @@ def _traceback(record: logging.LogRecord) -> str:
     return "".join(f"\n    {escaped(line)}" for line in text.splitlines())
 
 
-def _short(value: Any) -> str:
+def _short(name: str, value: Any) -> str:
+    if name == "id":  # JSON lines have all of it
+        return str(value)[:SHORT_ID]
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

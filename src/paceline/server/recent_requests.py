@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from paceline.core.classes import DEFAULT_CLASS
 from paceline.server.call import Caller
 from paceline.server.failures import UnknownRequestId
+from paceline.server.logs import SHORT_ID
 
 MOST_REQUESTS = 8192  # some 300 bytes each
 LONGEST_REFUSAL = 300  # characters
@@ -89,11 +90,19 @@ class RecentRequests:
 
     def find(self, request_id: str, caller: Caller) -> Recent:
         """A request of this caller, or of anybody for an admin. Raises UnknownRequestId."""
-        found = self._known.get(own_id(request_id))
+        found = self._known.get(own_id(request_id)) or self._by_beginning(own_id(request_id), caller)
         may_know = found is not None and (found.tenant == caller.tenant or caller.is_admin)
         if found is None or not may_know or not (found.numbers or found.refusal):
             raise UnknownRequestId("this key has sent no request of that id, or it was too long ago")
         return found
+
+    def _by_beginning(self, beginning: str, caller: Caller) -> Recent | None:
+        """The one request of this caller whose id begins so, as lines of the log show it."""
+        if len(beginning) < SHORT_ID:
+            return None
+        found = [each for each in self._known.values() if each.id.startswith(beginning)]
+        own = [each for each in found if each.tenant == caller.tenant or caller.is_admin]
+        return own[0] if len(own) == 1 else None
 
     def id_of(self, number: int) -> str:
         """The id of the request one of whose branches has this number, or nothing."""

@@ -13,12 +13,14 @@ from typing import Any
 
 from paceline.server.batches.line_run import EndedLine
 from paceline.server.call import RequestRecord
-from paceline.server.http.exchange import Exchange
+from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import log
 from paceline.server.metrics import HttpMetrics, RequestMetrics
 from paceline.serving.client import EngineClient
 
 QUIET = frozenset(("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/metrics"))
+NOT_FOUND = 404
+LONGEST_PATH = 100  # characters of a path in a line
 
 
 class RequestLog:
@@ -54,8 +56,7 @@ class RequestLog:
         records = self._ended.pop(exchange.id, [])
         if not self._writes_lines or exchange.route in QUIET:
             return
-        name = f"{exchange.method} {exchange.route}" if exchange.route != "none" else exchange.method
-        log(name, **_facts(exchange, records))
+        log(f"{exchange.method} {_shown_route(exchange)}", **_facts(exchange, records))
 
     def failed(self, exchange: Exchange, error: BaseException) -> None:
         log("request failed", level=logging.ERROR, error=error, id=exchange.id, route=exchange.route)
@@ -80,6 +81,15 @@ class RequestLog:
 
     def line_failed(self, request_id: str, batch_id: str, error: BaseException) -> None:
         log("request failed", level=logging.ERROR, error=error, id=request_id, batch=batch_id)
+
+
+def _shown_route(exchange: Exchange) -> str:
+    """The template of the route; of what was not found the path itself, without its query."""
+    if exchange.route != NO_ROUTE and exchange.status != NOT_FOUND:
+        return exchange.route
+    path: bytes = exchange.scope["raw_path"]
+    text = path.decode("latin-1")
+    return text if len(text) <= LONGEST_PATH else text[: LONGEST_PATH - 3] + "..."
 
 
 def _facts(exchange: Exchange, records: list[RequestRecord]) -> dict[str, Any]:

@@ -123,6 +123,17 @@ def test_only_the_newest_requests_are_kept() -> None:
     asyncio.run(test())
 
 
+def test_a_request_is_found_by_the_beginning_of_its_id_that_the_log_shows() -> None:
+    recent = RecentRequests()
+    for name, caller in (("0123456789", ME), ("0123456700", OTHER), ("abcdefgh00", ME), ("abcdefgh11", ME)):
+        recent.note(name, caller, [1])
+    assert recent.find("01234567", ME).id == "0123456789", "the other key's is not looked at"
+    assert recent.find("chatcmpl-01234567", OTHER).id == "0123456700"
+    for unknown in ("0123456", "abcdefgh", "zzzzzzzz"):
+        with pytest.raises(UnknownRequestId):
+            recent.find(unknown, ME)
+
+
 def test_an_engine_that_remembers_nothing_says_so() -> None:
     async def test() -> None:
         recent = RecentRequests()

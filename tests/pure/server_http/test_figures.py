@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 import time
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cli.serve_card import card_lines, show_card
 from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import RequestRecord
 from paceline.server.histogram import Histogram
+from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import FACTS, LogOutput, escaped
 from paceline.server.metrics import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.metrics_page import MetricsPage
+from paceline.server.request_log import RequestLog
 from paceline.serving.client import EngineState, EngineStats
 from tests.serve_fake import INFO, FakeClient
 
@@ -126,6 +130,35 @@ def test_a_line_is_always_one_line() -> None:
     assert json.loads(found)["name"] == evil
     assert "\x9b" not in found
     assert escaped("tab\t") == "tab\\x09"
+
+
+def test_lines_of_text_have_short_ids_and_json_has_whole_ones() -> None:
+    name = "0123456789abcdef0123456789abcdef"
+    assert line_of("x", as_json=False, id=name, status=200).endswith(" x id=01234567 status=200\n")
+    assert json.loads(line_of("x", as_json=True, id=name))["id"] == name
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "shown"),
+    [
+        (NO_ROUTE, 404, "GET /v1/model%0as"),
+        (NO_ROUTE, 503, "GET /v1/model%0as"),
+        ("/v1/models/{id:path}", 404, "GET /v1/model%0as"),
+        ("/v1/models/{id:path}", 200, "GET /v1/models/{id:path}"),
+    ],
+)
+def test_what_was_not_found_is_named_by_its_path(
+    caplog: pytest.LogCaptureFixture, route: str, status: int, shown: str
+) -> None:
+    async def end() -> None:
+        scope = {"method": "GET", "raw_path": b"/v1/model%0as", "query_string": b"key=secret", "headers": []}
+        exchange = Exchange(scope, None, None, now_s=0.0)  # type: ignore[arg-type]
+        exchange.route, exchange.status = route, status
+        RequestLog(RequestMetrics(), HttpMetrics(), writes_lines=True).ended(exchange)
+
+    with caplog.at_level(logging.INFO, logger="paceline"):
+        asyncio.run(end())
+    assert [line.getMessage() for line in caplog.records] == [shown]
 
 
 def test_where_an_error_of_the_engine_came_from_is_told_below_its_line() -> None:

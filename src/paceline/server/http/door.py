@@ -17,7 +17,15 @@ from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, Route
 from paceline.server.auth import ANYBODY, Keyring
 from paceline.server.call import Call, Download, Events
 from paceline.server.errors import Refusal, problem_of
-from paceline.server.http.exchange import CLIENT_CLOSED, ClientGone, Exchange, Receive, Scope, Send
+from paceline.server.http.exchange import (
+    CLIENT_CLOSED,
+    NO_ROUTE,
+    ClientGone,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+)
 from paceline.server.http.request import HostCheck, check_content, speaks_anthropic, text_headers
 from paceline.server.http.respond import send_answer, send_events, send_file, send_problem
 from paceline.server.http.routing import Match, RouteTable
@@ -126,7 +134,7 @@ class Door:
         if match is not None:
             exchange.route = match.template
             return match
-        return Match("none", None, {}, ())
+        return Match(NO_ROUTE, None, {}, ())
 
     async def _admit(self, exchange: Exchange, match: Match) -> tuple[Route, Call]:
         scope, route = exchange.scope, match.route
@@ -134,7 +142,7 @@ class Door:
         if match.template not in self.rules.public:
             caller = self.rules.keyring.admit(scope["headers"])
         exchange.tenant, exchange.service_class = caller.tenant, caller.service_class
-        if match.template == "none":
+        if match.template == NO_ROUTE:
             raise self._starting() or Refusal("not_found")
         if route is None:
             raise Refusal("method_not_allowed", headers={"allow": ", ".join(match.allowed)})

@@ -21,6 +21,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+NO_ROUTE = "none"
 CLIENT_CLOSED = 499  # in the log only
 
 
@@ -38,7 +39,7 @@ class Exchange:
         self.id = new_id()
         self.received_s = now_s
         self.method: str = scope["method"]
-        self.route = "none"  # the template of the matched route
+        self.route = NO_ROUTE  # the template of the matched route
         self.tenant = ""
         self.service_class = ""
         self.allowance: Allowance | None = None  # where the key has limits by the minute
