@@ -1,11 +1,15 @@
 """Matrices that stay quantised: the product of the dequantised matrix, and the same bits for a row in any company."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.errors import CheckpointError
 from paceline.models.layers import DenseLinear, Linear
+from paceline.models.load import DenseStorage
 from paceline.models.quantized import (
     GROUP,
     ByteLinear,
@@ -138,6 +142,21 @@ def test_what_is_kept_quantised() -> None:
     )
     assert isinstance(made.linear([stored_matrix((32, 64), "F32")], None), DenseLinear)
     assert isinstance(made.embedding(stored_matrix((32, 64), "Q8_0")), QuantizedEmbedding)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_damaged_weights_are_refused_by_the_name_of_their_tensor(dtype: str) -> None:
+    good = stored_matrix(shape_for(dtype, (32, 64)), dtype)
+    raw = good.raw.copy()
+    size = {"F32": 4, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q6_K": 210}[dtype]
+    at = (
+        size - 2 if dtype in ("F32", "Q6_K") else 0
+    )  # the upper half of a float, or the half that is a block's scale
+    raw[3 * size + at : 3 * size + at + 2] = (0xC0, 0x7F) if dtype == "F32" else (0x00, 0x7C)  # NaN, infinity
+    for kept in (DenseStorage(), storage()):
+        kept.linear([good], None)
+        with pytest.raises(CheckpointError, match="the tensor w holds values that are not finite"):
+            kept.linear([replace(good, raw=raw)], None)
 
 
 @pytest.mark.skipif(PRODUCT != "dynamic", reason="eight bits are kept dense here")

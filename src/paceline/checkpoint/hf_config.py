@@ -150,14 +150,24 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
 
 def _family(values: Mapping[str, object], where: str) -> Family:
     named = values.get("architectures")
-    names = named if isinstance(named, list) else []
+    names = named if isinstance(named, list) else [] if named is None else [named]
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
+        if isinstance(named, list) and isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
-    what = ", ".join(shown(name) for name in names[:4]) or "no architecture is named"
-    raise CheckpointError(
-        f"{where}: architectures: {what} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-    )
+    supported = f"supported are {', '.join(sorted(FAMILIES))}"
+    if not names:
+        kind = values.get("model_type")
+        likely = next((name for name, family in FAMILIES.items() if family.architecture == kind), None)
+        hint = f'; its model_type {shown(kind)} suggests "architectures": ["{likely}"]' if likely else ""
+        raise CheckpointError(
+            f"{where}: names no architecture, so how to compute the model is not known{hint}; {supported}"
+        )
+    if not isinstance(named, list):
+        raise CheckpointError(
+            f"{where}: architectures must be a list of names, not {shown(named)}; {supported}"
+        )
+    what = ", ".join(shown(name) for name in names[:4])
+    raise CheckpointError(f"{where}: architectures: {what} is not supported; {supported}")
 
 
 def _text_part(outer: Fields, family: Family) -> Fields:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.default_model import DEFAULT_NAME, default_model
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.hub import fetch_from_hub, parse_hub_name
+from paceline.checkpoint.hub import HubName, fetch_from_hub, parse_hub_name
 
 FORMS = f"{DEFAULT_NAME} (the default model), the path of a folder or .gguf file, org/model, or org/model:file.gguf"
 
@@ -20,8 +20,30 @@ def resolve(
 ) -> Path:
     """The folder or file of the model called `name`; `local_only` fetches nothing."""
     folder = None if download_dir is None else Path(download_dir).expanduser()
-    if name is None or str(name).lower() == DEFAULT_NAME:
+    found = find(name)
+    if found is None:
         return default_model(folder, local_only=local_only)
+    if isinstance(found, Path):
+        return found
+    return fetch_from_hub(found, revision=revision, cache=folder, local_only=local_only)
+
+
+def bring_here(name: str | None, revision: str | None = None, download_dir: str | None = None) -> None:
+    """Make sure that the model is on this machine, so that what is wrong with its name is said before anything is set
+    up. Asks the hub only where the cache does not have the model."""
+    try:
+        resolve(name, revision, download_dir, local_only=True)
+    except CheckpointError:
+        resolve(name, revision, download_dir)
+
+
+def find(name: str | Path | None) -> Path | HubName | None:
+    """What a name stands for: a path that exists, a model on the hub, or None for the default model.
+
+    Raises CheckpointError for any other, at once and without the network.
+    """
+    if name is None or str(name).lower() == DEFAULT_NAME:
+        return None
     path = _existing(name)
     if path is not None:
         return path
@@ -30,7 +52,7 @@ def resolve(
     hub_name = parse_hub_name(str(name))
     if hub_name is None:
         raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
-    return fetch_from_hub(hub_name, revision=revision, cache=folder, local_only=local_only)
+    return hub_name
 
 
 def _existing(name: str | Path) -> Path | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.spec import ModelSpec
 
 
@@ -34,6 +35,20 @@ class StoredTensor:
     def to_float32(self) -> NDArray[np.float32]:
         """The values, in the tensor's shape; a new array, or a view where the file holds float32."""
         return self.decode(self)
+
+
+def check_finite(values: NDArray[np.float32], name: str) -> None:
+    """Refuse values with NaN or infinity among them: a model that has any answers no request.
+
+    A sum tells, at the speed of memory; only one that is not finite is looked at again.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_finite = bool(np.isfinite(values.sum()))
+    if not is_finite and not np.isfinite(values).all():
+        raise CheckpointError(
+            f"the tensor {name} holds values that are not finite (NaN or infinity): the model's files are damaged; "
+            "download or convert the model again"
+        )
 
 
 class TensorSource(Protocol):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.core.events import NOT_FINITE, Rule
+
 ANSWER_TOKENS = 1024  # an answer on a terminal is no longer, unless the user or the model says so
 Show = Callable[[str], None]
 Conversation = list[dict[str, str]]
@@ -29,6 +31,11 @@ class Answer:
     def tokens_per_s(self) -> float:
         """Of the tokens behind the first one."""
         return (self.num_output - 1) / self.decode_s if self.num_output > 1 and self.decode_s > 0 else 0.0
+
+    @property
+    def failure(self) -> str:
+        """Why it ended early, in words where there are more than a code."""
+        return NOT_FINITE if self.error == Rule.NUMERICAL_ERROR else str(self.error)
 
     def describe(self) -> str:
         cached = f" ({self.num_cached} cached)" if self.num_cached else ""

@@ -16,6 +16,7 @@ import typer
 from paceline.cli.model_options import (
     TALKING,
     engine_options,
+    find_model,
     given_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
@@ -86,6 +87,7 @@ def _chat(values: Mapping[str, Any]) -> None:
         _chat_with_server(values, given, on_terminal=on_terminal)
         return
     engine = engine_options(values)
+    find_model(engine)
     if on_terminal:
         _banner(values["model"] or "SmolLM2-135M-Instruct")
 
@@ -141,7 +143,7 @@ def _ask_once(session: Session, message: str) -> None:
     if answer.is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if answer.error is not None:
-        raise EngineFailed(f"the answer ended early: {answer.error}")
+        raise EngineFailed(f"the answer ended early: {answer.failure}")
 
 
 def _talk(session: Session, lines: LineSource, *, on_terminal: bool) -> None:

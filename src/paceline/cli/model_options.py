@@ -119,6 +119,13 @@ def engine_options(values: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def find_model(engine: Mapping[str, Any]) -> None:
+    """Fetch the model where it is not here; a name that is none is said before torch is imported."""
+    from paceline.checkpoint.names import bring_here
+
+    bring_here(engine.get("model"), engine.get("revision"), engine.get("download_dir"))
+
+
 def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the user gave of sampling, checked."""
     names = [spec.name for spec in fields(SamplingOptions)]

@@ -15,6 +15,7 @@ import typer
 from paceline.cli.model_options import (
     TALKING,
     engine_options,
+    find_model,
     given_sampling,
 )
 from paceline.cli.options import Flag, Panel, add_command
@@ -69,6 +70,7 @@ def _run(values: Mapping[str, Any]) -> None:
     if values["raw"] and values["system_prompt"] is not None:
         raise InputError("--system-prompt is part of a conversation and --raw has none; give one of them")
     prompt = read_prompt(values["prompt"])
+    find_model(engine)
 
     from paceline.cli.talk import Talker
     from paceline.cli.terminal import Printer, note
@@ -86,7 +88,7 @@ def _run(values: Mapping[str, Any]) -> None:
     if answer.is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if answer.error is not None:
-        raise EngineFailed(f"the answer ended early: {answer.error}")
+        raise EngineFailed(f"the answer ended early: {answer.failure}")
 
 
 def read_prompt(given: str | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.batch_files import OK
-from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
+from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, find_model, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.config import option
 from paceline.errors import InputError
@@ -87,6 +87,7 @@ def _run_batch(values: Mapping[str, Any]) -> None:
         progress = BatchProgress(len(lines))
         try:
             if None in lines:
+                find_model(engine)
                 _run_lines(engine, _names(values), source, results, progress)
             else:  # nothing is left to do, and no model is needed to say so
                 for line in results.match(read_lines(source)):

@@ -33,9 +33,11 @@ class EngineNotStarted(PacelineError):
 
 def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
     """Serve until told to stop; returns the exit code."""
+    from paceline.checkpoint.names import bring_here, find
     from paceline.llm.arguments import split_arguments
 
     model, given = split_arguments(None, engine)
+    find(model.model)
     with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
         print(
             f"paceline {__version__}: loading {model.model or 'SmolLM2-135M-Instruct'} ...",
@@ -46,6 +48,8 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
     _set_process_limits(config)
     child = _start_engine()
     try:
+        bring_here(model.model, model.revision, model.download_dir)
+
         import uvloop
 
         from paceline.server.app import check_exposure

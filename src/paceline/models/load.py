@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.checkpoint.spec import ModelSpec
-from paceline.checkpoint.stored import StoredTensor, TensorSource
+from paceline.checkpoint.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.decoder import Attention, Decoder, Layer, Parts
 from paceline.models.layers import DenseLinear, Experts, FeedForward, Linear, RMSNorm
 
@@ -151,5 +151,6 @@ class _Builder:
 
 def _float32(stored: StoredTensor) -> Tensor:
     values = stored.to_float32()
+    check_finite(values, stored.name)
     # A view of the file is read-only, and must not keep the file's pages as the model's only copy.
     return torch.from_numpy(values if values.flags.writeable else np.array(values))

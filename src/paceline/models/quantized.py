@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.stored import StoredTensor
+from paceline.checkpoint.stored import StoredTensor, check_finite
 from paceline.models.layers import Linear
 from paceline.models.load import DenseStorage
 
@@ -222,6 +222,13 @@ def _groups(stored: StoredTensor) -> Groups | None:
     """A stored matrix in groups of 32, or None when it is no quantised matrix of that shape."""
     if len(stored.shape) != 2 or stored.shape[1] % GROUP or not stored.dtype.startswith("Q"):
         return None
+    groups = _grouped(stored)
+    check_finite(groups.scale, stored.name)
+    check_finite(groups.offset, stored.name)
+    return groups
+
+
+def _grouped(stored: StoredTensor) -> Groups:
     if stored.dtype in ("Q4_0", "Q4_1"):
         return _four_bit(stored)
     if stored.dtype == "Q8_0":
@@ -229,7 +236,9 @@ def _groups(stored: StoredTensor) -> Groups | None:
         scale = _half(blocks[:, :, :2])
         q = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8)
         return Groups(q.reshape(stored.shape), scale, -128 * scale, 8)
-    return _requantized(stored.to_float32())
+    values = stored.to_float32()
+    check_finite(values, stored.name)
+    return _requantized(values)
 
 
 def _four_bit(stored: StoredTensor) -> Groups:

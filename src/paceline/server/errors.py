@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paceline.core.events import NOT_FINITE
 from paceline.errors import (
     DeadlineInfeasible,
     EngineFailed,
@@ -75,7 +76,11 @@ CATALOGUE: Mapping[str, Entry] = {
     ),
     "not_permitted": Entry(403, DENIED, "This API key does not allow that."),
     # The body.
-    "unsupported_media_type": Entry(415, BAD, "Send the body as application/json, not encoded."),
+    "unsupported_media_type": Entry(
+        415,
+        BAD,
+        "The body must be JSON and say so: add -H 'Content-Type: application/json'.",
+    ),
     "empty_body": Entry(400, BAD, "The request body is empty; send one JSON object."),
     "invalid_json": Entry(400, BAD, "The request body is not valid JSON."),
     "not_an_object": Entry(400, BAD, "The request body must be one JSON object."),
@@ -115,7 +120,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "price_above_maximum": Entry(429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.
     INTERNAL: Entry(500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
-    "numerical_error": Entry(500, OURS, "The model computed numbers that are not finite."),
+    "numerical_error": Entry(500, OURS, NOT_FINITE),
     "starting": Entry(503, OURS, "The model is being loaded; try again in a moment.", 2),
     "engine_unavailable": Entry(503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": Entry(503, OURS, "The request waited too long for its turn; try again later.", 5),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.events import NOT_FINITE
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Cost, FinishReason
 from paceline.errors import PacelineError
@@ -50,7 +51,7 @@ class Usage:
     num_prompt: int
     num_output: int
     num_cached: int
-    receipt: Mapping[str, Any] | None = None  # once every branch has ended
+    receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
 
 
 class _Part:
@@ -118,7 +119,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         record = self.record
-        told = None if self._num_open else receipt(record)
+        told = receipt(record) if record.shows_receipt and not self._num_open else None
         return Usage(
             num_prompt=self._num_prompt,
             num_output=record.num_output,
@@ -387,8 +388,7 @@ def _failure(ending: Ending) -> PacelineError:
     """What to tell of a branch that did not end well."""
     if ending.reason == _ERROR:
         if ending.detail == "numerical_error":
-            message = "the model's numbers for this request were not usable"
-            return GenerationFailed(message, code="numerical_error")
+            return GenerationFailed(NOT_FINITE, code="numerical_error")
         return GenerationFailed("the request failed inside the engine")
     # Who asked is still here, so nobody of this process ended it: the engine is going away.
     return EngineUnavailable("the engine has ended the request; try again in a moment")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.core.changes import Change
 from paceline.core.classes import Urgency
-from paceline.core.events import StepEvents
+from paceline.core.events import NOT_FINITE, StepEvents
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.changes import apply_change, resume_all
@@ -127,7 +127,7 @@ class EngineService:
         elif any(ending.detail == NUMERICAL_ERROR for ending in events.finished):
             self._steps_without_a_number += 1
             if self._steps_without_a_number >= MOST_STEPS_WITHOUT_A_NUMBER:
-                raise EngineFailed("no number the model computes is finite")
+                raise EngineFailed(NOT_FINITE)
 
     def _sleep(self, nap_s: float | None) -> None:
         left_s = max(0.0, self._next_report_s - time.monotonic())

@@ -1,5 +1,7 @@
 """`paceline pull | ls | show | rm` as a user sees them, on models made here."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,12 @@ from typer.testing import CliRunner, Result
 
 from paceline.checkpoint.default_model import DEFAULT_MODEL
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.hub import HubName
+from paceline.checkpoint.names import bring_here
 from paceline.cli.models import add_models
+from paceline.cli.serve_run import run_server
+from paceline.config_process import ProcessConfig
+from paceline.config_serve import ServerConfig
 from paceline.errors import InputError
 from tests.pure.checkpoint.made import Gguf, arrays_for, config, gguf_fields, renamed, spec_of, write_folder
 
@@ -31,6 +38,40 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         return result
 
     return run
+
+
+@pytest.mark.parametrize("command", [("run", "-m", "nosuch", "hi"), ("chat", "-m", "./nosuch", "-q", "hi")])
+def test_a_name_that_is_no_model_is_said_before_torch_is_imported(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from paceline.cli.main import app\n"
+        "from paceline.errors import InputError\n"
+        f"try: app({list(command)!r}, standalone_mode=False)\n"
+        "except InputError as error: print(error, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "nosuch" in done.stdout and done.stdout.endswith(" False\n"), done.stdout
+
+
+def test_a_server_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.serve_run._start_engine", lambda: pytest.fail("an engine is started"))
+    with pytest.raises(CheckpointError, match="'nosuch' is not a model"):
+        run_server(ServerConfig(), ProcessConfig(), {"model": "nosuch"})
+
+
+def test_the_hub_is_asked_only_where_the_cache_has_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def fetch(name: HubName, *, local_only: bool, **options: object) -> Path:
+        asked.append(local_only)
+        if local_only and name.repository == "org/new":
+            raise CheckpointError("it is not in the cache")
+        return Path("x")
+
+    monkeypatch.setattr("paceline.checkpoint.names.fetch_from_hub", fetch)
+    bring_here("org/known")
+    assert asked == [True]
+    bring_here("org/new")
+    assert asked == [True, True, False]
 
 
 def _no_cache() -> None:

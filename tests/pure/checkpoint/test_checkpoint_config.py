@@ -291,9 +291,24 @@ def test_too_many_experts_are_refused_before_they_are_counted() -> None:
         )
 
 
-@pytest.mark.parametrize("architectures", [None, [], ["GPT2LMHeadModel"], "LlamaForCausalLM", [3], [["x"]]])
-def test_an_unknown_architecture_lists_what_is_supported(architectures: object) -> None:
-    with pytest.raises(
-        CheckpointError, match="is not supported; supported are Gemma3ForCausalLM, .*Qwen3Moe"
-    ):
+@pytest.mark.parametrize(
+    ("architectures", "says"),
+    [
+        (None, "names no architecture, so how to compute the model is not known"),
+        ([], "names no architecture, so how to compute the model is not known"),
+        (["GPT2LMHeadModel"], "architectures: 'GPT2LMHeadModel' is not supported"),
+        ("LlamaForCausalLM", "architectures must be a list of names, not 'LlamaForCausalLM'"),
+        ([3], "architectures: 3 is not supported"),
+        ([["x"]], "is not supported"),
+    ],
+)
+def test_an_unknown_architecture_lists_what_is_supported(architectures: object, says: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{says}; supported are Gemma3ForCausalLM, .*Qwen3Moe"):
         spec_of(config() | {"architectures": architectures})
+
+
+def test_a_missing_architecture_is_suggested_by_the_model_type() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"model_type 'qwen3' suggests .*\[\"Qwen3ForCausalLM\"\]; supported"
+    ):
+        spec_of(config() | {"architectures": None, "model_type": "qwen3"})
