@@ -24,6 +24,7 @@ stream = client.chat.completions.create(
     stream=True,
     stream_options={"include_usage": True},
     extra_body={"ttft_slo_ms": 60_000},  # what OpenAI's API does not know goes here
+    extra_headers={"x-paceline-receipt": "true"},
 )
 for chunk in stream:
     for choice in chunk.choices:

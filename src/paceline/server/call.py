@@ -117,6 +117,7 @@ class RequestRecord:
     num_sent: int = 0  # of the output tokens, those whose frames were written; whole answers are sent at once
     cost: Cost = NO_COST  # of all branches that have ended
     charge: Charge = field(default_factory=no_charge)
+    shows_receipt: bool = False  # whether its usage carries the receipt
     batch_id: str = ""
     predicted_ttft_s: float | None = None  # what the engine said when it took the request
     wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms

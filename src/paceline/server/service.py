@@ -194,6 +194,7 @@ class Service:
             permit.release()
             raise
         record = _record(call, body, prepared, urgency.service_class)
+        record.shows_receipt = self.counter.wants_receipt(call)
         record.charge = self.counter.open(quote, record, body.model, hides_output=body.echo.nothing_else)
         try:
             return Generation(

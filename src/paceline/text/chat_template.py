@@ -7,7 +7,7 @@ and the messages it complains about may be anything. Contents are data: nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 MAX_SOURCE_CHARS = 1_000_000
 # What a request may not set through its switches: the template's other inputs.
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
+TOOL_ROLES = ("tool", "function")
+CALLS_AS_TEXT = "write calls and their results as content of assistant and user messages"
 # Where the last message ends, for a prompt that continues it. The space tells whether the template trims.
 _END, _TRIMMED_END = "\U000f0ffd ", "\U000f0ffd"
 
@@ -80,6 +82,7 @@ class ChatTemplate:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequest(message, param="continue_final_message")
         data: dict[str, Any] = {"messages": normalize_messages(messages), "tools": normalize_tools(tools)}
+        self._check_calls(data["messages"])
         if continue_final_message:
             _mark_end(data["messages"][-1])
         settings = {
@@ -89,6 +92,15 @@ class ChatTemplate:
         }
         prompt = self._with_controls(self._template, data, {**settings, "documents": None})
         return _cut_at_end(prompt) if continue_final_message else prompt
+
+    def _check_calls(self, messages: list[dict[str, object]]) -> None:
+        """A call that the template does not show would be lost: refuse a message that consists of nothing else."""
+        if "tool_calls" in self._source:
+            return
+        for index, message in enumerate(messages):
+            if message["content"] is None:
+                place = f"messages[{index}].tool_calls cannot be shown: this model's chat template has no place for it"
+                raise InvalidRequest(f"{place}; {CALLS_AS_TEXT}", param="messages")
 
     def _with_controls(
         self, template: Template, data: dict[str, Any], settings: Mapping[str, object]
@@ -125,13 +137,13 @@ class ChatTemplate:
                 pieces.append(piece)
         except TemplateRefused:
             message = "the model's chat template does not accept these messages (roles or their order)"
-            raise InvalidRequest(message, param="messages") from None
+            raise InvalidRequest(message + _tool_hint(variables["messages"]), param="messages") from None
         except (RenderLimitExceeded, RecursionError, MemoryError):
             message = "rendering the model's chat template for these messages took too much time or memory"
             raise InvalidRequest(message, param="messages") from None
         except Exception:  # a template can fail in any way; none of them may reach the caller
             message = "the model's chat template cannot render these messages"
-            raise InvalidRequest(message, param="messages") from None
+            raise InvalidRequest(message + _tool_hint(variables["messages"]), param="messages") from None
         return "".join(pieces)
 
 
@@ -142,6 +154,15 @@ def _compiled(source: str, environment: BoundedEnvironment) -> Template:
         return environment.from_string(source)
     except Exception as error:  # Jinja's own errors, and what Python says of the code it makes
         raise InputError(f"the chat template cannot be used: {error}") from error
+
+
+def _tool_hint(messages: Sequence[Mapping[str, object]]) -> str:
+    """What to do about a conversation with tools that a template fails on; names the first message it can be."""
+    for index, message in enumerate(messages):
+        if message["role"] in TOOL_ROLES or "tool_calls" in message:
+            what = f"role {message['role']}" if message["role"] in TOOL_ROLES else "tool_calls"
+            return f"; messages[{index}] has {what}: if this model knows no tools, {CALLS_AS_TEXT}"
+    return ""
 
 
 def _switches(switches: Mapping[str, object]) -> Mapping[str, object]:

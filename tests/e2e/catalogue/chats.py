@@ -45,6 +45,7 @@ NO_ARGUMENTS: tuple[Any, ...] = (
     *('{"a": "\\ud800"}', "{", "[]", "5", 5, [], None),
     *('{"a":' * 33 + "1" + "}" * 33, "9" * 5000),
 )
+NO_TOOLS: tuple[Any, ...] = ("x", {}, 5)
 NO_CALLS: tuple[Any, ...] = (5, [5], [{}], {}, [])
 
 
@@ -194,6 +195,10 @@ def tools() -> list[Entry]:
             for value in given
         ),
         *(asking(81, route, {"tools": []}, OK) for route in (CHAT, MESSAGES, RESPONSES)),
+        *(asking(81, route, {"tools": [function], "tool_choice": "none"}, OK) for route in (CHAT, RESPONSES)),
+        *(asking(81, CHAT, {"tools": value, "tool_choice": "none"}, UNSUPPORTED) for value in NO_TOOLS),
+        asking(81, MESSAGES, {"tools": [function], "tool_choice": {"type": "none"}}, OK),
+        conversation(81, CHAT, [*calling("{}"), {"role": "tool", "tool_call_id": "c1", "content": "7"}], OK),
         asking(81, CHAT, {"functions": [function]}, UNSUPPORTED),
         *(conversation(81, CHAT, calling(value), VALUE, CONTEXT_LENGTH) for value in NO_ARGUMENTS),
         conversation(81, CHAT, calling('{"a": NaN}'), OK, VALUE),

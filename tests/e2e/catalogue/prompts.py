@@ -31,7 +31,7 @@ NAMES = (
     *("other", "../../etc/passwd", "/etc/passwd", "tiny\0", "TINY", " tiny", "tiny/adapter", "/tiny"),
     *("http://evil.example/x", "x" * 1_000_000, "\u202e", "file:///etc/passwd"),
 )
-NO_NAMES: tuple[Any, ...] = (..., None, "", 5, [], {})
+NO_NAMES: tuple[Any, ...] = ("", 5, [], {})
 # A prompt that ends inside "\u00e9", and the byte that would make it whole.
 HALF, OTHER_HALF = [70, token_id("\u00c3")], token_id("\u00a9")
 
@@ -59,6 +59,7 @@ def models() -> list[Entry]:
     routes = (*GENERATING, COUNT)
     return [
         *(asking(47, route, {"model": value}, VALUE) for route in routes for value in NO_NAMES),
+        *(asking(47, route, {"model": value}, OK) for route in routes for value in (..., None)),
         *(
             asking(48, route, {"model": "other"}, NO_MODEL, check=says_little)
             for route in (*routes, TOKENIZE)

@@ -57,11 +57,6 @@ def tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(write_model(Path(folder)), model_vocab_size=VOCAB_SIZE)
 
 
-def without_receipt(text: str) -> str:
-    """Usage as it is elsewhere; what receipts say is tested by itself."""
-    return re.sub(r',"paceline":\{.*?"price":\{[^}]*\}\}', "", text)
-
-
 def ids(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False)
 
@@ -262,12 +257,13 @@ class Api:
         caller: Caller = ANYBODY,
         method: str = "POST",
         path: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[Route, Call]:
         call = Call(
             id="id1",
             route=route,
             body=body or {},
-            headers={},
+            headers=headers or {},
             caller=caller,
             received_s=asyncio.get_running_loop().time(),
             path=path or {},

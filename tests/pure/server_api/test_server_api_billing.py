@@ -85,6 +85,29 @@ def test_every_route_writes_its_receipt_into_the_ledger(
     assert api.listener.records[0].charge.amounts.total == told["price"]["total_nano_units"]
 
 
+@pytest.mark.parametrize(
+    ("caller", "headers", "is_told"),
+    [
+        (Caller(), {}, False),
+        (Caller(), {"x-paceline-receipt": "true"}, True),
+        (Caller(), {"x-paceline-receipt": "false"}, False),
+        (Caller(prices=PRICES), {}, True),
+        (Caller(tokens_per_minute=1000), {}, True),
+        (Caller(requests_per_minute=10), {}, True),
+        (Caller(max_concurrency=2), {}, False),
+    ],
+)
+@pytest.mark.parametrize("route", BODIES)
+def test_a_receipt_is_told_where_something_is_counted_or_the_client_asks(
+    route: str, caller: Caller, headers: dict[str, str], is_told: bool
+) -> None:
+    whole = Api(says("ab", "c")).ask(route, BODIES[route], caller=caller, headers=headers)
+    assert ("paceline" in whole["usage"]) == is_told
+    options = {"stream_options": {"include_usage": True}} if route in (CHAT, COMPLETIONS) else {}
+    stream = Api(says("ab", "c")).stream(route, {**BODIES[route], **options}, caller=caller, headers=headers)
+    assert (b'"recomputed_tokens"' in stream) == is_told
+
+
 def test_what_was_made_is_sent_before_the_entry_and_the_end_after_it(ledger: Ledger, path: Path) -> None:
     async def run() -> list[tuple[bytes, list[Any]]]:
         events = await api.open(COMPLETIONS, {**TEXT, "stream": True}, caller=PAYER)

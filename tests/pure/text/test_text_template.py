@@ -58,6 +58,36 @@ def test_the_clock_is_passed_in() -> None:
     assert made.render(HELLO).text == "26 Jul 2024"
 
 
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}]
+WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "c1", "content": "7"},
+]
+
+
+def test_a_history_with_tools_is_rendered_where_the_template_shows_calls() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %} {% endfor %}"
+    )
+    assert ChatTemplate(source).render(WITH_TOOLS).text == "user:hi assistant:find tool:7 "
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", r"^messages\[1\].tool_calls cannot be shown"),
+        ("{{ raise_exception('x') }}{{ messages[0].tool_calls }}", r"; messages\[1\] has tool_calls: if"),
+        ("{{ messages[1].content + messages[1].tool_calls }}", r"; messages\[1\] has tool_calls: if"),
+    ],
+)
+def test_a_history_with_tools_that_cannot_be_shown_is_refused_by_name(source: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        ChatTemplate(source).render(WITH_TOOLS)
+    assert "write calls and their results as content of assistant and user messages" in str(refused.value)
+
+
 def test_tools_and_switches_reach_the_template() -> None:
     source = "{{ tools[0].function.name }} {{ enable_thinking }} {{ add_generation_prompt }} {{ documents is none }}"
     tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]

@@ -18,7 +18,9 @@ from paceline.server.api.openai_fields import (
     LARGEST,
     MESSAGE_SCHEMA,
     MESSAGES_MUST,
+    model_field,
     price_field,
+    tool_fields,
     urgency_fields,
     wish_fields,
 )
@@ -29,6 +31,7 @@ from paceline.server.api.openai_requests import (
     TemplateOptions,
     checked_model,
     read_price,
+    without_idle_tools,
 )
 from paceline.server.failures import UnsupportedModality
 from paceline.server.limits import RequestLimits
@@ -72,11 +75,10 @@ def count_table(limits: RequestLimits) -> FieldTable:
 def _conversation_fields(limits: RequestLimits) -> list[Field]:
     described = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": limits.messages}
     return [
-        Field(name="model", kind=Text(1), help="one of /v1/models", required=True),
+        model_field(),
         Field(name="messages", kind=Shaped((list,), MESSAGES_MUST, described), required=True),
         Field(name="system", kind=Shaped((str, list), SYSTEM_MUST), help="what the model is told first"),
-        Field(name="tools", group=Group.ONLY, only=([],)),
-        Field(name="tool_choice", group=Group.ONLY, only=({"type": "none"}, {"type": "auto"})),
+        *tool_fields({"type": "none"}, {"type": "auto"}, '{"type": "none"}'),
         Field(name="thinking", group=Group.ONLY, only=({"type": "disabled"},)),
         Field(name="mcp_servers", group=Group.ONLY, only=([],)),
         Field(name="container", group=Group.UNSUPPORTED),
@@ -89,7 +91,7 @@ def parse_messages(
     table: FieldTable, body: Mapping[str, Any], facts: ModelFacts, limits: RequestLimits, *, strict: bool
 ) -> ParsedBody:
     """A conversation; the last message of the assistant, if it is the last, is gone on with."""
-    read = table.read(body, strict=strict)
+    read = table.read(without_idle_tools(body), strict=strict)
     given = read.fields
     messages = checked_messages(given["messages"], limits, param="messages")
     turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -98,7 +100,7 @@ def parse_messages(
         turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
     stops = tuple(given.get("stop_sequences", ()))
     return ParsedBody(
-        model=checked_model(given["model"], facts),
+        model=checked_model(given.get("model"), facts),
         sampling=conversation_sampling(given, facts, given.get("max_tokens"), stop=stops),
         messages=turns,
         template=TemplateOptions(add_generation_prompt=not goes_on, continue_final_message=goes_on),

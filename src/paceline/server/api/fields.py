@@ -38,6 +38,7 @@ class Field:
     group: Group = Group.USED
     only: tuple[object, ...] = ()  # the values a field of the group ONLY may have
     required: bool = False
+    instead: str = "leave it out"  # what to do where a value of the group ONLY is refused
 
     def schema(self) -> Schema:
         described: Schema = {"enum": [*self.only, None]} if self.group is Group.ONLY else self.kind.schema()
@@ -97,7 +98,7 @@ class FieldTable:
             raise UnsupportedParameter(f"{field.name} is not supported by {self.route}", param=field.name)
         if field.group is Group.ONLY:
             if not any(type(value) is type(known) and value == known for known in field.only):
-                message = f"{field.name} is not supported; leave it out"
+                message = f"{field.name} is not supported; {field.instead}"
                 raise UnsupportedParameter(message, param=field.name)
             return False
         field.kind.check(value, field.name)

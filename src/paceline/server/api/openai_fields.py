@@ -154,7 +154,7 @@ def completions_table(limits: RequestLimits, *, serves: bool = True) -> FieldTab
 
 def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
     return [
-        Field(name="model", kind=Text(1), help="one of /v1/models", required=serves),
+        model_field(),
         *sampling_fields(limits),
         Field(name="best_of", kind=Whole(1, limits.branches), help="must equal n"),
         Field(name="prompt_logprobs", kind=Whole(0, limits.top_logprobs), help="the same for the prompt"),
@@ -162,8 +162,7 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
         *(serving_fields(limits) if serves else _not_serving()),
         *without_effect(limits),
         Field(name="parallel_tool_calls", kind=Flag(), group=Group.WITHOUT_EFFECT),
-        Field(name="tools", group=Group.ONLY, only=([],)),
-        Field(name="tool_choice", group=Group.ONLY, only=("none", "auto")),
+        *tool_fields("none", "auto", '"none"'),
         Field(name="functions", group=Group.ONLY, only=([],)),
         Field(name="function_call", group=Group.ONLY, only=("none", "auto")),
         Field(name="response_format", group=Group.ONLY, only=({"type": "text"},)),
@@ -174,6 +173,24 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
         *_unsupported("audio", "prediction", "web_search_options", "truncate_prompt_tokens"),
         *_unsupported("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *_unsupported("logits_processors", "kv_transfer_params"),
+    ]
+
+
+def model_field() -> Field:
+    return Field(name="model", kind=Text(1), help="one of /v1/models; default: the model that is served")
+
+
+def tool_fields(no_tools: object, automatic: object, written: str) -> list[Field]:
+    """No tool is ever called; tools come with a choice that rules calls out (`without_idle_tools`) or not at all."""
+    instead = f'leave it out, or send "tool_choice": {written} to have the conversation answered in text'
+    return [
+        Field(name="tools", group=Group.ONLY, only=([],), instead=instead),
+        Field(
+            name="tool_choice",
+            group=Group.ONLY,
+            only=(no_tools, automatic),
+            instead=f"send {written} or leave it out",
+        ),
     ]
 
 

@@ -110,7 +110,7 @@ class BodyParser:
 
     def parse(self, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
         """Raises InvalidRequest whose `param` names the field."""
-        read = self.table.read(body, strict=self._strict)
+        read = self.table.read(without_idle_tools(body), strict=self._strict)
         given = read.fields
         model = checked_model(given.get("model"), facts)
         common: dict[str, Any] = {
@@ -164,6 +164,13 @@ _OWN = {url: BodyParser(url, OWN_LIMITS, strict=True, serves=False) for url in (
 def parse_body(url: str, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
     """A request out of an operator's own file. Raises InvalidRequest whose `param` names the field."""
     return _OWN[url].parse(body, facts)
+
+
+def without_idle_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body without tools that it forbids to call: they would only tempt the model to write calls as text."""
+    if body.get("tool_choice") in ("none", {"type": "none"}) and isinstance(body.get("tools"), list):
+        return {name: value for name, value in body.items() if name != "tools"}
+    return body
 
 
 def checked_model(name: object, facts: ModelFacts) -> str:

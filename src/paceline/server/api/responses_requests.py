@@ -12,7 +12,9 @@ from paceline.server.api.kinds import Flag, Shaped, Text, Whole
 from paceline.server.api.openai_fields import (
     LARGEST,
     MESSAGE_SCHEMA,
+    model_field,
     serving_fields,
+    tool_fields,
     without_effect,
 )
 from paceline.server.api.openai_requests import (
@@ -22,6 +24,7 @@ from paceline.server.api.openai_requests import (
     checked_model,
     checked_salt,
     read_price,
+    without_idle_tools,
 )
 from paceline.server.failures import UnsupportedParameter
 from paceline.server.limits import RequestLimits
@@ -41,7 +44,7 @@ def responses_table(limits: RequestLimits) -> FieldTable:
     return FieldTable(
         RESPONSES,
         [
-            Field(name="model", kind=Text(1), help="one of /v1/models", required=True),
+            model_field(),
             Field(name="input", kind=Shaped((str, list), INPUT_MUST, described), required=True),
             Field(name="instructions", kind=Text(), help="what the model is told first"),
             Field(
@@ -54,8 +57,7 @@ def responses_table(limits: RequestLimits) -> FieldTable:
             Field(name="parallel_tool_calls", kind=Flag(), group=Group.WITHOUT_EFFECT),
             Field(name="max_tool_calls", kind=Whole(0, LARGEST), group=Group.WITHOUT_EFFECT),
             Field(name="text", group=Group.ONLY, only=TEXT_ONLY),
-            Field(name="tools", group=Group.ONLY, only=([],)),
-            Field(name="tool_choice", group=Group.ONLY, only=("none", "auto")),
+            *tool_fields("none", "auto", '"none"'),
             Field(name="include", group=Group.ONLY, only=([],)),
             Field(name="truncation", group=Group.ONLY, only=("disabled",)),
             Field(name="background", group=Group.ONLY, only=(False,)),
@@ -70,7 +72,7 @@ def responses_table(limits: RequestLimits) -> FieldTable:
 def parse_responses(
     table: FieldTable, body: Mapping[str, Any], facts: ModelFacts, limits: RequestLimits, *, strict: bool
 ) -> ParsedBody:
-    read = table.read(body, strict=strict)
+    read = table.read(without_idle_tools(body), strict=strict)
     given = read.fields
     source = given["input"]
     turns: list[Any]
@@ -82,7 +84,7 @@ def parse_responses(
     if "instructions" in given:
         turns.insert(0, {"role": "system", "content": given["instructions"]})
     return ParsedBody(
-        model=checked_model(given["model"], facts),
+        model=checked_model(given.get("model"), facts),
         sampling=conversation_sampling(given, facts, given.get("max_output_tokens")),
         messages=turns,
         streaming=Streaming(wanted=given.get("stream", False)),

@@ -12,7 +12,7 @@ from paceline.errors import InvalidRequest
 from paceline.server.api.describe import operation
 from paceline.server.api.fields import Field, FieldTable, ignored_header
 from paceline.server.api.kinds import Flag, ListOf, MapOf, Shaped, Text, Whole
-from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST
+from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, model_field
 from paceline.server.api.openai_requests import ParsedBody, TemplateOptions, checked_model
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
@@ -28,7 +28,7 @@ def tokenize_table(limits: RequestLimits) -> FieldTable:
     return FieldTable(
         "/tokenize",
         [
-            Field(name="model", kind=Text(1), help="one of /v1/models"),
+            model_field(),
             Field(name="prompt", kind=Text(), help="a text; or give messages"),
             Field(name="messages", kind=Shaped((list,), MESSAGES_MUST, described)),
             Field(name="add_special_tokens", kind=Flag(), help="tokens around a prompt (default)"),
@@ -45,7 +45,7 @@ def detokenize_table() -> FieldTable:
     return FieldTable(
         "/detokenize",
         [
-            Field(name="model", kind=Text(1), help="one of /v1/models"),
+            model_field(),
             Field(name="tokens", kind=ids, help="token ids", required=True),
         ],
     )

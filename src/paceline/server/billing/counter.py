@@ -12,8 +12,11 @@ from paceline.server.billing.charge import Charge, Entry
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import Opening, now_ms
 from paceline.server.billing.pricing import Pricing, Quote, engine_load
-from paceline.server.call import Caller, RequestRecord
+from paceline.server.call import Call, Caller, RequestRecord
+from paceline.server.tenant import FREE
 from paceline.serving.client import EngineClient
+
+RECEIPT_HEADER = "x-paceline-receipt"  # "true" asks for a receipt
 
 
 class Counter:
@@ -47,6 +50,13 @@ class Counter:
         quote = self._pricing.quote(caller.prices, service_class, load)
         self._pricing.check(quote, max_price)
         return quote
+
+    def wants_receipt(self, call: Call) -> bool:
+        """Whether usage carries a receipt: where something is billed or counted against the key, or the client asks."""
+        caller = call.caller
+        is_counted = caller.tokens_per_minute is not None or caller.requests_per_minute is not None
+        asks = call.headers.get(RECEIPT_HEADER, "").strip().lower() == "true"
+        return asks or is_counted or caller.prices != FREE or self._ledger is not None
 
     def open(self, quote: Quote, record: RequestRecord, model: str, *, hides_output: bool = False) -> Charge:
         """The engine has the request: from now on it has an entry."""

@@ -76,7 +76,7 @@ def check_content(headers: Mapping[str, str]) -> None:
     if kind.strip().lower() != "application/json":
         raise Refusal("unsupported_media_type")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Refusal("unsupported_media_type")
+        raise Refusal("unsupported_media_type", "The body must not be encoded: leave Content-Encoding out.")
     for parameter in parameters.split(";"):
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "charset" and value.strip(' "').lower() not in ("utf-8", "utf8"):
