@@ -193,12 +193,11 @@ class _Place:
         if parameter is None or (self.waiting is None and current.startswith("-") and not self.is_argument):
             return False
         spec = _spec(self.command, parameter)
-        return spec is None or (spec.metadata["kind"] in (str, tuple) and not spec.metadata["choices"])
+        return spec.metadata["kind"] in (str, tuple) and not spec.metadata["choices"]
 
 
 def _values(command: Any, parameter: Any) -> Iterator[tuple[str, str]]:
-    spec = _spec(command, parameter)
-    for word in (spec.metadata["choices"] if spec is not None else None) or ():
+    for word in _spec(command, parameter).metadata["choices"] or ():
         if word != OWN_CLASS:
             yield word, ""
     if parameter.metavar == "MODEL":

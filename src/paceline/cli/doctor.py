@@ -6,9 +6,14 @@ Owns what is printed and the exit code; facts are gathered in `doctor_facts`, ju
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import typer
+
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
 
 HELP = """
 Check this installation and machine for problems.
@@ -16,20 +21,29 @@ Check this installation and machine for problems.
 Prints versions, cores, memory, disk, the default model, GPU and environment variables, then problems with what to do
 about them. Exits with 1 only if something is broken.
 """
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """What `paceline doctor` takes."""
+
+    json: bool = option(False, "print one JSON object")
+
+
+PANELS = (Panel(title="Result", config=DoctorOptions, flags=(Flag(name="json"),)),)
 
 
 def add_doctor(app: typer.Typer) -> None:
-    app.command("doctor", help=HELP)(doctor)
+    add_command(app, "doctor", doctor, PANELS, HELP)
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(given: Mapping[str, Any]) -> None:
     from paceline.cli.doctor_facts import gather
     from paceline.cli.doctor_problems import find_problems
 
     facts = gather()
     problems = find_problems(facts)
-    if as_json:
+    if given["json"]:
         found = [{"problem": one.text, "is_broken": one.is_broken} for one in problems]
         typer.echo(json.dumps({**facts, "problems": found}, indent=2))
     else:

@@ -5,56 +5,70 @@ Owns what is asked and printed; finding, fetching and reading models is the chec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import Flag, Panel, add_command
+from paceline.config import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.open import Checkpoint
     from paceline.checkpoint.spec import ModelSpec
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="smollm2, org/model, org/model:file.gguf, or a path [smollm2]",
-        show_default=False,
-    ),
-]
-Kept = Annotated[str, typer.Argument(metavar="MODEL", help="name as in paceline ls")]
-Revision = Annotated[
-    str | None, typer.Option("--revision", metavar="NAME", help="branch, tag or commit on the hub [newest]")
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option("--download-dir", metavar="FOLDER", help="folder for models, instead of the caches"),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask")]
+DEFAULT = "smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOptions:
+    """What the commands take."""
+
+    name: str = option(DEFAULT, "smollm2, org/model, org/model:file.gguf, or a path")
+    kept_name: str | None = option(None, "name as in paceline ls", kind=str)
+    revision: str | None = option(None, "branch, tag or commit on the hub", kind=str)
+    download_dir: str | None = option(None, "folder for models", kind=str)
+    yes: bool = option(False, "do not ask")
+
+
+def _panel(*flags: Flag) -> tuple[Panel, ...]:
+    folder = Flag(name="download_dir", metavar="FOLDER", default="the caches")
+    return (Panel(title="Model", config=ModelsOptions, flags=(*flags, folder)),)
+
+
+PULL_PANELS = SHOW_PANELS = _panel(
+    Flag(name="name", metavar="MODEL", is_argument=True),
+    Flag(name="revision", metavar="NAME", default="newest"),
+)
+LIST_PANELS = _panel()
+REMOVE_PANELS = _panel(
+    Flag(name="kept_name", metavar="MODEL", is_argument=True), Flag(name="yes", also=("-y",))
+)
 
 
 def add_models(app: typer.Typer) -> None:
-    app.command("pull", help="Download a model, or check one that is downloaded.")(pull)
-    app.command("ls", help="List the models on this machine.")(ls)
-    app.command("show", help="Describe a model on this machine.")(show)
-    app.command("rm", help="Remove a model from the cache.")(rm)
+    add_command(app, "pull", pull, PULL_PANELS, "Download a model, or check one that is downloaded.")
+    add_command(app, "ls", ls, LIST_PANELS, "List the models on this machine.")
+    add_command(app, "show", show, SHOW_PANELS, "Describe a model on this machine.")
+    add_command(app, "rm", rm, REMOVE_PANELS, "Remove a model from the cache.")
 
 
-def pull(name: Name = "smollm2", revision: Revision = None, download_dir: Folder = None) -> None:
+def pull(given: Mapping[str, Any]) -> None:
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
 
-    path = resolve(name, revision, download_dir)
+    path = resolve(given["name"], given["revision"], _folder(given))
     open_checkpoint(path)  # what cannot be run is told now, not when it is needed
     typer.echo(str(path))
 
 
-def ls(download_dir: Folder = None) -> None:
+def ls(given: Mapping[str, Any]) -> None:
     from paceline.checkpoint.store import kept_models
 
-    models = kept_models(download_dir)
+    models = kept_models(_folder(given))
     if not models:
         typer.echo("No models here; paceline pull fetches the default one.")
         return
@@ -63,26 +77,32 @@ def ls(download_dir: Folder = None) -> None:
         typer.echo(f"{model.name:<{width}}  {_size(model.num_bytes):>9}  {model.path}")
 
 
-def show(name: Name = "smollm2", revision: Revision = None, download_dir: Folder = None) -> None:
+def show(given: Mapping[str, Any]) -> None:
     from paceline.checkpoint.names import resolve
     from paceline.checkpoint.open import open_checkpoint
 
-    path = resolve(name, revision, download_dir, local_only=True)
+    path = resolve(given["name"], given["revision"], _folder(given), local_only=True)
     lines = _description(open_checkpoint(path))
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
         typer.echo(f"{label:<{width}}  {text}")
 
 
-def rm(name: Kept, yes: Yes = False, download_dir: Folder = None) -> None:
+def rm(given: Mapping[str, Any]) -> None:
     from paceline.checkpoint.store import find_kept
 
-    model = find_kept(name, download_dir)
-    if not yes and not _confirmed(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})?"):
+    if not given["kept_name"]:
+        raise InputError("say which model to remove: paceline rm NAME; paceline ls lists them")
+    model = find_kept(given["kept_name"], _folder(given))
+    if not given["yes"] and not _confirmed(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})?"):
         typer.echo("Kept.")
         raise typer.Exit(1)
     model.remove()
     typer.echo(f"Removed {model.name}: {_size(model.num_bytes)}.")
+
+
+def _folder(given: Mapping[str, Any]) -> Path | None:
+    return None if given["download_dir"] is None else Path(given["download_dir"])
 
 
 def _confirmed(question: str) -> bool:

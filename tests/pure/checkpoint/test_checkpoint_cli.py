@@ -134,7 +134,7 @@ def test_show_tells_windows_and_experts(run: Run, tmp_path: Path) -> None:
 def test_rm_asks(run: Run, default: Path) -> None:
     refused = run("rm", "smollm2", answer="n\n")
     assert refused.exit_code == 1 and refused.output.endswith("Kept.\n") and default.exists()
-    with pytest.raises(InputError, match="nobody is there to answer; give --yes"):
+    with pytest.raises(InputError, match="there is no terminal to confirm on; give --yes"):
         run("rm", "smollm2", answer="")
     assert default.exists()
     agreed = run("rm", "smollm2", answer="y\n")
