@@ -1,10 +1,11 @@
 """What the live page costs: the engine that is watched, and the browser that draws.
 
-*Engine*: 1,024 rows on a device that takes a fixed time for a step, one of them leaving and joining in every step,
-looked at as often as the server does. Shares are of the processor time of the engine's thread, by the same
-counter that the metrics show. *Server* (with --url): the same counters of a server that runs and is busy, while this
-program watches it as a page does. *Frames* (with --frames): a simulated run with 1,024 rows on the page in Chromium,
-played at its own speed; the time the page's code takes for each frame, and the time between frames.
+*Engine*: 1,024 rows on a device that takes a fixed time for a step, looked at as often as the server does while a page
+watches, and while none does; with one row leaving and joining in every step, and without a change. Shares are of the
+processor time of the engine's thread, by the same counter that the metrics show. *Server* (with --url): the same
+counters of a server that runs and is busy, while this program watches it as a page does. *Frames* (with --frames): a
+simulated run with 1,024 rows on the page in Chromium, played at its own speed; the time the page's code takes for each
+frame, and the time between frames.
 
     python -m benchmarks.page_cost [--step-ms 5] [--seconds 10] [--frames] [--json FILE]
     python -m benchmarks.page_cost --url http://127.0.0.1:8000 [--seconds 10]    # PACELINE_ADMIN_KEY, if it has one
@@ -35,7 +36,7 @@ from paceline.core.plan import Pending, StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.server.feed import Pace
+from paceline.server.feed import UNWATCHED_INTERVAL_S, Pace
 from paceline.serving.client import EngineStats
 from paceline.serving.sight import Sight
 
@@ -63,10 +64,10 @@ class PacedRunner:
         return done
 
 
-def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
+def engine_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool) -> dict[str, float]:
     """Processor time of watching, as a share of that of the thread, and of a look and a step alone."""
     engine, runner = _full_engine()
-    runner.step_s, runner.inner.leaving = step_s, CHURN
+    runner.step_s, runner.inner.leaving = step_s, churn
     sight = Sight(engine)
     look_s, steps, next_s, pace = [], 0, 0.0, Pace()
     began_s, began_cpu = time.monotonic(), time.thread_time()
@@ -76,13 +77,15 @@ def engine_shares(step_s: float, seconds: float) -> dict[str, float]:
             sight.look()
             look_s.append(sight.cpu_s - before)
             stats = EngineStats(watch_cpu_s=sight.cpu_s, cpu_s=time.thread_time() - began_cpu)
-            next_s = time.monotonic() + pace.interval_s(stats, time.monotonic())
+            wanted_s = pace.interval_s(stats, time.monotonic()) if is_watched else UNWATCHED_INTERVAL_S
+            next_s = time.monotonic() + wanted_s
         for _ in engine.step().finished:
             _add(engine)
         steps += 1
     spent_s = time.thread_time() - began_cpu
     return {
         "rows": ROWS,
+        "rows_changed_per_step": churn,
         "step_ms": step_s * 1e3,
         "steps": steps,
         "engine_cpu_share_of_wall": spent_s / (time.monotonic() - began_s),
@@ -205,7 +208,11 @@ def main() -> None:
     if given.url:
         found["server"] = server_share(given.url.rstrip("/"), given.seconds)
     else:
-        found["engine"] = engine_shares(given.step_ms / 1e3, given.seconds)
+        for name, is_watched in (("watched", True), ("unwatched", False)):
+            for kind, churn in (("changing", CHURN), ("steady", 0)):
+                found[f"{name}, {kind}"] = engine_shares(
+                    given.step_ms / 1e3, given.seconds, churn=churn, is_watched=is_watched
+                )
     if given.frames:
         found["page"] = frame_times(given.seconds)
     text = json.dumps(found, indent=1)

@@ -13,6 +13,7 @@ from paceline.config import check_options, option
 from paceline.errors import ConfigError
 
 LOG_FORMATS = ("auto", "text", "json")
+SHOW_PROMPTS = ("auto", "always", "never")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MIB = 2**20
@@ -107,6 +108,11 @@ class ObserveConfig:
         kind=float,
     )
 
+    show_prompts: str = option(
+        "auto",
+        "show the first words of prompts on the live page; auto: on a loopback server without keys",
+        choices=SHOW_PROMPTS,
+    )
     otlp_endpoint: str | None = option(
         None,
         "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]",

@@ -94,7 +94,7 @@ def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, view
         view.keep_pictures()
         with stream(server, "one", LONG) as first, stream(server, "two", LONG) as second:
             assert next(first) and next(second)
-            view.wait("new Set(stage.segments.map((each) => each.request)).size === 2")
+            view.wait("stage.rows.size === 2")
             view.wait_for_pixels("lanes", "decode")
         view.wait("stage.rows.size === 0")
         assert {len(rows) for rows in view.pictures().values()} >= {1, 2}
@@ -138,25 +138,29 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
         with ExitStack() as stack:
             streams = [stack.enter_context(stream(server, f"{number} {PROMPT}", LONG)) for number in range(3)]
             ids = [next(each)["id"] for each in streams]
-            view.wait("stage.marks.some((mark) => mark.kind === 'recompute' && !mark.back)")
+            numbers = [
+                ask(server, "GET", f"/v1/requests/{each}/explain")["branches"][0]["number"] for each in ids
+            ]
+            theirs = f"(mark) => mark.kind === 'recompute' && !mark.back && {numbers}.includes(mark.request)"
+            view.wait(f"stage.marks.some({theirs})")
             view.wait_for_pixels("lanes", "recompute")
             view.shoot("preemption")
             for each in streams:
                 assert list(each)[-1]
         view.wait("stage.rows.size === 0")
-        gave_way = view.value("stage.marks.find((mark) => mark.kind === 'recompute').request")
+        gave_way = view.value(f"stage.marks.find({theirs}).request")
         view.page.evaluate("request => { paceline.drawer.show(request); }", gave_way)
         view.page.wait_for_selector("#drawer-state:has-text('ended')")
         told = view.page.locator("#drawer-story li").all_inner_texts()
         stories = [ask(server, "GET", f"/v1/requests/{each}/explain") for each in ids]
         (own,) = [each for each in stories if each["branches"][0]["number"] == gave_way]
         assert told == own["branches"][0]["sentences"]
-        assert any("gave way" in sentence for sentence in told)
+        assert any("was preempted" in sentence for sentence in told)
         assert own["id"] in view.page.locator("#drawer-title").inner_text()
         phases = view.page.locator("#drawer-falls span").all_inner_texts()
-        assert "gave way" in phases and "decode" in phases
+        assert "preempted: recomputed" in phases and "decode" in phases
         assert any(phase.startswith("prompt, ") for phase in phases)
-        assert any(phase.startswith("computed again, ") for phase in phases)
+        assert any(phase.startswith("recomputed, ") for phase in phases)
         view.shoot("drawer")
         view.page.keyboard.press("Escape")
         assert view.page.locator("#drawer").is_hidden()
@@ -167,8 +171,8 @@ def test_a_lane_is_clicked_for_its_story(server: ClientServer, viewer: Viewer) -
         view.wait("stage.scene !== null")
         with stream(server, "who", LONG) as answer:
             assert next(answer)
-            view.wait("stage.segments.length > 0 && paceline.lanes.lanes > 0")
-        row, request = view.value("[stage.segments[0].row, stage.segments[0].request]")
+            view.wait("stage.rows.size > 0 && paceline.lanes.lanes > 0")
+            row, request = view.value("[...stage.rows].map(([row, held]) => [row, held.request])[0]")
         box = view.page.locator("#lanes").bounding_box()
         assert box is not None
         height = view.value("paceline.lanes.height")
@@ -209,7 +213,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_refused(server: ClientServer, vie
         page.wait_for_selector("#key:visible")
         page.locator("#key-text").fill(KEY)
         page.locator("#key button").click()
-        page.wait_for_selector("#key-note:has-text('key')")
+        page.wait_for_selector("#key-note:has-text('not an admin key')")
         page.locator("#key-text").fill(ADMIN)
         page.locator("#key button").click()
         page.wait_for_selector("#link[data-state=live]")

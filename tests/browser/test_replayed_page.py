@@ -35,7 +35,7 @@ LABELS_ARE_WHOLE = """(count) => {
   const { lanes, stage } = paceline, most = stage.mostRow;
   stage.mostRow = count - 1;
   lanes.fit(count, lanes.now);
-  const { width, height } = lanes.gutter, pen = lanes.gutter.getContext("2d");
+  const { width, height } = lanes.labels, pen = lanes.labels.getContext("2d");
   const edges = [0, height - 1].flatMap((y) => [...pen.getImageData(0, y, width, 1).data]);
   stage.mostRow = most;
   return lanes.lanes === count && edges.every((value) => value === 0);
@@ -66,7 +66,7 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         page = view.page
         view.wait("stage.checked > 3")
         assert page.locator("#link").inner_text() == "recorded"
-        assert page.locator("#steering").is_hidden() and page.locator("#chat").is_hidden()
+        assert page.locator("#steering").is_hidden() and page.locator("#traffic").is_hidden()
         page.locator("#play-button").click()
         before = view.value("paceline.player().time")
         view.wait("document.getElementById('play-button').textContent === 'Play'")
@@ -84,7 +84,7 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         gave_way = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').request")
         page.evaluate("request => { paceline.drawer.show(request); }", gave_way)
         page.wait_for_selector("#drawer-story li:has-text('host memory')")
-        assert "gave way, swapped out" in page.locator("#drawer-falls span").all_inner_texts()
+        assert "preempted: swapped out" in page.locator("#drawer-falls span").all_inner_texts()
         assert view.value("stage.disagreements") == 0
         view.shoot("replay")
         follow_theme_and_window_while_paused(view)
@@ -231,6 +231,6 @@ def test_a_static_batch_shows_its_padding_in_grey_and_a_short_run_fills_the_wind
         assert view.value("stage.segments.some((each) => each.kind === 'prefill' && each.padded > 0.1)")
         assert view.pixels("lanes", "padding") > 1000
         assert view.value("paceline.charts.data[1][3].some((rate) => rate > 0)")
-        assert view.gauge("of computed tokens: padding") not in ("0 %", "–")
+        assert view.gauge("padding, of computed tokens") not in ("0 %", "–")
         assert view.value("stage.disagreements") == 0
         view.shoot("static-padding")

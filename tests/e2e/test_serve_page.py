@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,18 +37,12 @@ def ask(
         connection.close()
 
 
-def watch(server: ClientServer, count: int) -> list[dict[str, Any]]:
-    """The next messages of the feed, while somebody generates."""
+def messages(server: ClientServer, count: int, query: str = "") -> list[dict[str, Any]]:
+    """The next messages of the feed."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/v1/admin/watch", None, {"Authorization": f"Bearer {ADMIN}"})
+    connection.request("GET", f"/v1/admin/watch{query}", None, {"Authorization": f"Bearer {ADMIN}"})
     answer = connection.getresponse()
     assert answer.status == 200 and answer.getheader("content-type", "").startswith("text/event-stream")
-    body = {"model": MODEL, "prompt": "hello " * 20, "max_tokens": 200, "ignore_eos": True}
-    asked = [
-        threading.Thread(target=ask, args=(server, "POST", "/v1/completions", body, KEY)) for _ in range(4)
-    ]
-    for thread in asked:
-        thread.start()
     found: list[dict[str, Any]] = []
     try:
         while len(found) < count:
@@ -57,9 +52,24 @@ def watch(server: ClientServer, count: int) -> list[dict[str, Any]]:
                 found.append(json.loads(line[6:]))
     finally:
         connection.close()
-        for thread in asked:
-            thread.join(60)
     return found
+
+
+def watch(server: ClientServer, count: int) -> list[dict[str, Any]]:
+    """The next messages of the feed, while requests are answered."""
+    body = {"model": MODEL, "prompt": "hello " * 20, "max_tokens": 200, "ignore_eos": True}
+    asked = [
+        threading.Thread(target=ask, args=(server, "POST", "/v1/completions", body, KEY)) for _ in range(4)
+    ]
+    for thread in asked:
+        threading.Timer(0.3, thread.start).start()
+    try:
+        return messages(server, count)
+    finally:
+        for thread in asked:
+            while thread.ident is None:
+                time.sleep(0.01)
+            thread.join(60)
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(server: ClientServer) -> None:
@@ -81,15 +91,13 @@ def test_the_page_needs_no_key_and_what_it_shows_does(server: ClientServer) -> N
 
 
 def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> None:
-    messages = watch(server, 8)
-    assert [message["n"] for message in messages] == list(
-        range(messages[0]["n"], messages[0]["n"] + len(messages))
-    )
-    assert messages[0]["engine"]["first"] and not any(message["engine"]["first"] for message in messages[1:])
-    first = messages[0]["engine"]["scene"]
+    found = watch(server, 8)
+    assert [message["n"] for message in found] == list(range(found[0]["n"], found[0]["n"] + len(found)))
+    assert not any(message["engine"]["first"] for message in found[1:])
+    first = found[0]["engine"]["scene"]
     rows = dict(zip(first["rows"][0], first["rows"][1], strict=True))
     joined, ended = set(), set()
-    for message in messages[1:]:
+    for message in found[1:]:
         cut = message["engine"]
         for step in told_steps(cut):
             for row in step.get("leaves", ()):
@@ -106,19 +114,49 @@ def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> Non
     assert told["branches"][0]["sentences"]
 
 
-def test_an_engine_that_nobody_watches_any_more_pays_nothing(server: ClientServer) -> None:
-    assert watch(server, 2)
-    spent, steps = 0.0, 0.0
+def test_the_last_minute_is_there_for_a_page_that_is_opened_late(server: ClientServer) -> None:
+    body = {"model": MODEL, "prompt": "hello late page", "max_tokens": 40, "ignore_eos": True}
+    status, _, answer = ask(server, "POST", "/v1/completions", body, KEY)
+    assert status == 200
+    wanted = json.loads(answer)["id"].removeprefix("cmpl-")
+    server.wait_until(server.is_idle)
+    begun = messages(server, 1, "?past=true")[0]
+    names = {name: numbers for numbers, name, _ in begun["names"]}
+    (number,) = names[wanted]
+    assert not any(words for *_, words in begun["names"]), "prompts are not shown where there are keys"
+    found = messages(server, 1 + begun["past"] + 1, "?past=true")[1:]
+    steps = [step for message in found for step in told_steps(message["engine"])]
+    assert number in [request for step in steps for _, request in step.get("joins", ())]
+    seqs = [step["seq"] for step in steps]
+    assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+    assert "past" not in messages(server, 1)[0], "who does not ask for it is told from now on"
+    assert 0 < server.metric("watch_cpu_seconds_total") < server.metric("engine_cpu_seconds_total")
 
-    def has_stopped() -> bool:
-        """Whether two hundred steps went by for nothing."""
-        nonlocal spent, steps
-        body = {"model": MODEL, "prompt": "hello", "max_tokens": 50, "ignore_eos": True}
-        assert ask(server, "POST", "/v1/completions", body, KEY)[0] == 200
-        now = server.metric("watch_cpu_seconds_total")
-        if now != spent:
-            spent, steps = now, server.metric("engine_steps_total")
-        return server.metric("engine_steps_total") >= steps + 200
 
-    server.wait_until(has_stopped)
-    assert 0 < spent < server.metric("engine_cpu_seconds_total")
+def test_traffic_is_many_requests_over_one_connection_and_ends_with_it(server: ClientServer) -> None:
+    status, headers, stream = ask(
+        server, "POST", "/v1/admin/traffic", {"message": "hello", "count": 5}, ADMIN
+    )
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    frames = [line[6:] for line in stream.splitlines() if line.startswith(b"data: ")]
+    assert frames[-1] == b"[DONE]"
+    first, *chunks = [json.loads(frame) for frame in frames[:-1]]
+    assert len(first["ids"]) == 5 and {chunk["id"] for chunk in chunks} == set(first["ids"])
+    ended = [chunk["id"] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+    assert sorted(ended) == sorted(first["ids"])
+    for name in (first["ids"][0], first["ids"][0].removeprefix("chatcmpl-")):
+        told = json.loads(ask(server, "GET", f"/v1/admin/requests/{name}/explain", key=ADMIN)[2])
+        number = told["branches"][0]["number"]
+        by_number = json.loads(ask(server, "GET", f"/v1/admin/requests/{number}/explain", key=ADMIN)[2])
+        assert by_number["branches"][0]["sentences"] == told["branches"][0]["sentences"]
+    for body in ({"message": "hello", "count": 257}, {"message": ""}, {"count": 2}, {"message": "a", "x": 1}):
+        assert ask(server, "POST", "/v1/admin/traffic", body, ADMIN)[0] == 400
+    assert ask(server, "POST", "/v1/admin/traffic", {"message": "hello"}, KEY)[0] == 403
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    given = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
+    connection.request(
+        "POST", "/v1/admin/traffic", json.dumps({"message": "hello " * 50, "count": 64}), given
+    )
+    assert connection.getresponse().readline()
+    connection.close()
+    server.wait_until(server.is_idle)

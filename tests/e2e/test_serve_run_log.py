@@ -121,7 +121,9 @@ def test_requests_are_explained_from_the_log(stopped: Path) -> None:
         if entry[0] == "preempt"
     )
     done = paceline("explain", victim, "--log", stopped)
-    assert done.returncode == 0 and "gave way at step" in done.stdout and "came back at step" in done.stdout
+    assert (
+        done.returncode == 0 and "was preempted at step" in done.stdout and "came back at step" in done.stdout
+    )
 
 
 def test_a_server_that_was_killed_leaves_a_log_that_replays(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     start = f"had to wait at step {decision.step}: "
     who, named = decision.against, _named(decision.against)
-    waits = f" (nobody gave way to it: {decision.detail})" if decision.detail else ""
+    waits = f" (no request was preempted for it: {decision.detail})" if decision.detail else ""
     if decision.reason is Rule.ROWS:
         return f"{start}all rows were taken{f', the last by {named}' if who != NOBODY else ''}{waits}"
     if decision.reason is Rule.BUDGET:
@@ -178,13 +178,13 @@ def _stall(run: list[Decision], past: list[Decision]) -> str:
 
 
 def _preempt(run: list[Decision], past: list[Decision]) -> str:
-    parts = [_gave_way(decision) for decision in run]
+    parts = [_preempted(decision) for decision in run]
     return "; ".join(parts)
 
 
-def _gave_way(decision: Decision) -> str:
+def _preempted(decision: Decision) -> str:
     cause, kind = decision.reason.value.split(":")
-    to = f" to {_named(decision.against)}" if decision.against != NOBODY else ""
+    to = f" for {_named(decision.against)}" if decision.against != NOBODY else ""
     why = _CAUSES[cause]
     if cause == "blocks":
         why = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"
@@ -192,9 +192,7 @@ def _gave_way(decision: Decision) -> str:
         why = "which goes before it and needed its place"
     after = "copied to host memory" if kind == "swap" else "to be recomputed"
     cost = f"; expected: {decision.detail}" if decision.detail else ""
-    return (
-        f"gave way at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after}{cost})"
-    )
+    return f"was preempted at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after}{cost})"
 
 
 def _change(run: list[Decision], past: list[Decision]) -> str:

@@ -24,8 +24,10 @@ Explain why a request waited, was preempted or was rejected.
   paceline sim --rate 20 --log run.jsonl.gz
   paceline explain 17 --log run.jsonl.gz
   paceline explain chatcmpl-3f2a... --url http://localhost:8000
+  paceline explain 42 --url http://localhost:8000
 
-A server is asked with the key in PACELINE_API_KEY, and tells only about requests of that key.
+A server takes the id of an answer or the number that the live page shows. It is asked with the key in PACELINE_API_KEY,
+and tells only about requests of that key.
 """
 
 
@@ -33,7 +35,9 @@ A server is asked with the key in PACELINE_API_KEY, and tells only about request
 class ExplainOptions:
     """What `paceline explain` takes."""
 
-    request: str = option("", "number of the request in a log, or the id of a server's answer")
+    request: str = option(
+        "", "number of the request, in a log or on a server's live page, or the id of a server's answer"
+    )
     log: str = option("", "run log it is in")
     url: str = option("", "server it was sent to")
     json: bool = option(False, "print one JSON object: the sentences, and every decision by name")

@@ -16,7 +16,7 @@ import typer
 from paceline.cli.model_options import BATCH, ENGINE, MODEL, engine_options, seed_panel
 from paceline.cli.options import Flag, Panel, add_command
 from paceline.cli.serve_options import merged
-from paceline.cli.shared_flags import DIAL, POLICY
+from paceline.cli.shared_flags import DIAL, FORMING, POLICY
 from paceline.config import EngineConfig, SchedulerConfig, option
 from paceline.config_process import ProcessConfig
 from paceline.config_serve import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
@@ -117,7 +117,8 @@ PANELS = (
             *DIAL,
             *POLICY,
             Flag(name="watermark"),
-            Flag(name="long_prefill_share"),
+            Flag(name="mode"),
+            *FORMING,
         ),
     ),
     Panel(title="Engine", config=EngineConfig, optional=True, flags=TRAIL),

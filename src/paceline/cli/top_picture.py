@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,9 @@ class Picture:
         steps = told_steps(cut)
         self._steps.extend(steps)
         self._done.update((done[0], done[1]) for done in cut["done"])
+        for step, after in pairwise(steps):  # of steps that were only counted, the next one tells the end
+            if after["seq"] == step["seq"] + 1:
+                self._done.setdefault(step["seq"], after["t"])
         while self._steps and self._steps[0]["t"] < self.now_s - RATE_S:
             self._done.pop(self._steps.popleft()["seq"], None)
         where = {lane.request: lane for lane in self.lanes.values() if lane.request is not None}

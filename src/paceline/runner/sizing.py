@@ -27,7 +27,9 @@ ALONE = (
     1.0  # of a step in which nobody decodes: no stream waits for it, and larger ones compute a prompt sooner
 )
 DEFAULT_ROWS = 128
-SMALLEST_BUDGET, LARGEST_BUDGET = 16, 2048
+# A batch of 32 decodes in one step even where that takes longer than a step should: in two it would take longer still.
+SMALLEST_BUDGET, LARGEST_BUDGET = 32, 2048
+SMALLEST_STEP = 16  # tokens of the shortest step that a pace may choose
 DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode together, and what they read
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
@@ -78,7 +80,7 @@ def line_costs(
     fixed_s: float, per_token_s: float, most: int, decoding: Callable[[int, int], float]
 ) -> StepCosts:
     """What steps of up to `most` tokens take, for a pace; `decoding` times so many rows that read so much."""
-    sizes = (*range(SMALLEST_BUDGET, most, FINENESS), most)
+    sizes = (*range(SMALLEST_STEP, most, FINENESS), most)
     few, many = (decoding(DECODING_ROWS, context) for context in CONTEXTS)
     context_s = max(0.0, (many - few) / (DECODING_ROWS * (CONTEXTS[1] - CONTEXTS[0])))
     row_s = (few - fixed_s) / DECODING_ROWS - per_token_s - context_s * CONTEXTS[0]

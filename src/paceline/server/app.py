@@ -7,7 +7,7 @@ there; `open_api` adds the API when the engine and the tokenizer are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.config_serve import LOOPBACK, ServerConfig, split_list
@@ -18,6 +18,7 @@ from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import Caller
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
+from paceline.server.feed import Feed
 from paceline.server.goodput import Times
 from paceline.server.health import PUBLIC, health_routes
 from paceline.server.http.door import Door, Rules
@@ -26,6 +27,7 @@ from paceline.server.http.request import HostCheck
 from paceline.server.metrics import HttpMetrics, RequestMetrics
 from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage, name_prefix
 from paceline.server.page import PAGE, page_routes
+from paceline.server.recent_requests import RecentRequests
 from paceline.server.request_log import RequestLog
 from paceline.server.status import ServerStatus
 from paceline.server.watch_routes import watch_routes
@@ -52,6 +54,7 @@ class Api:
 
     routes: Sequence[Route]
     model_name: str
+    recent: RecentRequests = field(default_factory=RecentRequests)
     is_full: Callable[[], bool] = lambda: False
     gauges: Facts = list  # more than the application knows of
     labelled: LabelledFacts = list
@@ -86,10 +89,11 @@ class Application:
             more_counters=self._counters,
         )
         self._config = config
+        self.feed = Feed(client, self.requests)
         self._own = [
             *health_routes(self.status),
             *docs_routes(lambda: self.main.table.routes),
-            *watch_routes(client, self.requests, lambda: self.metrics.model_name),
+            *watch_routes(self.feed, client, self.requests, lambda: self.metrics.model_name),
             *page_routes(),
         ]
         if config.metrics_port is None:
@@ -110,6 +114,8 @@ class Application:
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
         self.batching.recent.note()  # what comes from now on is new
+        self.feed.recent = api.recent
+        api.recent.keeps_words = self.may_show_prompts
         self.main.replace_routes([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
@@ -120,6 +126,14 @@ class Application:
             door.rules.rates.keep_only(keyring.weights)
         self.http.callers = keyring.callers
         self.on_weights(keyring.weights)
+        if not self.may_show_prompts():
+            self.feed.past.clear()
+
+    def may_show_prompts(self) -> bool:
+        """Whether the live page may show the first words of prompts."""
+        choice = self._config.observe.show_prompts
+        is_private = self._config.is_loopback and not len(self.main.rules.keyring)
+        return choice == "always" or (choice == "auto" and is_private)
 
     def caller_of(self, tenant: str) -> Caller | None:
         """What the key of a tenant allows now; None when it is not let in."""

@@ -12,7 +12,7 @@ from paceline.audit.story import story_values
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.server.call import Caller
 from paceline.server.failures import UnknownRequestId
-from paceline.server.recent_requests import RecentRequests
+from paceline.server.recent_requests import RecentRequests, number_of
 from paceline.serving.client import EngineClient, EngineUnavailable, ExplainingClient, Told
 
 _NOW = {
@@ -50,8 +50,11 @@ class Explanations:
             return _explanation(found.id, [{**told, "decisions": []}])
         return await self._tell(found.id, found.numbers)
 
-    async def explain_number(self, number: int) -> dict[str, Any]:
-        """The same by the engine's own number of a branch, for those who may see everybody's requests."""
+    async def explain_any(self, request_id: str, caller: Caller) -> dict[str, Any]:
+        """The same for an admin: by id, or by the engine's number of one branch, which may be of any request."""
+        number = number_of(request_id)
+        if number is None:
+            return await self.explain(request_id, caller)
         return await self._tell(self._recent.id_of(number), (number,))
 
     async def _tell(self, name: str, numbers: tuple[int, ...]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from paceline.config_serve import ServerConfig
 from paceline.errors import PacelineError
-from paceline.server.app import Api, Application
+from paceline.server.app import Api, Application, Background
 from paceline.server.auth import Keyring
 from paceline.server.http.listener import Listener
 from paceline.server.logs import log
@@ -117,10 +117,13 @@ class Server:
         self._app.become_ready(self._api)
         if self._app.status.phase is Phase.STARTING:
             self._app.status.phase = Phase.SERVING
-        for part in self._api.background:
+        for part in self._parts():
             part.start()
         _settle_memory()
         self._on_ready(self._engine.client.info)
+
+    def _parts(self) -> tuple[Background, ...]:
+        return () if self._api is None else (*self._api.background, self._app.feed)
 
     # ------------------------------------------------------------ signals
 
@@ -184,7 +187,7 @@ class Server:
 
     async def _shut_down(self, listeners: list[Listener]) -> None:
         self._app.status.phase = Phase.DRAINING
-        parts = () if self._api is None else self._api.background
+        parts = self._parts()
         for part in parts:
             part.drain()
         if self._api is not None and not self._forced.is_set():

@@ -89,6 +89,7 @@ def open_api(
         return Api(
             routes=routes(service, None if batches is None else batches.routes()),
             model_name=names[0],
+            recent=service.recent,
             is_full=lambda: service.admission.is_full,
             gauges=lambda: [*admission_gauges(service.admission), *billing.gauges()],
             labelled=list if batches is None else batches.figures,

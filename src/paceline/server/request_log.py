@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.server.batches.line_run import EndedLine
-from paceline.server.call import RequestRecord
+from paceline.server.call import Call, RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import log
 from paceline.server.metrics import HttpMetrics, RequestMetrics
@@ -61,7 +61,23 @@ class RequestLog:
     def failed(self, exchange: Exchange, error: BaseException) -> None:
         log("request failed", level=logging.ERROR, error=error, id=exchange.id, route=exchange.route)
 
-    # ------------------------------------------------------------ lines of batches
+    # ------------------------------------------------------------ calls made in the process
+
+    def call_ended(self, call: Call, status: int, code: str) -> None:
+        records = self._ended.pop(call.id, [])
+        if not self._writes_lines:
+            return
+        facts: dict[str, Any] = {
+            "id": call.id,
+            "status": status,
+            "code": code,
+            "tenant": call.caller.tenant,
+        }
+        time_s = round(time.monotonic() - call.received_s, 4)
+        log(f"TRAFFIC {call.route}", **facts, time_s=time_s, **_generated(call.received_s, records))
+
+    def call_failed(self, call: Call, error: BaseException) -> None:
+        log("request failed", level=logging.ERROR, error=error, id=call.id, route=call.route)
 
     def line_ended(self, line: EndedLine) -> None:
         records = self._ended.pop(line.id, [])

@@ -322,7 +322,9 @@ class Service:
                 stream.close()
             raise
         numbers = _numbers(started)
-        self.recent.note(call.id, call.caller, numbers, urgency.service_class, timeout_s)
+        self.recent.note(
+            call.id, call.caller, numbers, urgency.service_class, timeout_s, lambda: body.shown_prompt
+        )
         return started
 
 

@@ -33,7 +33,7 @@ from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 
 HOST = "127.0.0.1"
-SUFFIX = "/requests/{number}/explain"
+SUFFIX = "/requests/{id}/explain"
 
 
 async def show(

@@ -11,6 +11,7 @@ from paceline import __version__
 from paceline.config import POLICIES
 from paceline.server.api.describe import operation
 from paceline.server.api.error_frames import openai_error_frame
+from paceline.server.api.query import choice_of, read_query
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.feed import Feed, latency_bounds
@@ -19,12 +20,11 @@ from paceline.serving.client import EngineClient
 
 
 def watch_routes(
-    client: EngineClient, requests: RequestMetrics, model_name: Callable[[], str]
+    feed: Feed, client: EngineClient, requests: RequestMetrics, model_name: Callable[[], str]
 ) -> list[Route]:
-    feed = Feed(client, requests)
-
     async def watch(call: Call) -> Answer | Events:
-        return Events(frames=feed.messages(), error_frame=openai_error_frame)
+        with_past = choice_of(read_query(call.query, ("past",)), "past", ("true", "false")) == "true"
+        return Events(frames=feed.messages(with_past=with_past), error_frame=openai_error_frame)
 
     async def about(call: Call) -> Answer | Events:
         values = {
@@ -47,6 +47,10 @@ def watch_routes(
         )
 
     return [
-        admin("/v1/admin/watch", watch, "Watch the engine step by step, as server-sent events"),
+        admin(
+            "/v1/admin/watch",
+            watch,
+            "Watch the engine step by step, as server-sent events; ?past=true begins a minute ago",
+        ),
         admin("/v1/admin/about", about, "What the engine is: sizes, device, version"),
     ]

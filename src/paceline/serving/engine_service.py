@@ -146,7 +146,6 @@ class EngineService:
     def _report(self, now_s: float) -> None:
         is_busy = self._was_busy = self._engine.has_requests
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
-        self._sight.rest()
         self._tell_of_load()
         rejected = self._channel.rejects.total
         stats = stats_of(self._engine, self._busy_s, rejected)

@@ -1,34 +1,31 @@
-"""What a watching page is shown, made in the engine's process: a film while somebody looks, each cut as JSON.
+"""What a watching page is shown, made in the engine's process: a film of its steps, each cut as JSON.
 
-The first look begins a film; who does not look again for a few seconds ends it, so that an engine nobody watches pays
-nothing, whatever became of the page. What watching costs this process is counted and told with every look. Blocks
-travel as two bits each. Knows nothing of pages.
+The first look begins the film, which goes on for as long as the engine lives: an engine that nobody looks at any more
+keeps a bounded number of notes. What watching costs this process is counted and told with every look. Blocks travel as
+two bits each. Knows nothing of pages.
 """
 
 from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import Decision
-from paceline.core.plan import StepPlan
 from paceline.engine.engine import Engine
 from paceline.serving.energy import Energy
 from paceline.watch.film import Cut, Film
 from paceline.watch.scene import ROW_COLUMNS, Scene
 
-PATIENCE_S = 5.0  # without a look
-TIMED = 16  # one note in so many is timed, for all: the clock costs as much as a note
 # How the columns are called in a message. Read by the page (stage.js, charts.js) and by `paceline top`.
 STEP_COLUMNS = {
     "seq": "seq",
     "t": "time_s",
+    "n": "count",
+    "u": "until_s",
     "d": "decode_rows",
     "p": "prefill_tokens",
     "padding": "padding",
@@ -36,7 +33,6 @@ STEP_COLUMNS = {
     "b": "budget",
     "r": "running",
     "w": "waiting",
-    "f": "blocks_free",
 }
 CHANGE_COLUMNS = {
     "cleared": "cleared",
@@ -53,45 +49,29 @@ _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
 class Sight:
-    """Looks at one engine, through a film that it takes off again, and knows what that has cost."""
+    """Looks at one engine, through a film, and knows what that has cost."""
 
     def __init__(self, engine: Engine) -> None:
-        self.cpu_s = 0.0  # of this thread, spent on watching since the start
         self._engine = engine
         self._energy = Energy()
         self._film: Film | None = None
-        self._looked_s = 0.0
+        self._looks_s = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of this thread, spent on watching since the start."""
+        return self._looks_s + (self._film.cpu_s if self._film is not None else 0.0)
 
     def look(self) -> bytes:
         """What happened since the last look, and how things stand now."""
         started_s = time.thread_time()
-        self._looked_s = time.monotonic()
         is_first = self._film is None
         if self._film is None:
-            self._film = Film(self._engine.scheduler.state)
-            self._engine.watcher = self
+            self._film = self._engine.watcher = Film(self._engine.scheduler.state)
         costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
         seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(self._film.cut())})
-        self.cpu_s += time.thread_time() - started_s
+        self._looks_s += time.thread_time() - started_s
         return seen
-
-    def rest(self) -> None:
-        """Stop when nobody has looked for a while."""
-        if self._film is not None and time.monotonic() - self._looked_s > PATIENCE_S:
-            self._film = self._engine.watcher = None
-
-    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
-        assert self._film is not None
-        if plan.seq % TIMED:
-            self._film.submitted(plan, decisions, time_s)
-            return
-        started_s = time.thread_time()
-        self._film.submitted(plan, decisions, time_s)
-        self.cpu_s += TIMED * (time.thread_time() - started_s)
-
-    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
-        assert self._film is not None
-        self._film.completed(seq, time_s, failed=failed)
 
 
 def cut_values(cut: Cut) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """What happened in an engine since the last cut: steps, who came onto a row and left it, and what was decided.
 
-Attached to an engine while somebody watches and taken off afterwards; an engine nobody watches pays nothing. A step
-costs one tuple; what it says is put together when somebody looks. Steps beyond a number are counted, and nothing more
-is kept of them until the next cut, which says how things stand then. It must not know who watches, nor how a cut
-travels.
+A step that changes something costs one tuple, whose content is put together when the film is cut. A step of plain
+decode like the one before it is only counted. Beyond a number of notes, steps are counted as dropped until the next
+cut, which holds the whole state. It must not know who watches, nor how a cut travels.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import Decision, DecisionKind
-from paceline.core.plan import StepPlan
+from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.core.values import value
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.watch.scene import Scene, scene_of
 
 Watch = Callable[[SchedulerState], RunWatcher]  # makes somebody who looks on at the engine of that state
-MOST_STEPS = 4096  # between two cuts
+MOST_STEPS = 4096  # notes between two cuts
+SAMPLED = 64  # one step in this many is timed: the clock costs as much as a note
 # What a lane or a story shows; who waited for what is asked for by request.
 TOLD = frozenset(
     {
@@ -51,10 +52,15 @@ class Noted(NamedTuple):
 
 @value
 class Steps:
-    """Steps as they were submitted, with how things stood then: columns, since most steps change nothing."""
+    """Steps as they were submitted, with how things stood then, as columns.
+
+    Steps of plain decode that changed nothing are counted with the step before them.
+    """
 
     seq: Sequence[int]
     time_s: Sequence[float]
+    count: Sequence[int]  # this step and those like it that followed at once
+    until_s: Sequence[float]  # when the last of these was submitted
     decode_rows: Sequence[int]  # those that only fill a rectangle included
     prefill_tokens: Sequence[int]  # prompt padding included
     padding: Sequence[int]  # of both, the tokens that are only padding
@@ -62,10 +68,9 @@ class Steps:
     budget: Sequence[int]
     running: Sequence[int]
     waiting: Sequence[int]
-    blocks_free: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self.seq)
+        return sum(self.count)
 
 
 Column = list[int]
@@ -115,33 +120,59 @@ class Glance:
     scene: Scene
 
 
-# What is kept of a step until somebody looks: its plan and decisions, when it was submitted, whether a step failed
-# before it, the step's flight (None while there is none), figures that the next step changes (running, waiting, blocks
-# free) and the requests that joined, in the order of the plan's joins. A plain tuple, since one is made in each step: a
-# named one takes several times as long.
-_Note = tuple[StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, int, Sequence[int]]
+# What is kept of a step until the cut: its plan and decisions, when it was submitted, whether a step failed before it,
+# its flight (None while there is none), rows in use and requests waiting, and the requests that joined, in the order of
+# the plan's joins. A plain tuple, since many are made: a named one takes several times as long.
+_Note = tuple[StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, Sequence[int]]
 
 
 class Film:
     """Takes notes of one engine's steps."""
 
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
+        self.cpu_s = 0.0  # of this thread, spent on notes: an estimate from samples
         self._state = state
+        self._queue = state.queue
         self._pools = [group.pool for group in state.kv.groups]
         self.most = most
         self._steps: list[_Note] = []
+        self._counts: list[int] = []  # by note: steps it stands for
+        self._until_s: list[float] = []  # by note: when the last of these was submitted
+        self._num_padding = self._num_waiting = 0  # as of the last note
+        self._awaited: set[int] = set()  # steps with a note that have not come back
         self._done: deque[Done] = deque()
+        self._last_done: Done | None = None  # of all steps
         self._dropped = 0
         self._cleared = False
         self._filling: NDArray[np.bool_] = _NO_ROWS  # rows that decode only padding, as of the last cut
         self._evicted = self._num_evicted()  # as of the last cut
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        started_s = 0.0 if plan.seq % SAMPLED else time.thread_time()
+        if (
+            plan.decode_rows is SAME_ROWS
+            and not decisions
+            and self._counts
+            and not plan.work.prefill_tokens
+            and plan.leaves is EMPTY
+            and plan.padding_rows == self._num_padding
+            and len(self._queue) == self._num_waiting
+            and not self._cleared
+        ):
+            self._counts[-1] += 1
+            self._until_s[-1] = time_s
+        else:
+            self._note(plan, decisions, time_s)
+        if started_s:
+            self.cpu_s += SAMPLED * (time.thread_time() - started_s)
+
+    def _note(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         state = self._state
         if len(self._steps) >= self.most:
             self._dropped += 1
             return
         request_of, joined = state.rows.request_id.item, plan.joins.row
+        self._num_waiting, self._num_padding = len(state.queue), plan.padding_rows
         self._steps.append(
             (
                 plan,
@@ -150,19 +181,23 @@ class Film:
                 self._cleared,
                 state.flights[-1] if state.flights else None,
                 state.rows.num_live,
-                len(state.queue),
-                sum([pool.num_free for pool in self._pools]),
+                self._num_waiting,
                 # Few join in a step: one by one is cheaper than all at once.
                 [request_of(row) for row in joined.tolist()] if len(joined) else (),
             )
         )
+        self._counts.append(1)
+        self._until_s.append(time_s)
+        self._awaited.add(plan.seq)
         self._cleared = False
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
-        if len(self._done) >= self.most:
-            self._done.popleft()
-        self._done.append((seq, time_s, failed))
-        self._cleared = self._cleared or failed
+        self._last_done = (seq, time_s, failed)
+        if seq in self._awaited:
+            self._awaited.discard(seq)
+            self._done.append(self._last_done)
+        if failed:
+            self._cleared = True
 
     def glance(self) -> Glance:
         """How things stand, for a cut that may be wanted later; changes nothing."""
@@ -176,7 +211,9 @@ class Film:
     def cut(self, seen: Glance | None = None) -> Cut:
         """Hand out what was noted and begin anew: with the state of now, or of a moment since the newest step."""
         seen = self.glance() if seen is None else seen
-        steps, changes, self._filling = _told(self._steps, self._filling)
+        steps, changes, self._filling = _told(self._steps, self._counts, self._until_s, self._filling)
+        if self._last_done is not None and (not self._done or self._done[-1] != self._last_done):
+            self._done.append(self._last_done)
         cut = Cut(
             steps=steps,
             changes=changes,
@@ -187,8 +224,9 @@ class Film:
             ended=seen.ended,
             scene=seen.scene,
         )
-        self._steps.clear()
+        self._steps, self._counts, self._until_s = [], [], []
         self._done.clear()
+        self._last_done = None
         self._dropped = 0
         self._evicted = seen.num_evicted
         return cut
@@ -208,15 +246,22 @@ class Film:
 _NO_ROWS: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
-def _told(notes: Sequence[_Note], filling: NDArray[np.bool_]) -> tuple[Steps, Changes, NDArray[np.bool_]]:
+def _told(
+    notes: Sequence[_Note],
+    counts: Sequence[int],
+    until_s: Sequence[float],
+    filling: NDArray[np.bool_],
+) -> tuple[Steps, Changes, NDArray[np.bool_]]:
     """The notes as columns, and the rows that decode only padding after them; `filling` are those before them."""
-    plans, decisions, times, cleared, flights, running, waiting, free, joined = (
-        zip(*notes, strict=True) if notes else ((),) * 9
+    plans, decisions, times, cleared, flights, running, waiting, joined = (
+        zip(*notes, strict=True) if notes else ((),) * 8
     )
     works = [plan.work for plan in plans]
     steps = Steps(
         seq=[plan.seq for plan in plans],
         time_s=times,
+        count=counts,
+        until_s=until_s,
         decode_rows=[work.decode_rows for work in works],
         prefill_tokens=[work.prefill_tokens for work in works],
         padding=[plan.pad_tokens + plan.padding_rows for plan in plans],
@@ -224,7 +269,6 @@ def _told(notes: Sequence[_Note], filling: NDArray[np.bool_]) -> tuple[Steps, Ch
         budget=[flight.budget if flight is not None else 0 for flight in flights],
         running=running,
         waiting=waiting,
-        blocks_free=free,
     )
     row_sets = [plan.decode_rows for plan in plans]
     spans = [plan.spans for plan in plans]

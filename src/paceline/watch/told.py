@@ -10,10 +10,24 @@ from typing import Any
 
 
 def told_steps(cut: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each step's figures, and under the name of every change that it made a list of these."""
+    """Each step's figures, and under the name of every change that it made a list of these.
+
+    Steps that were only counted are like the one they are counted with, at even distances.
+    """
     names = tuple(cut["steps"])
-    steps = [dict(zip(names, figures, strict=True)) for figures in zip(*cut["steps"].values(), strict=True)]
+    noted = [dict(zip(names, figures, strict=True)) for figures in zip(*cut["steps"].values(), strict=True)]
+    steps = [_following(step) for step in noted]
     for name, (places, *columns) in cut["changes"].items():
         for place, *entry in zip(places, *columns, strict=True):
-            steps[place].setdefault(name, []).append(entry[0] if len(entry) == 1 else entry)
-    return steps
+            steps[place][0].setdefault(name, []).append(entry[0] if len(entry) == 1 else entry)
+    return [step for several in steps for step in several]
+
+
+def _following(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A step, and those that were counted with it: they compute no prompt."""
+    count, first_s = step["n"], step["t"]
+    apart_s = (step["u"] - first_s) / max(1, count - 1)
+    found = [{**step, "n": 1, "seq": step["seq"] + at, "t": first_s + at * apart_s} for at in range(count)]
+    for later in found[1:]:
+        later |= {"p": 0, "padding": step["pr"]}
+    return found

@@ -53,11 +53,12 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
         ),
         (
             decided(DecisionKind.PREEMPT, Rule.BLOCKS_RECOMPUTE, 512, 812, 1.0, 9, 2, 3, 40),
-            "gave way at step 812 to request 40: 2 blocks were free, 3 more needed (512 tokens of KV to be recomputed)",
+            "was preempted at step 812 for request 40: 2 blocks were free, 3 more needed "
+            "(512 tokens of KV to be recomputed)",
         ),
         (
             decided(DecisionKind.PREEMPT, Rule.PAUSED_SWAP, 1, 812, 1.0),
-            "gave way at step 812: it was paused (1 token of KV copied to host memory)",
+            "was preempted at step 812: it was paused (1 token of KV copied to host memory)",
         ),
         (
             decided(DecisionKind.STALL, Rule.BLOCKS, 9, 8, 1.0, 9, 0, 1, 40),
@@ -127,7 +128,7 @@ def test_parts_of_a_prompt_are_one_sentence_and_a_return_says_what_it_cost() -> 
     back = decided(DecisionKind.RESUME, Rule.RECOMPUTE, 16, 12, 3.5, 99, 10, 4, 8)
     assert story([*chunks, gone, back])[1:] == [
         "computed 48 tokens of its prompt in parts from step 2 to step 4, each until the step's tokens were used up",
-        "gave way at step 9 to request 7: 1 block was free, 1 more needed (60 tokens of KV to be recomputed)",
+        "was preempted at step 9 for request 7: 1 block was free, 1 more needed (60 tokens of KV to be recomputed)",
         "came back at step 12 after 1.5 s: recomputed 44 tokens, 16 tokens were still in the cache "
         "(4 blocks needed, 10 free, 99 tokens of the step left)",
     ]

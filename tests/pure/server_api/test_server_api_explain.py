@@ -75,6 +75,42 @@ def test_every_branch_is_told() -> None:
     assert [branch["number"] for branch in explain(made, request_id)["branches"]] == [10, 11]
 
 
+def test_a_request_is_found_by_the_number_that_the_page_shows() -> None:
+    made = api()
+    request_id = chat(made, n=2)
+    assert explain(made, "10") == explain(made, "11") == explain(made, request_id)
+    with pytest.raises(UnknownRequestId, match="id or number"):
+        explain(made, "10", OTHER)
+
+
+def test_an_admin_asks_by_any_number_and_by_id() -> None:
+    made, admin = api(), Caller(tenant="operator", is_admin=True)
+    request_id = chat(made, n=2)
+
+    def told(name: str) -> dict[str, Any]:
+        return asyncio.run(made.service.explanations.explain_any(name, admin))
+
+    assert told("11")["id"] == "id1" and [branch["number"] for branch in told("11")["branches"]] == [11]
+    assert told(request_id)["id"] == "id1" and len(told(request_id)["branches"]) == 2
+    for unknown in ("٣", "9" * 19, "no such"):
+        with pytest.raises(UnknownRequestId):
+            told(unknown)
+
+
+def test_words_of_prompts_are_kept_only_where_they_may_be_shown() -> None:
+    made = api()
+    recent = made.service.recent
+    chat(made)
+    assert recent.newest(1)[0].words == ""
+    recent.keeps_words = lambda: True
+    parts = [{"type": "text", "text": "look  at\nthis " + "x" * 100}]
+    chat(made, messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}])
+    words = recent.newest(1)[0].words
+    assert words.startswith("look at this xxx") and words.endswith("…") and len(words) == 60
+    made.ask("/v1/completions", {"model": "tiny", "prompt": "once upon"}, caller=ME)
+    assert recent.newest(1)[0].words == "once upon"
+
+
 def test_an_admin_hears_of_everybodys_requests() -> None:
     made = api()
     found = explain(made, chat(made), Caller(tenant="operator", is_admin=True))

@@ -1,10 +1,10 @@
-"""How often the feed looks at the engine: often while that is cheap, less often where it is dear."""
+"""How often the feed looks at the engine, and what it keeps of the last minute."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.server.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace
+from paceline.server.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace, Past
 from paceline.serving.client import EngineStats
 
 
@@ -47,3 +47,21 @@ def test_an_engine_that_was_started_anew_is_judged_anew() -> None:
     assert dear > INTERVAL_S
     assert pace.interval_s(EngineStats(watch_cpu_s=0.0, cpu_s=0.1), 20.0) == dear
     assert pace.interval_s(EngineStats(watch_cpu_s=0.0001, cpu_s=9.0), 40.0) == INTERVAL_S
+
+
+def test_the_last_minute_is_kept_with_the_state_before_it() -> None:
+    past = Past(seconds=60.0)
+    for now_s in range(0, 200, 2):
+        past.add(b"%d" % now_s, float(now_s))
+    assert past.messages() == [b"%d" % now_s for now_s in range(136, 200, 2)]
+    past.drop(1000.0)
+    assert past.messages() == [b"198"], "of a time long gone only the state counts"
+
+
+def test_the_last_minute_takes_a_bounded_number_of_bytes() -> None:
+    past = Past(most_bytes=1000)
+    for now_s in range(50):
+        past.add(bytes(100), float(now_s))
+    assert len(past) == 10
+    past.add(bytes(5000), 51.0)
+    assert len(past) == 1, "the newest is kept, however large it is"

@@ -26,10 +26,9 @@ class Picture:
         self.last = 0
 
     def show(self, cut: Cut) -> None:
-        assert cut.steps.seq == sorted(set(cut.steps.seq)) and (
-            not cut.steps.seq or cut.steps.seq[0] > self.last
-        )
-        self.last = max(cut.steps.seq, default=self.last)
+        seqs = [step["seq"] for step in told_steps(cut_values(cut))]
+        assert cut.dropped or seqs == list(range(self.last + 1, self.last + 1 + len(seqs)))
+        self.last = cut.scene.seq
         for step in told_steps(cut_values(cut)):
             if "cleared" in step:
                 self.clear()
@@ -119,13 +118,29 @@ def test_what_a_block_is() -> None:
     assert len(kinds) == state.kv.groups[0].pool.usable
 
 
+def test_steps_that_change_nothing_are_counted_with_the_one_before() -> None:
+    bench = Bench(engine_config())
+    film = bench.engine.watcher = Film(bench.scheduler.state)
+    bench.add(prompt(8), 20)
+    bench.step(12)
+    cut = film.cut()
+    assert cut.steps.count == [1, 11] and cut.done[-1][0] == cut.scene.seq
+    steps = told_steps(cut_values(cut))
+    assert [step["seq"] for step in steps] == list(range(1, 13))
+    assert [step["d"] for step in steps] == [0] + [1] * 11 and [step["p"] for step in steps] == [8] + [0] * 11
+    times = [step["t"] for step in steps]
+    assert times == sorted(times) and times[-1] == cut.steps.until_s[-1]
+
+
 def test_what_is_not_fetched_is_dropped_and_counted() -> None:
     bench = Bench(engine_config())
     film = bench.engine.watcher = Film(bench.scheduler.state, most=3)
-    bench.add(prompt(8), 20)
-    bench.step(10)
+    for index in range(10):  # each step has a prompt to compute
+        bench.add(prompt(8, index), 2)
+        bench.step()
     cut = film.cut()
-    assert len(cut.steps) == 3 and cut.dropped == 7 and len(cut.done) == 3
+    assert len(cut.steps) == 3 and cut.dropped == 7
+    assert [seq for seq, *_ in cut.done] == [*cut.steps.seq, cut.scene.seq]
     again = film.cut()
     assert not len(again.steps) and again.dropped == 0
 

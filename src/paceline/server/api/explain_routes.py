@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/explain: why a request waited, gave way or ended, in sentences and in figures."""
+"""GET /v1/requests/{id}/explain: why a request waited, was preempted or ended, in sentences and in figures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from paceline.server.api.describe import operation
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
 from paceline.server.explanations import Explanations
-from paceline.server.failures import UnknownRequestId
 from paceline.server.service import Service
 
-ANY_PATH = "/v1/admin/requests/{number}/explain"
-MOST_DIGITS = 18
+ANY_PATH = "/v1/admin/requests/{id}/explain"
 
 
 def explain_routes(service: Service) -> list[Route]:
@@ -33,13 +31,11 @@ def explain_routes(service: Service) -> list[Route]:
 
 
 def explain_any_route(explanations: Explanations, path: str = ANY_PATH) -> Route:
-    """The story of whatever the engine knows, by its own number."""
+    """The story of whatever the engine knows, by its own number or by the id of the answer."""
 
     async def explain_any(call: Call) -> Answer | Events:
-        number = call.path["number"]
-        if not number.isdecimal() or len(number) > MOST_DIGITS:
-            raise UnknownRequestId("the engine's requests have numbers; this is none")
-        return Answer(body=msgspec.json.encode(await explanations.explain_number(int(number))))
+        found = await explanations.explain_any(call.path["id"], call.caller)
+        return Answer(body=msgspec.json.encode(found))
 
     return Route(
         methods=("GET",),
@@ -47,5 +43,7 @@ def explain_any_route(explanations: Explanations, path: str = ANY_PATH) -> Route
         handler=explain_any,
         takes_body=False,
         needs_admin=True,
-        openapi=operation("Tell the story of any request by the engine's number", parameters=("number",)),
+        openapi=operation(
+            "Tell the story of any request, by its id or the engine's number", parameters=("id",)
+        ),
     )

@@ -97,6 +97,17 @@ class ParsedBody:
     def num_branches(self) -> int:
         return self.sampling.n * max(1, len(self.prompts))
 
+    @property
+    def shown_prompt(self) -> str:
+        """What a user wrote last, as far as it is text."""
+        if self.messages is None:
+            return next((prompt for prompt in self.prompts if isinstance(prompt, str)), "")
+        contents = [message.get("content") for message in self.messages if message.get("role") == "user"]
+        content = contents[-1] if contents else ""
+        if isinstance(content, list):
+            content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return content if isinstance(content, str) else ""
+
 
 class BodyParser:
     """Reads bodies of one route. `serves=False` for requests out of a file, which are read strictly."""

@@ -12,10 +12,12 @@ from paceline.server.api.estimate_routes import estimate_routes
 from paceline.server.api.explain_routes import explain_routes
 from paceline.server.api.missing_routes import missing_routes
 from paceline.server.api.model_routes import model_routes
+from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
 from paceline.server.api.responses_routes import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.token_routes import token_routes
+from paceline.server.api.traffic_routes import traffic_routes
 from paceline.server.api.usage_routes import usage_routes
 from paceline.server.service import Service
 
@@ -24,14 +26,17 @@ __all__ = ["Route", "routes"]
 
 def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Route]:
     """`batches`: the routes of files and batches, where the server has them."""
+    answering = openai_routes(service)
+    (chat,) = (route.handler for route in answering if route.path == CHAT)
     return [
-        *openai_routes(service),
+        *answering,
         *model_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
         *responses_routes(service),
         *explain_routes(service),
         *admin_routes(service),
+        *traffic_routes(service, chat),
         *(disabled_routes() if batches is None else batches),
         *estimate_routes(service),
         *usage_routes(service),

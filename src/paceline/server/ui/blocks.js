@@ -1,5 +1,5 @@
 // The block map: every block of the KV cache as one cell. Two bits a block come in; see serving/sight.py. Only cells that
-// changed are drawn. A block whose prefix was given up is framed for a moment.
+// changed are drawn. A block whose prefix was evicted is framed for a moment.
 
 import { onTheme, palette } from "./colours.js";
 
@@ -75,7 +75,7 @@ export class BlockMap {
     const all = alike ? `${sizes.length} × ${number(sizes[0])}` : number(this.total);
     this.note.textContent =
       `${number(counts[2] + counts[3])} of ${all} held, ${number(counts[3])} shared (which saves ${number(scene.saved)}); ` +
-      `${number(counts[1])} free ones still hold a prefix; ${number(scene.evicted)} prefixes given up`;
+      `${number(counts[1])} free ones still hold a prefix; ${number(scene.evicted)} prefixes evicted`;
   }
 
   cell(pen, group, block, colour, framed) {

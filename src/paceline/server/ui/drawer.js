@@ -7,10 +7,12 @@ import { phases } from "./waterfall.js";
 const AGAIN_MS = 1000;
 
 export class Drawer {
-  // `onStory` is told when the story of another request is known.
-  constructor(place, stage, pathOf, onStory) {
-    Object.assign(this, { place, stage, pathOf, onStory });
-    this.request = null;
+  // `pathOf` says where a request is explained, by its number or by the id of its answer. `onStory` is told when the
+  // story of another request is known, `onClose` when there is none to see any more.
+  constructor(place, stage, names, { pathOf, onStory, onClose }) {
+    Object.assign(this, { place, stage, names, pathOf, onStory, onClose });
+    this.asked = null; // a number or an id
+    this.request = null; // the number of its first branch, once that is known
     this.told = null;
     [this.title, this.state, this.falls, this.story] = ["title", "state", "falls", "story"].map((name) => place.querySelector(`#drawer-${name}`));
     place.querySelector("#drawer-close").addEventListener("click", () => this.close());
@@ -18,52 +20,60 @@ export class Drawer {
   }
 
   close() {
+    if (this.asked === null) return;
     this.place.hidden = true;
-    this.request = this.stage.past.shown = null;
+    this.asked = this.request = this.stage.past.shown = null;
+    this.from?.focus({ preventScroll: true }); // where it was opened from
+    this.onClose();
   }
 
-  async show(request) {
-    this.request = this.stage.past.shown = request;
+  async show(asked) {
+    if (this.asked === null) this.from = document.activeElement;
+    this.asked = asked;
+    this.request = this.stage.past.shown = typeof asked === "number" ? asked : null;
     this.told = null;
     this.place.hidden = false;
-    this.title.textContent = `Request ${request}`;
+    this.title.textContent = `Request ${asked}`;
     this.state.textContent = "";
     this.story.replaceChildren(line("…"));
     this.falls.replaceChildren();
     this.place.querySelector("#drawer-close").focus({ preventScroll: true });
-    while (this.request === request && (await this.ask(request))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
+    while (this.asked === asked && (await this.ask(asked))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
   }
 
   // Whether there may be more to tell later.
-  async ask(request) {
+  async ask(asked) {
     try {
-      const told = await ask(this.pathOf(request));
-      if (this.request !== request) return false;
+      const told = await ask(this.pathOf(asked));
+      if (this.asked !== asked) return false;
       const isNew = !this.told;
       this.told = told;
-      if (isNew) this.onStory();
-      if (told.id) this.title.textContent = `Request ${request} · ${told.id}`;
-      const ended = told.branches.every((branch) => branch.state === "ended");
+      this.request ??= told.branches[0].number ?? null;
+      this.stage.past.shown = this.request;
+      if (isNew) this.onStory(this.request);
+      const words = this.names.known.get(this.request)?.words;
+      this.title.textContent = [`Request ${this.request ?? ""}`.trim(), told.id, words && `“${words}”`].filter(Boolean).join(" · ");
+      const ended = told.branches.every((branch) => branch.state === "ended" || branch.state === "refused");
       this.state.textContent = told.branches.map((branch) => branch.state).join(", ");
       this.story.replaceChildren(...told.branches.flatMap((branch) => branch.sentences.map(line)));
       this.draw();
       return !ended;
     } catch (error) {
-      if (this.request === request && !this.told) this.story.replaceChildren(line(error.message));
-      return this.request === request && !this.told && error.status !== 404;
+      if (this.asked === asked && !this.told) this.story.replaceChildren(line(error.message));
+      return this.asked === asked && !this.told && error.status !== 404;
     }
   }
 
   // When the request that is shown came onto a row; null where none is, or never did.
   began() {
     const times = this.told?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
-    return this.request === null || !times.length ? null : Math.min(...times);
+    return this.asked === null || !times.length ? null : Math.min(...times);
   }
 
   draw() {
-    if (this.request === null || !this.told || !this.stage.scene) return;
-    const own = this.stage.wayOf(this.request);
-    const found = this.told.branches.flatMap((branch) => phases(branch.decisions, own, this.stage.scene.time_s));
+    if (this.asked === null || !this.told || !this.stage.scene) return;
+    const now = this.stage.scene.time_s;
+    const found = this.told.branches.flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
     const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));
     this.falls.replaceChildren(
       ...found.map((phase) => {

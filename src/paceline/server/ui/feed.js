@@ -15,7 +15,8 @@ export const keyring = {
   set(key) {
     kept = key;
     try {
-      sessionStorage.setItem(KEY, key);
+      if (key) sessionStorage.setItem(KEY, key);
+      else sessionStorage.removeItem(KEY);
     } catch {} // kept for as long as the page is open
   },
 };
@@ -34,15 +35,16 @@ export async function ask(path, body = undefined) {
   return found;
 }
 
-// Calls `onMessage` with each message and `onState` with "live", "key" or "lost"; goes on until the signal, if there is one.
+// Whether the server refused a request for its key: it has none, a wrong one, or one that is no admin's.
+export const isKeyProblem = (status) => status === 401 || status === 403;
+
+// Calls `onMessage` with each message and `onState` with "live", "key" and the status, or "lost" and a note; goes on until
+// the signal, if there is one.
 export async function follow(path, onMessage, onState, signal = undefined) {
   for (let pause = 500; ; pause = Math.min(pause * 2, 8000)) {
     try {
       const answer = await fetch(path, { headers: headers(), signal });
-      if (answer.status === 401 || answer.status === 403) {
-        const body = await answer.json();
-        return onState("key", body.error?.message || "");
-      }
+      if (isKeyProblem(answer.status)) return onState("key", answer.status);
       if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
       onState("live", "");
       pause = 500;

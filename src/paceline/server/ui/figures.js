@@ -97,8 +97,8 @@ export function drawGauges(place, figures, scene, blocks, numSlots) {
     ["output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
     ["KV blocks held", percent(held)],
     ["prompt tokens found cached", percent(figures.share((each) => each.cached, (each) => each.prompt))],
-    ["of computed tokens: padding", percent(figures.share((each) => each.padding, (each) => each.computed))],
-    ["gave way: again / swapped", `${computed.toLocaleString("en")} / ${scene.swapped.toLocaleString("en")}`],
+    ["padding, of computed tokens", percent(figures.share((each) => each.padding, (each) => each.computed))],
+    ["preempted: recomputed / swapped", `${computed.toLocaleString("en")} / ${scene.swapped.toLocaleString("en")}`],
     ["finished", scene.finished],
   ];
   if (figures.kept.at(-1).costs) values.push(...costs(figures));
@@ -167,5 +167,5 @@ export function drawTenants(place, scene) {
       return line;
     }),
   );
-  if (!lines.length) place.textContent = "Nobody has a row.";
+  if (!lines.length) place.textContent = "No request is running.";
 }

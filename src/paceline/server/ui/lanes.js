@@ -1,22 +1,25 @@
-// The line: one lane per row, time to the right. What has happened is painted once, on a tape that only moves; a frame
+// Batch rows: one lane per row, time to the right. What has happened is painted once, on a tape that only moves; a frame
 // copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
 import { onTheme, palette } from "./colours.js";
 import { BAND, DECODE, FINISH, PADDING, PREFILL, REDO } from "./stage.js";
 
-export const WINDOW_S = 20; // that can be seen
-const LABEL = 34, MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
+const WINDOW_S = 20; // that can be seen, unless something else is chosen
+const DIGITS = 34; // pixels left of the lanes for their numbers
+const MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
 const DIGIT = 7; // pixels, the height of a label's digits
-const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "computes again", [DECODE]: "decode", [PADDING]: "padding" };
+const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding" };
 const KINDS = [BAND, DECODE, PADDING, PREFILL, REDO]; // in the order they are drawn
 
 export class Lanes {
-  constructor(canvas, stage, onPick) {
+  // `gutterOf` says how many pixels of a width are left free for names; without it the lanes have numbers.
+  constructor(canvas, stage, onPick, gutterOf = null) {
+    this.gutterOf = gutterOf;
     this.canvas = canvas;
     this.scroll = canvas.parentElement;
     this.stage = stage;
     this.tape = document.createElement("canvas");
-    this.gutter = document.createElement("canvas");
+    this.labels = document.createElement("canvas");
     this.lanes = 0;
     this.now = 0;
     this.during(-Infinity, Infinity);
@@ -32,10 +35,18 @@ export class Lanes {
   }
 
   // The time to show: a run shorter than the window fills it, and any run does so from its beginning, from the left.
-  during(first, last) {
-    this.first = first;
-    this.windowS = Math.min(WINDOW_S, Math.max(0.1, last - first));
+  during(first, last, windowS = WINDOW_S) {
+    Object.assign(this, { first, last });
+    this.windowS = Math.min(windowS, Math.max(0.1, last - first));
     this.lanes = 0; // everything is to be sized again
+  }
+
+  // Scrolls to a lane.
+  reveal(row) {
+    const top = row * this.height, room = this.scroll.clientHeight;
+    if (top < this.scroll.scrollTop || top + this.height > this.scroll.scrollTop + room) {
+      this.scroll.scrollTop = top - (room - this.height) / 2;
+    }
   }
 
   // The time at the right edge.
@@ -52,7 +63,8 @@ export class Lanes {
     this.height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, Math.floor(ROOM / lanes)));
     this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
     this.canvas.style.height = `${lanes * this.height}px`;
-    this.rate = Math.max(1, Math.floor(((width - LABEL) * scale) / this.windowS)); // pixels for a second
+    this.gutter = this.gutterOf ? this.gutterOf(width) : DIGITS;
+    this.rate = Math.max(1, Math.floor(((width - this.gutter) * scale) / this.windowS)); // pixels for a second
     this.span = Math.ceil(this.rate * this.windowS);
     size(this.canvas, width * scale, lanes * this.height * scale);
     size(this.tape, 2 * this.span, lanes * this.height * scale);
@@ -61,8 +73,9 @@ export class Lanes {
   }
 
   label() {
-    size(this.gutter, LABEL * this.scale, this.lanes * this.height * this.scale);
-    const pen = this.gutter.getContext("2d"), every = Math.max(1, Math.ceil(13 / this.height));
+    size(this.labels, this.gutter * this.scale, this.lanes * this.height * this.scale);
+    if (this.gutterOf) return;
+    const pen = this.labels.getContext("2d"), every = Math.max(1, Math.ceil(13 / this.height));
     pen.scale(this.scale, this.scale);
     pen.font = "10px system-ui";
     pen.fillStyle = palette().quiet;
@@ -146,7 +159,7 @@ export class Lanes {
     pen.drawImage(this.tape, from + cut, top, this.span - cut, high, left + cut, top, this.span - cut, high);
     this.goOn(pen, left - from, top, high);
     pen.clearRect(0, top, left, high);
-    pen.drawImage(this.gutter, 0, top, left, high, 0, top, left, high);
+    if (!this.gutterOf) pen.drawImage(this.labels, 0, top, left, high, 0, top, left, high);
   }
 
   // What goes on now, from where the tape ends.

@@ -10,15 +10,20 @@ export function ofSteps(steps, now) {
   const runs = stretches(steps), group = Math.ceil(steps.length / MOST_POINTS), points = [];
   const add = (at, step) => points.push([at - now, useful(step), decoded(step), step.padding ? step.p + step.d : null, step.b || null]);
   for (const { found, end } of runs) {
-    for (const step of thinned(found, group, (each) => each.p + each.d)) add(step.t, step);
+    for (const step of thinned(found, group, (each) => each.p + each.d)) {
+      add(step.t, step);
+      if (step.n > 1) add(step.u, following(step));
+    }
     // The last one holds until it is done, and is wide enough to be seen where it is the only one.
-    const last = found.at(-1), held = Math.max(end ?? now, last.t + REST_S), until = Math.max(last.t, Math.min(now, held));
-    add(until, last);
+    const last = found.at(-1), held = Math.max(end ?? now, last.u + REST_S), until = Math.max(last.u, Math.min(now, held));
+    add(until, last.n > 1 ? following(last) : last);
     points.push([until - now, null, null, null, null]);
   }
   return columns(points, 5);
 }
 
+// The steps that were counted with a step: they decode, and compute no prompt.
+const following = (step) => ({ ...step, p: 0, padding: step.pr });
 const useful = (step) => step.p + step.d - step.padding;
 const decoded = (step) => step.d - step.pr; // by rows that have not had their last token
 
@@ -31,18 +36,23 @@ export function ofSeconds(steps, unknown, told, now, span) {
     const seen = !unknown.some(({ from, to }) => from < (at + 1) * size && to > at * size);
     found.push([(at + 0.5) * size - now, seen ? 0 : null, seen ? 0 : null, null]);
   }
-  for (const step of steps) {
-    const stretch = found[Math.floor(step.t / size) - first];
-    if (!stretch || stretch[1] === null) continue;
+  const add = (at, step) => {
+    const stretch = found[Math.floor(at / size) - first];
+    if (!stretch || stretch[1] === null) return;
     stretch[1] += useful(step) / size;
     stretch[2] += decoded(step) / size;
     if (step.padding) stretch[3] = (stretch[3] ?? 0) + step.padding / size;
+  };
+  for (const step of steps) {
+    add(step.t, step);
+    const more = step.n > 1 ? following(step) : null;
+    for (let later = 1; later < step.n; later++) add(step.t + ((step.u - step.t) * later) / (step.n - 1), more);
   }
   for (const stretch of found) if (stretch[3] !== null) stretch[3] += stretch[1];
   return columns(found, 4);
 }
 
-// Who ran and waited: [ago, running, waiting, rows]. Each count holds until the next one.
+// Requests that ran and waited: [ago, running, waiting, rows]. Each count holds until the next one.
 export function ofRequests(counts, numSlots, now) {
   const changes = counts.filter((each, at) => !at || each.r !== counts[at - 1].r || each.w !== counts[at - 1].w);
   const holds = ({ r, t }, at) => r === null || (changes[at + 1]?.t ?? now) - t > REST_S;
@@ -57,11 +67,11 @@ function stretches(steps) {
   let end = -Infinity;
   for (const step of steps) {
     if (step.t - end > REST_S) runs.push({ found: [], end: null });
-    end = Math.max(end, step.done ?? step.t);
+    end = Math.max(end, step.done ?? step.u, step.u);
     runs.at(-1).found.push(step);
     runs.at(-1).end = step.done === null ? null : end;
   }
-  for (const run of runs.slice(0, -1)) run.end ??= run.found.at(-1).t; // how it ended was not seen
+  for (const run of runs.slice(0, -1)) run.end ??= run.found.at(-1).u; // how it ended was not seen
   return runs;
 }
 

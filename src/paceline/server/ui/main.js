@@ -2,33 +2,46 @@
 
 import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
-import { chat } from "./chat.js";
 import { Drawer } from "./drawer.js";
 import { onTheme } from "./colours.js";
-import { ask, follow, keyring } from "./feed.js";
+import { ask, follow, isKeyProblem, keyring } from "./feed.js";
 import { Figures, drawGauges, drawLatencies, drawTenants } from "./figures.js";
+import { LaneList } from "./lane_list.js";
 import { Lanes } from "./lanes.js";
+import { Names } from "./names.js";
 import { Player } from "./player.js";
 import { Queue } from "./queue.js";
-import { Stage } from "./stage.js";
+import { KEPT_S, Stage } from "./stage.js";
 import { Steering } from "./steer.js";
+import { Traffic } from "./traffic.js";
 
 const byId = (id) => document.getElementById(id);
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
-const explanation = (request) => `${explained}/requests/${request}/explain`;
-const drawer = new Drawer(byId("drawer"), stage, explanation, () => player?.reach());
-const pick = (request) => drawer.show(request);
-const lanes = new Lanes(byId("lanes"), stage, pick), queue = new Queue(byId("queue"), byId("queue-note"), stage, pick);
-let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null;
+const names = new Names();
+const drawer = new Drawer(byId("drawer"), stage, names, {
+  pathOf: (request) => `${explained}/requests/${encodeURIComponent(request)}/explain`,
+  onStory: opened,
+  onClose: () => setHash(""),
+});
+const pick = (request) => setHash(`#request=${request}`);
+const gutterOf = (width) => (width > 700 ? 190 : 104);
+const lanes = new Lanes(byId("lanes"), stage, pick, gutterOf), list = new LaneList(byId("lane-list"), lanes, stage, names, pick);
+const queue = new Queue(byId("queue"), byId("queue-note"), stage, names, pick);
+const traffic = new Traffic(byId("traffic"), byId("traffic-note"), byId("traffic-answers"));
+let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null, opening = 0;
 let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
-const FLASH_S = 1; // how long ago a prefix may have been given up to be framed
+const FLASH_S = 1; // how long ago a prefix may have been evicted to be framed
 const CHARTS_MS = 500; // a minute wide, they hardly move in between
-const REST_MS = 100; // between two drawings of what is not the line: a fast replay brings messages in every frame
+const REST_MS = 100; // between two drawings of what is not a lane: a fast replay brings messages in every frame
+const KEY_NOTES = {
+  401: "The server does not know this key.",
+  403: "The server knows this key, but it is not an admin key. This page needs one.",
+};
 
 // For tests and the curious.
-window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames, player: () => player };
+window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames, names, list, traffic, player: () => player };
 
 function take(message) {
   stage.apply(message);
@@ -38,6 +51,9 @@ function take(message) {
 }
 
 function received(message) {
+  names.add(message.names);
+  if (!message.engine) return begin(message.past);
+  opening = Math.max(0, opening - 1);
   take(message);
   if (message.engine.unavailable) return tell("lost", message.engine.unavailable);
   tell("live", "");
@@ -47,35 +63,51 @@ function received(message) {
   fresh = true;
 }
 
+// The feed begins, with messages of the last minute: nothing is drawn before they are here.
+function begin(numPast) {
+  forget();
+  lanes.lanes = 0;
+  ahead = null;
+  opening = numPast;
+}
+
+function forget() {
+  stage.reset();
+  figures.reset();
+  blocks.reset();
+  blocks.evicted.clear();
+  charted = 0;
+}
+
 function played(messages, anew) {
-  if (anew) {
-    stage.reset();
-    figures.reset();
-    blocks.reset();
-    blocks.evicted.clear();
-    charted = 0;
-  }
+  if (anew) forget();
   messages.forEach(take);
   if (anew && lanes.lanes) lanes.repaint(player.time);
   else lanes.commit();
   fresh = true;
 }
 
+// How the page stands with its server: "live", "recorded", "lost" with a note, or "key" with the status of the refusal.
 function tell(state, note) {
   const link = byId("link"), words = { live: "live", key: "needs a key", recorded: "recorded" };
   if (link.dataset.state === state && state === "live") return;
   link.dataset.state = state;
   link.textContent = words[state] || note || "connecting";
   byId("key").hidden = state !== "key";
-  if (state === "key") byId("key-note").textContent = keyring.get() ? note : "";
+  document.body.classList.toggle("locked", state === "key");
+  if (state !== "key") return;
+  byId("key-note").textContent = keyring.get() ? KEY_NOTES[note] : "";
+  keyring.set(""); // a key that is refused is not kept
+  byId("key-text").focus();
 }
 
 function draw(at) {
   const began = performance.now();
   player?.tick(Math.min(0.25, (at - before) / 1000));
   before = at;
-  if (stage.scene && !document.hidden) {
+  if (stage.scene && !opening && !document.hidden) {
     const now = player ? player.time : performance.now() / 1000 - ahead;
+    if (!lanes.lanes && !player) showLast(now);
     lanes.draw(now, engine.max_num_seqs);
     // Up to when everything is known: a run that is over has no messages where nothing happened.
     const told = player && stage.isIdle() ? now : stage.scene.time_s;
@@ -85,6 +117,14 @@ function draw(at) {
     if (frames.length > 600) frames.shift();
   }
   requestAnimationFrame(draw);
+}
+
+// A page that is opened late shows what there is of the last minute.
+function showLast(now) {
+  const last = stage.steps.at(-1)?.u ?? now, select = byId("window");
+  if (now - last < Number(select.value) || now - last > KEPT_S) return;
+  select.value = String(KEPT_S);
+  lanes.during(lanes.first, lanes.last, KEPT_S);
 }
 
 // Everything that hardly changes between two messages.
@@ -99,6 +139,7 @@ function drawRest(now, told, at) {
   drawLatencies(byId("latencies"), figures);
   drawTenants(byId("tenants"), stage.scene);
   queue.draw(now);
+  list.draw(drawer.request);
   drawer.draw();
 }
 
@@ -123,7 +164,7 @@ async function start() {
   try {
     about = await ask("/v1/admin/about");
   } catch (error) {
-    if (error.status === 401 || error.status === 403) return tell("key", error.message);
+    if (isKeyProblem(error.status)) return tell("key", error.status);
     tell("lost", error.message);
     return setTimeout(start, 1000);
   }
@@ -137,15 +178,37 @@ async function start() {
     engine = about.engine;
     describe(about.model);
     steering ??= new Steering(byId("steering"), about.policies);
-    follow("/v1/admin/watch", received, tell);
+    follow("/v1/admin/watch?past=true", received, tell);
   }
+  linked();
+}
+
+// The address names the request whose story is shown: by the number the page shows, or by the id its client was given.
+function linked() {
+  const asked = new URLSearchParams(location.hash.slice(1)).get("request");
+  if (!asked) drawer.close();
+  else if (about) drawer.show(/^\d+$/.test(asked) ? Number(asked) : asked);
+}
+
+function setHash(hash) {
+  if (location.hash === hash) return linked();
+  history.replaceState(null, "", hash || location.pathname);
+  linked();
+}
+
+// The story of a request is known, and with it the number of its first branch: its lane is scrolled to.
+function opened(request) {
+  player?.reach();
+  const row = stage.laneOf(request);
+  if (row !== undefined && lanes.lanes) lanes.reveal(row);
+  list.reach(row ?? -1);
 }
 
 function chosen(run, index) {
   engine = run.engine;
   explained = `/v1/admin/recordings/${index}`;
   drawer.close();
-  lanes.during(run.times[0], run.times.at(-1));
+  lanes.during(run.times[0], run.times.at(-1), Number(byId("window").value));
   charts.during(run.times.at(-1) - run.times[0]);
   describe(run.name);
 }
@@ -155,7 +218,8 @@ byId("key").addEventListener("submit", (event) => {
   keyring.set(byId("key-text").value.trim());
   start();
 });
-chat(byId("chat"), byId("chat-answers"), () => about?.model);
+byId("window").addEventListener("change", () => lanes.during(lanes.first, lanes.last, Number(byId("window").value)));
+addEventListener("hashchange", linked);
 onTheme(again);
 addEventListener("resize", again);
 start();

@@ -1,12 +1,12 @@
-// Who waits, in the policy's order: a bar each, as long as it has waited. Those that gave way show how.
+// Requests that wait, in the policy's order: a bar each, as long as it has waited. Preempted ones have the colour of how.
 
 import { palette } from "./colours.js";
 
-const SHOWN = 8, HEIGHT = 16, LABEL = 150;
+const SHOWN = 8, HEIGHT = 16, LABEL = 190, LONGEST = 24;
 
 export class Queue {
-  constructor(canvas, note, stage, onPick) {
-    Object.assign(this, { canvas, note, stage });
+  constructor(canvas, note, stage, names, onPick) {
+    Object.assign(this, { canvas, note, stage, names });
     this.shown = [];
     canvas.addEventListener("click", (event) => {
       const waiting = this.shown[Math.floor(event.offsetY / HEIGHT)];
@@ -18,7 +18,7 @@ export class Queue {
     const scene = this.stage.scene, scale = devicePixelRatio || 1, width = this.canvas.clientWidth;
     this.shown = scene.waiting.slice(0, SHOWN);
     const more = scene.num_waiting - this.shown.length;
-    this.note.textContent = scene.num_waiting ? (more > 0 ? `and ${more.toLocaleString("en")} more wait` : "") : "Nobody waits.";
+    this.note.textContent = scene.num_waiting ? (more > 0 ? `and ${more.toLocaleString("en")} more wait` : "") : "No request waits.";
     this.canvas.style.height = `${this.shown.length * HEIGHT}px`;
     this.canvas.width = width * scale;
     this.canvas.height = this.shown.length * HEIGHT * scale;
@@ -33,7 +33,7 @@ export class Queue {
     bars.forEach((bar, index) => {
       const y = index * HEIGHT, long = Math.max(2, (bar.waited / longest) * room);
       pen.fillStyle = colours.ink;
-      pen.fillText(`request ${bar.request}, ${bar.tokens.toLocaleString("en")} tokens`, 2, y + 11, LABEL - 8);
+      pen.fillText(`${this.names.shortLabel(bar.request, LONGEST)}, ${bar.tokens.toLocaleString("en")} tokens`, 2, y + 11, LABEL - 8);
       pen.fillStyle = colours[bar.kind];
       pen.fillRect(LABEL, y + 3, long, HEIGHT - 6);
       pen.fillStyle = colours.quiet;

@@ -35,19 +35,20 @@ export class Stage {
   reset() {
     this.rows = new Map(); // row -> { request, joined, band, open, again }
     this.rowOf = new Map(); // request -> row
+    this.latest = new Map(); // row -> { request, left }: the last one on it, and when it left; null while it is there
     // { row, request, from, to, kind, tokens, padded, seq }; `to` is null while it goes on, `padded` the share of a prompt's
     // part that is padding
     this.segments = [];
     this.marks = []; // { row, request, at, kind, rule, back }
-    this.steps = []; // { seq, t, done, open, d, p, padding, pr, b, r, w, f } and what changed
+    this.steps = []; // { seq, t, n, u, done, open, d, p, padding, pr, b, r, w } and what changed; `n` steps up to the time `u`
     this.bySeq = new Map();
     this.counts = []; // { t, r, w } of steps and of states: how many ran and waited from then on; null: not known
-    this.unknown = [{ from: -Infinity, to: Infinity }]; // stretches of time nobody has seen
+    this.unknown = [{ from: -Infinity, to: Infinity }]; // stretches of time that were not seen
     this.past.reset();
     this.active = new Set(); // segments that go on
     this.ended = []; // segments that have ended and marks that came, since a picture took them
     this.newMarks = [];
-    this.gone = new Map(); // request -> { at, kind } of those that gave way and are not back
+    this.gone = new Map(); // request -> { at, kind } of those that were preempted and are not back
     this.back = new Map(); // request -> how it comes back, between the note and the join
     this.early = new Set(); // requests whose end is known before a step notes it
     this.leftEarly = new Map(); // request -> the row it left since the newest step
@@ -92,13 +93,13 @@ export class Stage {
     this.seq = cut.scene.seq;
   }
 
-  // Nobody has seen what happened between the last state and a time.
+  // What happened between the last state and a time was not seen.
   miss(until) {
     const from = this.scene?.time_s ?? -Infinity;
     if (this.scene) this.counts.push({ t: from, r: null, w: null });
     else this.unknown = [];
     this.unknown.push({ from, to: until });
-    for (const step of this.steps) step.done ??= step.t;
+    for (const step of this.steps) step.done ??= step.u;
   }
 
   // Rows that were left since the newest step: an engine with nothing to do makes no step that would say so.
@@ -135,15 +136,17 @@ export class Stage {
     this.steps.push(step);
     this.bySeq.set(step.seq, step);
     this.counts.push({ t: step.t, r: step.r, w: step.w });
-    this.seq = step.seq;
     this.onStep?.(step.seq, this);
+    this.seq = step.seq + step.n - 1; // with the steps like it that followed
+    this.bySeq.set(this.seq, step);
+    if (step.n > 1) this.onStep?.(this.seq, this);
   }
 
   complete(seq, at) {
     const step = this.bySeq.get(seq);
     if (!step) return;
     step.done = at;
-    for (const segment of step.open || []) this.end(segment, at);
+    if (seq === step.seq) for (const segment of step.open || []) this.end(segment, at);
   }
 
   note([kind, request, rule, , , at]) {
@@ -172,6 +175,7 @@ export class Stage {
     const how = this.back.get(request), band = this.open(BAND, row, request, at);
     this.rows.set(row, { request, joined: at, band, open: null, again: how === RECOMPUTE });
     this.rowOf.set(request, row);
+    this.latest.set(row, { request, left: null });
     this.mostRow = Math.max(this.mostRow, row);
     if (how) this.mark(row, request, at, how, "resume", true);
     this.back.delete(request);
@@ -184,6 +188,7 @@ export class Stage {
     this.rest(row, at);
     this.end(held.band, at);
     this.rows.delete(row);
+    this.latest.get(row).left = at;
     if (this.rowOf.get(held.request) === row) this.rowOf.delete(held.request);
   }
 
@@ -247,7 +252,17 @@ export class Stage {
     return news;
   }
 
-  // Nobody runs and nobody waits.
+  // Tokens that were decoded since a time, padding left out; steps that are counted together are spread evenly.
+  decodedSince(since) {
+    let tokens = 0;
+    for (let at = this.steps.length - 1; at >= 0 && this.steps[at].u > since; at--) {
+      const { t, u, n, d, pr } = this.steps[at], share = t >= since ? 1 : (u - since) / (u - t);
+      tokens += (d - pr) * n * share;
+    }
+    return tokens;
+  }
+
+  // No request runs or waits.
   isIdle() {
     return !this.scene.rows[0].length && !this.scene.num_waiting;
   }
@@ -255,6 +270,11 @@ export class Stage {
   // Nothing has happened since the last message.
   restUntil(until) {
     if (until > this.scene.time_s) this.forget(until - KEPT_S);
+  }
+
+  // The row a request is on, or was on last; undefined where that is not known.
+  laneOf(request) {
+    return this.rowOf.get(request) ?? this.segments.findLast((segment) => segment.request === request)?.row;
   }
 
   // Everything that is known of a request's way, in order.
@@ -269,8 +289,11 @@ export class Stage {
     this.past.forget(isHere, before);
     this.segments = this.segments.filter((segment) => !isOld(segment));
     this.marks = this.marks.filter((mark) => mark.at > before);
-    const old = this.steps.findIndex((step) => step.t > before);
-    for (const step of this.steps.splice(0, old < 0 ? this.steps.length : old)) this.bySeq.delete(step.seq);
+    const old = this.steps.findIndex((step) => step.u > before);
+    for (const step of this.steps.splice(0, old < 0 ? this.steps.length : old)) {
+      this.bySeq.delete(step.seq);
+      this.bySeq.delete(step.seq + step.n - 1);
+    }
     const held = this.counts.findLastIndex((each) => each.t <= before); // holds until the next one
     this.counts.splice(0, Math.max(0, held));
     this.unknown = this.unknown.filter((each) => each.to > before);

@@ -3,7 +3,7 @@
 import { BAND, DECODE, PADDING, PREFILL, REDO } from "./stage.js";
 
 const MOST = 30;
-const WORDS = { [PREFILL]: "prompt", [REDO]: "computed again", [DECODE]: "decode", [PADDING]: "padding" };
+const WORDS = { [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding" };
 
 // [{ kind, label, from, to }], in order; `to` is `now` for what goes on.
 export function phases(decisions, segments, now) {
@@ -18,7 +18,7 @@ export function phases(decisions, segments, now) {
     else if (decision.kind === "preempt") {
       if (since !== null) found.push(...ran(segments, since, at));
       const kind = decision.reason.endsWith("swap") ? "swap" : "recompute";
-      away = { kind, label: kind === "swap" ? "gave way, swapped out" : "gave way", from: at };
+      away = { kind, label: kind === "swap" ? "preempted: swapped out" : "preempted: recomputed", from: at };
       since = null;
     } else if (decision.kind === "resume") {
       if (away) found.push({ ...away, to: at });

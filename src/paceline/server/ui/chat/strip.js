@@ -97,9 +97,7 @@ export class Strip {
   }
 
   figures() {
-    const { scene, steps } = this.stage, since = scene.time_s - RATE_S;
-    let tokens = 0;
-    for (let at = steps.length - 1; at >= 0 && steps[at].t > since; at--) tokens += steps[at].d;
+    const { scene } = this.stage, tokens = this.stage.decodedSince(scene.time_s - RATE_S);
     const parts = [`${this.stage.rows.size} running`];
     if (scene.num_waiting) parts.push(`${scene.num_waiting} waiting`);
     parts.push(`${Math.round(tokens / RATE_S)} tokens/s`);
