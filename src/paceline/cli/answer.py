@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.core.events import NOT_FINITE, Rule
-
 ANSWER_TOKENS = 1024  # an answer on a terminal is no longer, unless the user or the model says so
 Show = Callable[[str], None]
 Conversation = list[dict[str, str]]
@@ -35,6 +33,8 @@ class Answer:
     @property
     def failure(self) -> str:
         """Why it ended early, in words where there are more than a code."""
+        from paceline.core.events import NOT_FINITE, Rule  # loads numpy, which help pages do without
+
         return NOT_FINITE if self.error == Rule.NUMERICAL_ERROR else str(self.error)
 
     def describe(self) -> str:

@@ -76,7 +76,7 @@ def test_what_was_written_is_there_while_the_engine_runs(tmp_path: Path) -> None
         recorder.step(record(seq))
     log = read_run_log(path, allow_cut=True)
     until(lambda: len(list(log)) == 3)
-    assert log.damage is not None  # the compressed stream has no end yet
+    assert log.damage is not None and log.is_unfinished  # the compressed stream has no end yet
     recorder.close([], ())
     assert len(list(read_run_log(path))) == 3
     recorder.close([], ())  # does nothing
