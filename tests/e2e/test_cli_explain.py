@@ -44,7 +44,7 @@ def test_the_story_of_a_request_that_gave_way(log: Path) -> None:
     assert told[0].startswith(f"request {request} came at ") and "tokens of prompt" in told[0]
     assert any(line.startswith("waited ") for line in told)
     gave_way = next(index for index, line in enumerate(told) if line.startswith("was preempted at step "))
-    assert "to request " in told[gave_way] and "more needed" in told[gave_way]
+    assert "for request " in told[gave_way] and "more needed" in told[gave_way]
     assert any(line.startswith("came back at step ") for line in told[gave_way:])
     assert told[-1].startswith("reached its length")
 
