@@ -142,6 +142,11 @@ def test_an_answer_is_a_lane_of_ones_own_and_is_explained(server: ClientServer, 
         view.shoot("chat-explained")
         page.keyboard.press("Escape")
         assert page.locator("#story").is_hidden()
+        with page.expect_popup() as opened:
+            page.locator(".foot a").click()
+        opened.value.wait_for_selector(
+            f"#drawer-title:has-text('{answer['request'].removeprefix('chatcmpl-')}')"
+        )
 
 
 def explained(server: ClientServer, request: str) -> list[str]:
@@ -225,6 +230,14 @@ def test_conversations_survive_a_reload_and_are_renamed_and_deleted(
         page.locator("#list .title", has_text="Water").click()
         assert messages(view) == kept
         assert page.locator(".message").count() == 2
+        other = page.context.new_page()  # what one tab changes, the others show
+        other.goto(page.url)
+        other.locator("#list .title", has_text="About hills").hover()
+        other.locator("#list button[aria-label='Delete About hills']").click()
+        page.wait_for_selector("#list .title:has-text('About hills')", state="detached")
+        other.locator("#toast button").click()
+        page.wait_for_selector("#list .title:has-text('About hills')")
+        other.close()
         page.locator("#list button[aria-label='Delete Water']").click()
         assert page.locator("#list .title").all_inner_texts() == ["About hills"]
         page.locator("#toast button").click()

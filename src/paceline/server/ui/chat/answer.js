@@ -7,9 +7,9 @@ const MOST_TRIES = 6;
 const CONNECTION = "connection_lost", ENDED_EARLY = "ended_early";
 
 export class Answer {
-  // `onChange` is told of every change of the message, `onNumber` the id of the request, once it has one.
-  constructor(conversation, server, { onChange, onRequest }) {
-    Object.assign(this, { conversation, server, onChange, onRequest, message: conversation.messages.at(-1) });
+  // `onChange` is told of every change of the message, `onRequest` the id of the request, once it has one.
+  constructor(conversation, { onChange, onRequest }) {
+    Object.assign(this, { conversation, onChange, onRequest, message: conversation.messages.at(-1) });
     this.control = new AbortController();
     this.wake = null; // ends a pause before another try
     this.before = { content: this.message.content, tokens: this.message.tokens ?? 0 }; // when an answer is continued
@@ -43,7 +43,7 @@ export class Answer {
 
   async write() {
     const { message, control } = this, sent = performance.now();
-    const body = JSON.stringify(requestBody(this.conversation, this.server.model));
+    const body = JSON.stringify(requestBody(this.conversation));
     const asked = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body, signal: control.signal };
     const answer = await fetch("/v1/chat/completions", asked);
     if (!answer.ok) throw await refusalOf(answer);
@@ -82,10 +82,6 @@ export class Answer {
   async mayTryAgain(problem, tries) {
     const { message, before } = this;
     if (!problem || message.content !== before.content || tries >= MOST_TRIES) return false;
-    if (problem.code === "model_not_found" && tries === 1) {
-      await this.server.connect(); // another model is served now
-      return this.server.state === "ready";
-    }
     if (!problem.retryS) return false;
     message.problem = { ...problem, retryAt: Date.now() + 1000 * problem.retryS };
     this.onChange(message);

@@ -39,7 +39,7 @@ export function interrupted(conversation) {
 
 // The body of a request for the last message, which is the answer to be written. Templates expect turns to alternate:
 // answers without a word are left out and messages that then follow each other are joined.
-export function requestBody(conversation, model) {
+export function requestBody(conversation) {
   const { settings, messages } = conversation, answer = messages.at(-1), turns = [];
   for (const { role, content } of messages) {
     if (!content) continue;
@@ -47,6 +47,6 @@ export function requestBody(conversation, model) {
     else turns.push({ role, content });
   }
   if (settings.system.trim()) turns.unshift({ role: "system", content: settings.system });
-  const body = { model, messages: turns, stream: true, stream_options: { include_usage: true }, ...settings.sampling };
+  const body = { messages: turns, stream: true, stream_options: { include_usage: true }, ...settings.sampling };
   return answer.content ? { ...body, continue_final_message: true } : body;
 }

@@ -142,7 +142,7 @@ async function answer(conversation) {
     draw(message);
     saveSoon(conversation);
   };
-  const under = new Answer(conversation, server, { onChange, onRequest });
+  const under = new Answer(conversation, { onChange, onRequest });
   running.set(conversation.id, under);
   showAll();
   say("Answering.");

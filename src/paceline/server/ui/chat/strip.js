@@ -52,9 +52,7 @@ export class Strip {
     if (!isWanted) return this.stop();
     if (this.reading) return;
     const reading = (this.reading = new AbortController());
-    this.stage.reset();
-    this.ahead = null;
-    follow("/v1/admin/watch", (message) => reading.signal.aborted || this.take(message), (state, note) => reading.signal.aborted || this.changed(state, note), reading.signal);
+    follow("/v1/admin/watch?past=true", (message) => reading.signal.aborted || this.take(message), (state, note) => reading.signal.aborted || this.changed(state, note), reading.signal);
   }
 
   stop() {
@@ -79,12 +77,18 @@ export class Strip {
   }
 
   take(message) {
+    if (!message.engine) return this.begin(); // the feed begins, with the last minute
     if (message.engine.unavailable) return this.tell("lost", message.engine.unavailable);
     this.stage.apply(message);
     const late = performance.now() / 1000 - this.stage.scene.time_s;
     this.ahead = this.ahead === null || message.engine.first ? late : Math.min(this.ahead + 0.001, late);
     this.tell("live", "");
     byId("batch-figures").textContent = this.figures();
+  }
+
+  begin() {
+    this.stage.reset();
+    this.ahead = null;
   }
 
   // One's own request, by the id the API gave it; the engine and its feed know it by a number.
