@@ -58,11 +58,11 @@ DEFAULT_MODEL = PackagedModel(
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     generation=GenerationDefaults(temperature=0.2, top_p=0.9),
-    # Under the makers' system prompt the 4-bit model invents about half of its facts ("The River of Ash") and under
-    # this shorter one few: docs/reference/sampling.md has the figures.
+    # Asked for rivers under the makers' system prompt, the 4-bit model invents some every other time ("The River of
+    # Ash"), at any temperature; under this one hardly ever. The figures are in docs/reference/sampling.md.
     template_changes={
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face": (
-            "You are a helpful AI assistant named SmolLM."
+            "You are a helpful AI assistant named SmolLM. You give correct answers."
         )
     },
 )

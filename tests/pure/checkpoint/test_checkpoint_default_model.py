@@ -72,7 +72,7 @@ def test_a_copy_of_its_file_is_known_by_name_and_size(tmp_path: Path) -> None:
 def test_its_system_prompt_takes_the_place_of_the_files() -> None:
     own = "{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>' }}"
     changed = DEFAULT_MODEL.changed({"tokenizer.chat_template": own, "general.name": "x"})
-    shorter = "{{ 'You are a helpful AI assistant named SmolLM.<|im_end|>' }}"
+    shorter = "{{ 'You are a helpful AI assistant named SmolLM. You give correct answers.<|im_end|>' }}"
     assert changed == {"tokenizer.chat_template": shorter, "general.name": "x"}
 
 
