@@ -195,6 +195,21 @@ def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
         llm.chat([{"role": "wizard", "content": "hi"}], GREEDY, use_tqdm=False)
 
 
+def test_without_sampling_a_chat_has_the_models_default_and_the_rest_of_the_context(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "top_p": 0.8}')
+    llm = LLM(str(folder), **OPTIONS)
+    (folder / "generation_config.json").unlink()
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_p, default.max_tokens) == (0.0, 0.8, 16)
+    messages = [{"role": "user", "content": "hi"}]
+    (plain,) = llm.chat(messages, use_tqdm=False)
+    (given,) = llm.chat(messages, replace(default, max_tokens=CONTEXT), use_tqdm=False)
+    assert plain.outputs[0].token_ids == given.outputs[0].token_ids
+    assert plain.outputs[0].finish_reason == "stop" or len(plain.outputs[0].token_ids) > 16
+    (text,) = llm.generate("hi", use_tqdm=False)
+    assert len(text.outputs[0].token_ids) <= 16
+
+
 # ---------------------------------------------------------------- mistakes
 
 
