@@ -165,6 +165,15 @@ class LoadedModel:
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
 
 
+LoadProgress = Callable[
+    [str, int, int], None
+]  # stage, parts that are done and of how many; 0 of 0: not known
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
 def load_model(
     model: ModelConfig,
     given: Mapping[str, Any],
@@ -172,12 +181,13 @@ def load_model(
     *,
     interactive: bool = True,
     relatives: Sequence[int] = (),
+    on_progress: LoadProgress = _silent,
 ) -> LoadedModel:
     """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
     `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: somebody waits for
     each token, so that a step must not take long; else for the last one. `relatives` are processes whose use of the
-    cores counts as our own.
+    cores counts as our own. `on_progress` is told of each stage, from any thread.
     """
     load = MachineLoad(relatives=relatives)  # from here on: loading shows how busy the machine is
     from paceline.checkpoint.names import resolve
@@ -195,15 +205,20 @@ def load_model(
     checkpoint = open_checkpoint(path, load_format=model.load_format)
     tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
 
+    on_progress("starting torch", 0, 0)
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
-        config, runner, hardware, notices = _on_gpu(model, given, checkpoint, ends, interactive=interactive)
+        config, runner, hardware, notices = _on_gpu(
+            model, given, checkpoint, ends, on_progress, interactive=interactive
+        )
     else:
-        config, runner, hardware, notices = _on_cpu(model, given, checkpoint, ends, (pulse, free))
+        config, runner, hardware, notices = _on_cpu(
+            model, given, checkpoint, ends, (pulse, free), on_progress
+        )
     return LoadedModel(
         engine=build_engine(config, runner, recorder=recorder),
         config=config,
@@ -225,6 +240,7 @@ def _on_cpu(
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
     life: tuple[Pulse, FreeCores],
+    on_progress: LoadProgress,
 ) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
@@ -235,7 +251,10 @@ def _on_cpu(
     from paceline.runner.workers import Workers
 
     storage, notices = choose_storage(model, checkpoint)
-    decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage)
+    decoder = build_decoder(
+        checkpoint, checkpoint.spec.max_positions, storage, partial(on_progress, "loading weights")
+    )
+    on_progress("measuring steps", 0, 0)
     pulse, free = life
     workers = Workers(free)
     with workers.step():  # what is measured runs as steps will
@@ -287,6 +306,7 @@ def _on_gpu(
     given: Mapping[str, Any],
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
+    on_progress: LoadProgress,
     *,
     interactive: bool,
 ) -> Built:
@@ -305,7 +325,8 @@ def _on_gpu(
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
-    parts = build.load_parts(checkpoint, device, dtype)
+    parts = build.load_parts(checkpoint, device, dtype, partial(on_progress, "loading weights"))
+    on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
     runner = build.make_runner(model, config, spec, parts, ends, device, kv_dtype)
     wanted = given.get("step_target_ms") or config.scheduler.has_dial

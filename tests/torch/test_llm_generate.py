@@ -14,6 +14,8 @@ import pytest
 
 from paceline import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from paceline.errors import ConfigError, EngineFailed, InvalidRequest
+from paceline.factory import load_model
+from paceline.llm.arguments import split_arguments
 from tests.model_folder import CONTEXT, EOS, VOCAB_SIZE, write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
@@ -303,6 +305,16 @@ def test_it_is_shut_down_at_the_end_of_with_and_says_what_it_holds(folder: Path)
     with pytest.raises(EngineFailed, match="was shut down"):
         llm.generate("x", GREEDY, use_tqdm=False)
     llm.shutdown()
+
+
+def test_loading_tells_how_far_it_is(folder: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    model, given = split_arguments(str(folder), OPTIONS)
+    loaded = load_model(model, given, on_progress=lambda *news: told.append(news))
+    layers = loaded.checkpoint.spec.num_layers
+    weights = [("loading weights", done, layers) for done in range(1, layers + 1)]
+    assert told == [("starting torch", 0, 0), *weights, ("measuring steps", 0, 0)]
+    loaded.engine.close()
 
 
 def test_ids_alone_need_no_tokenizer(folder: Path) -> None:

@@ -1,15 +1,21 @@
-"""The card a server shows when it is ready: what runs, how much fits, where it is and how to try it."""
+"""What a server shows while its model is loaded, and the card when it is ready: what runs, how much fits, where it is
+and how to try it."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO
 
+from paceline.cli.terminal import is_dumb
 from paceline.serving.client import EngineInfo
+from paceline.serving.frames import Loading
 
 TYPICAL_TOKENS = 2048
+CLEAR_LINE = "\r\x1b[2K"
+BAR_WIDTH = 30
 Line = tuple[str, str]
 
 
@@ -58,6 +64,37 @@ def curl_line(base_url: str, name: str, options: str, *, needs_key: bool) -> str
     return (
         f"curl {options}{base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
     )
+
+
+class LoadingLine:
+    """How far loading is: one line that changes on a terminal, a line for each stage elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._changes = stream.isatty() and not is_dumb()
+        self._shown = ""
+
+    def show(self, news: Loading | None) -> None:
+        """None: loading has ended."""
+        with suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
+            text = "" if news is None else _progress(news, with_bar=self._changes)
+            if text == self._shown:
+                return
+            if self._changes:
+                self._stream.write(f"{CLEAR_LINE}{text}")
+            elif text:
+                self._stream.write(f"{text}\n")
+            self._stream.flush()
+            self._shown = text
+
+
+def _progress(news: Loading, *, with_bar: bool) -> str:
+    if not news.stage:
+        return ""
+    if not news.total or not with_bar:
+        return f"{news.stage} ..."
+    filled = BAR_WIDTH * news.done // news.total
+    return f"{news.stage} {'━' * filled}{'╌' * (BAR_WIDTH - filled)} {news.done} of {news.total} layers"
 
 
 def show_card(lines: Sequence[Line], stream: TextIO) -> None:

@@ -69,9 +69,11 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
     output = set_up_logs(config.log_format, config.log_level)
 
     async def serve() -> int:
+        from paceline.cli.serve_card import LoadingLine
         from paceline.serving.supervisor import EngineProcess
 
         running = EngineProcess(model, given, process, child)
+        running.on_loading = LoadingLine(sys.stderr).show
         await running.start()
         await asyncio.sleep(0)  # the engine is told what to load before this process is busy importing
 

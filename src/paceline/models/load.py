@@ -7,7 +7,7 @@ quantised. Projections that read the same input are put together, so that a step
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -56,15 +56,27 @@ class DenseStorage:
         return _float32(weight) if known is None else known
 
 
-def build_decoder(source: TensorSource, max_positions: int, storage: Storage | None = None) -> Decoder:
-    """A decoder with the tensors of `source`, kept as `storage` says (float32 when nothing is said)."""
+def build_decoder(
+    source: TensorSource,
+    max_positions: int,
+    storage: Storage | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """A decoder with the tensors of `source`, kept as `storage` says (float32 when nothing is said).
+
+    `on_layer` is told how many layers are there, and of how many.
+    """
     spec = source.spec
     storage = DenseStorage() if storage is None else storage
     builder = _Builder(source, storage)
     # Unpacking and packing are large operations of numpy and torch, which let other threads run.
     with ThreadPoolExecutor(min(MAX_BUILDERS, os.cpu_count() or 1)) as threads:
         ends = threads.submit(builder.ends)  # first, because the largest matrix takes longest
-        layers = list(threads.map(builder.layer, range(spec.num_layers)))
+        layers = []
+        for layer in threads.map(builder.layer, range(spec.num_layers)):
+            layers.append(layer)
+            if on_layer is not None:
+                on_layer(len(layers), spec.num_layers)
         embedding, head = ends.result()
     parts = Parts(embedding=embedding, layers=layers, norm=builder.norm("model.norm"), head=head)
     return Decoder(spec, parts, max_positions)

@@ -54,8 +54,10 @@ def main() -> int:
 def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
     started_s = time.monotonic()
     try:
-        with LoadingBeats(channel, configure.heartbeat_s, logs):
-            loaded = load_model(configure.model, configure.given, relatives=(os.getppid(),))
+        with LoadingBeats(channel, configure.heartbeat_s, logs) as beats:
+            loaded = load_model(
+                configure.model, configure.given, relatives=(os.getppid(),), on_progress=beats.note
+            )
             info = _info(loaded, configure, time.monotonic() - started_s)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
@@ -73,17 +75,22 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
 
 
 class LoadingBeats:
-    """Signs of life from a thread of its own, for as long as the main one loads a model."""
+    """Signs of life from a separate thread while the main one loads a model; each says how far it is."""
 
     def __init__(self, channel: Channel, every_s: float, logs: LogQueue) -> None:
         self._channel = channel
         self._logs = logs
         self._every_s = every_s
         self._done = threading.Event()
+        self._beat = frames.Loading()
         self._thread = threading.Thread(target=self._run, name="paceline-loading", daemon=True)
 
-    def __enter__(self) -> None:
+    def note(self, stage: str, done: int, total: int) -> None:
+        self._beat = frames.Loading(stage, done, total)
+
+    def __enter__(self) -> LoadingBeats:
         self._thread.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,11 +99,10 @@ class LoadingBeats:
         self._thread.join()
 
     def _run(self) -> None:
-        beat = frames.encode(frames.Loading())
         while not self._done.wait(self._every_s):
             try:
                 if self._channel.is_free:
-                    self._channel.send(beat)
+                    self._channel.send(frames.encode(self._beat))
                 self._logs.send(self._channel)
             except ChannelClosed:  # whoever asked for the model is gone; loading cannot be interrupted
                 os._exit(0)

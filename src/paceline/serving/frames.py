@@ -171,7 +171,11 @@ ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Look | Change 
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
-    """A sign of life while the model is being loaded."""
+    """A sign of life while the model is being loaded, and how far it is; 0 of 0 where that is not known."""
+
+    stage: str = ""
+    done: Count = 0
+    total: Count = 0
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):

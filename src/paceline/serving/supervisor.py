@@ -55,6 +55,7 @@ class EngineProcess:
         self.client = AsyncEngine(config)
         self._first = first
         self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
+        self.on_loading: Callable[[frames.Loading | None], None] | None = None  # None: it has ended
         self.num_restarts = 0
         self._model = model
         self._given = dict(given)
@@ -229,6 +230,8 @@ class EngineProcess:
             _engine_logger.log(frame.level, "%s", frame.message, extra={"traceback": frame.traceback})
             return
         self.client.heard()
+        if self.on_loading is not None:
+            self.on_loading(frame if isinstance(frame, frames.Loading) else None)
         life = self._life
         if life is None:
             return

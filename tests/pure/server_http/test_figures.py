@@ -11,7 +11,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.serve_card import card_lines, show_card
+from paceline.cli.serve_card import LoadingLine, card_lines, show_card
 from paceline.server.batching_metrics import BatchingMetrics
 from paceline.server.call import RequestRecord
 from paceline.server.histogram import Histogram
@@ -21,6 +21,7 @@ from paceline.server.metrics import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.metrics_page import MetricsPage
 from paceline.server.request_log import RequestLog
 from paceline.serving.client import EngineState, EngineStats
+from paceline.serving.frames import Loading
 from tests.serve_fake import INFO, FakeClient
 
 
@@ -207,6 +208,36 @@ def test_an_output_that_is_gone_or_blocked_costs_lines_only() -> None:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    news = [
+        Loading(),
+        Loading("starting torch"),
+        Loading("starting torch"),
+        Loading("loading weights", 1, 4),
+        Loading("loading weights", 4, 4),
+        None,
+        None,
+    ]
+    terminal, plain = Terminal(), io.StringIO()
+    for stream in (terminal, plain):
+        line = LoadingLine(stream)
+        for each in news:
+            line.show(each)
+    clear = "\r\x1b[2K"
+    drawn = terminal.getvalue().split(clear)
+    assert drawn == [
+        "",
+        "starting torch ...",
+        f"loading weights {'━' * 7}{'╌' * 23} 1 of 4 layers",
+        f"loading weights {'━' * 30} 4 of 4 layers",
+        "",
+    ]
+    assert plain.getvalue() == "starting torch ...\nloading weights ...\n"
 
 
 def test_the_card_says_what_runs_and_where() -> None:

@@ -62,6 +62,7 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     frames.Loading(),
+    frames.Loading("loading weights", 3, 30),
     frames.Ready(INFO),
     frames.LoadFailed("no such file", 2),
     frames.Failed("three failures"),

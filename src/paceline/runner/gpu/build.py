@@ -6,7 +6,7 @@ stays as given; what cannot fit is refused with the options that would make it f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,10 +40,15 @@ def choose_kv_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return dtype if model.kv_cache_dtype == "auto" else torch.float8_e4m3fn
 
 
-def load_parts(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Parts:
+def load_parts(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Parts:
     """The decoder's parts with every matrix on the device."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype)).parts
+        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype), on_layer).parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
