@@ -120,7 +120,7 @@ class SimOptions:
 
     seed: int = option(0, "seed of everything that is random", low=0)
     faults: str = option(
-        "", "rates of injected faults: aborts=0.1,bursts=0.1,stalls=0.01,alloc=0.02,preempt=0.02"
+        "", "rates of injected faults, such as aborts=0.1,bursts=0.1; also stalls, alloc, preempt"
     )
     check: bool = option(False, "check all invariants twice in every step; about ten times slower")
 
