@@ -169,3 +169,9 @@ def test_a_path_with_a_parameter_and_a_file_are_sent(
         place.locator("button:has-text('Send')").click()
         place.locator(".answer pre:has-text('requests.jsonl')").wait_for()
         assert view.fits()
+
+
+def test_a_server_has_no_race_and_says_where_there_is_one(viewer: Viewer, server: ClientServer) -> None:
+    with viewer.view(server.url, "/ui/race", key=KEY) as view:
+        view.page.wait_for_selector("#notice:has-text('paceline demo --ui')")
+        forget_refusals(view)

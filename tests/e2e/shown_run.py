@@ -13,8 +13,8 @@ from tests.e2e.model_cli import start
 
 
 @contextmanager
-def shown(folder: Path, *arguments: str) -> Iterator[str]:
-    """The origin of the page a command serves; it ends well when it is interrupted."""
+def shown(folder: Path, *arguments: str, until: str = "") -> Iterator[str]:
+    """The origin of the page a command serves; it ends well when it is interrupted, after it has said `until`."""
     process = start(*arguments, "--ui", "--ui-port", "0", cache=folder, stdin=subprocess.DEVNULL)
     try:
         assert process.stderr is not None
@@ -26,6 +26,8 @@ def shown(folder: Path, *arguments: str) -> Iterator[str]:
         else:
             raise AssertionError("".join(lines))
         yield found[1]
+        if until:
+            assert any(until in line.decode() for line in iter(process.stderr.readline, b""))
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     finally:

@@ -178,6 +178,7 @@ def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("demo", "--replay", "missing"), "give the --out folder of a finished demo"),
         (("sim", "--compare", "run.jsonl"), "give --cost-model FILE, or --calibrate LOG"),
         (("sim", "--save-costs", "x.json", "--compare", "run.jsonl"), "give --calibrate LOG too"),
         (("sim", "--calibrate", "a", "--cost-model", "b"), "give one of them"),

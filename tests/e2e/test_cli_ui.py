@@ -6,6 +6,7 @@ import gzip
 import http.client
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,20 @@ def test_mistakes_are_told_before_the_run(tmp_path: Path) -> None:
     assert busy.returncode == 78 and "--ui-port" in busy.stderr and not busy.stdout
 
 
-def test_the_demonstration_is_played_with_its_three_modes(tmp_path: Path) -> None:
+def test_the_demonstration_is_served_while_it_runs_and_its_modes_afterwards(tmp_path: Path) -> None:
     quick = ("demo", "--shape", "tiny", "--seconds", "0.5", "--rate", "20", "--rows", "4")
-    with shown(tmp_path, *quick, "--out", str(tmp_path / "out")) as origin:
+    modes = ["static", "dynamic", "continuous"]
+    with shown(tmp_path, *quick, "--out", str(tmp_path / "out"), until="The race is over") as origin:
+        assert b"/ui/race/main.js" in ask(origin, "/ui/race")[1]
+        race = get(origin, "/v1/admin/race")
+        assert [track["name"] for track in race["tracks"]] == modes and race["is_live"]
+        assert race["tracks"][2]["state"] == "waiting", "it is there before the runs"
+        until_s = time.monotonic() + 120
+        while any(track["state"] != "over" for track in race["tracks"]):
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+            race = get(origin, "/v1/admin/race")
+        assert {len(track["answers"]) for track in race["tracks"]} == {race["num_requests"]}
         about = get(origin, "/v1/admin/about")
-        assert [each["name"] for each in about["recordings"]] == ["static", "dynamic", "continuous"]
+        assert [each["name"] for each in about["recordings"]] == modes
         assert all(each["times"] for each in about["recordings"])

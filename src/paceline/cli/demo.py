@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,13 @@ import typer
 
 from paceline.bench.shapes import SHAPES
 from paceline.cli.options import Flag, Panel, add_command
-from paceline.cli.show import SHOW, page_port, show_options, show_page
+from paceline.cli.show import SHOW, RacePage, ShowOptions, page_port, show_options
 from paceline.config import check_options, option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.bench.demo.run import ModeRun
+    from paceline.server.race import Race
     from paceline.server.recording import Recording
 
 HELP = """
@@ -38,9 +39,13 @@ padding, and a row that has finished is held until its whole batch is done.
   paceline demo --shape qwen3-0.6b --device cuda --rows 64    # on a GPU
 
 Prints a table, with published figures beside it, and writes a picture (PNG and SVG), the figures and a run log of each
-mode to --out. Ctrl-C shows the results so far. --ui then plays the runs on the live page.
+mode to --out. Ctrl-C shows the results so far.
+
+\b
+  paceline demo --ui                     # the modes as a race on a page, live
+  paceline demo --replay paceline-demo   # the race of an earlier demo again
 """
-FORMAT = "paceline-demo"
+FORMAT, FIGURES = "paceline-demo", "demo.json"
 QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
 
 
@@ -63,9 +68,21 @@ class DemoOptions:
     rate: float | None = option(None, "mean requests per second", low=0.01, high=10_000.0, kind=float)
     seed: int = option(0, "seed of lengths, arrivals and token ids", low=0)
     out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")
+    replay: str | None = option(
+        None, "play the race recorded in this --out folder on a page, without running", kind=str, basic=True
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceOptions(ShowOptions):
+    """`--ui` of this command: the runs can be watched while they are made."""
+
+    ui: bool = option(
+        False, "show the modes as a race on a page, live and again afterwards; Ctrl-C ends it", basic=True
+    )
 
 
 PANELS = (
@@ -82,9 +99,10 @@ PANELS = (
             Flag(name="rate", default="measured: 1.1 times what continuous batching can serve"),
             Flag(name="seed"),
             Flag(name="out", metavar="FOLDER"),
+            Flag(name="replay", metavar="FOLDER"),
         ),
     ),
-    SHOW,
+    replace(SHOW, config=RaceOptions),
 )
 
 
@@ -94,11 +112,73 @@ def add_demo(app: typer.Typer) -> None:
 
 def _run(values: Mapping[str, Any]) -> None:
     options = DemoOptions(**{spec.name: values[spec.name] for spec in fields(DemoOptions)})
+    shown = show_options(values)
+    if options.replay is not None:
+        _play(Path(options.replay), replace(shown, ui=True))
+        return
     folder = _folder(options.out)
-    with page_port(show_options(values)) as bound:
-        runs = _run_modes(options, folder)
-        if bound is not None:
-            show_page([_recorded(run.mode, folder) for run in runs], bound)
+    with page_port(shown) as bound:
+        if bound is None:
+            _run_modes(options, folder)
+            return
+        race = _live_race(options)
+        with RacePage(race, bound) as page:
+            page.tell("The race is on")
+            _run_modes(options, folder, race)
+            page.tell("The race is over. Race again on")
+            page.wait()
+
+
+def _play(folder: Path, shown: ShowOptions) -> None:
+    """The race of an earlier run."""
+    with page_port(shown) as bound:
+        assert bound is not None
+        with RacePage(_recorded_race(folder), bound) as page:
+            page.tell("The race is on")
+            page.wait()
+
+
+def _live_race(options: DemoOptions) -> Race:
+    from paceline.bench.demo.session import MODES
+    from paceline.server.race import Race
+    from paceline.server.recording import Recording
+
+    recordings = [Recording(mode, num_rows=options.rows, device=options.device) for mode in MODES]
+    return Race(recordings, what=_what(options.model, options.shape, options.device), is_live=True)
+
+
+def _recorded_race(folder: Path) -> Race:
+    """The race of the files that an earlier run wrote."""
+    from paceline.server.race import Race
+
+    told = _figures_in(folder)
+    starts = {str(each["mode"]): each["origin_s"] for each in told["modes"] if "origin_s" in each}
+    recordings = [_recorded(str(each["mode"]), folder) for each in told["modes"]]
+    race = Race(recordings, what=str(told.get("what", "")), is_live=False, starts=starts)
+    race.num_requests = max((len(each.answers) for each in recordings), default=0)
+    return race
+
+
+def _figures_in(folder: Path) -> dict[str, Any]:
+    path = folder / FIGURES
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        told = problem.strerror if isinstance(problem, OSError) else "not JSON"
+        raise InputError(
+            f"--replay {folder}: cannot read {path} ({told}); give the --out folder of a finished demo"
+        ) from problem
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("modes"):
+        raise InputError(f"--replay {folder}: {path} was not written by `paceline demo`")
+    return found
+
+
+def _what(model: str | None, shape: str | None, device: str) -> str:
+    """What runs, for the page."""
+    from paceline.checkpoint.default_model import DEFAULT_MODEL
+
+    name = f"made-up weights, {shape}" if shape else model or DEFAULT_MODEL.file_name.split(".")[0]
+    return f"{name} on {device}"
 
 
 def _recorded(mode: str, folder: Path) -> Recording:
@@ -117,7 +197,7 @@ def _log_of(mode: str, folder: Path) -> Path:
     return folder / f"{mode}.jsonl.gz"
 
 
-def _run_modes(options: DemoOptions, folder: Path) -> list[ModeRun]:
+def _run_modes(options: DemoOptions, folder: Path, race: Race | None = None) -> None:
     from rich.console import Console
 
     from paceline.bench.demo.session import DemoPlan, run_demo
@@ -137,16 +217,15 @@ def _run_modes(options: DemoOptions, folder: Path) -> list[ModeRun]:
     )
     runs: list[ModeRun] = []
     try:
-        with DemoView(Console()) as view:
+        with DemoView(Console(), race) as view:
             for run in run_demo(plan, view):
                 runs.append(run)
     finally:  # after Ctrl-C too: what had ended is shown
         if runs:
-            _finish(runs, folder)
-    return runs
+            _finish(runs, folder, _what(options.model, options.shape, options.device))
 
 
-def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
+def _finish(runs: Sequence[ModeRun], folder: Path, what: str) -> None:
     from paceline.bench.demo.result import demo_table, figures_of, to_json
     from paceline.bench.machine import source_commit
     from paceline.cli.doctor_facts import gather
@@ -156,16 +235,16 @@ def _finish(runs: Sequence[ModeRun], folder: Path) -> None:
     show_table(
         "The same requests in every mode, beside what is claimed for continuous batching", demo_table(figures)
     )
-    written = [*_pictures(runs, folder), folder / "demo.json"]
     value = {
         "format": FORMAT,
+        "what": what,
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         "commit": source_commit(),
         "machine": gather(),
         "modes": [to_json(each) for each in figures],
     }
-    _write(written[-1], json.dumps(value, indent=1, allow_nan=False) + "\n")
-    written += [_log_of(run.mode, folder) for run in runs]
+    _write(folder / FIGURES, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    written = [folder / FIGURES, *(_log_of(run.mode, folder) for run in runs), *_pictures(runs, folder)]
     print("Wrote " + ", ".join(str(path) for path in written))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,6 +19,10 @@ from paceline.bench.demo.session import Traffic
 from paceline.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.report.summary import Summary, summarize
 from paceline.report.table import format_number
+from paceline.watch.film import Watch
+
+if TYPE_CHECKING:
+    from paceline.server.race import Race
 
 FRAME_S = 0.25
 LOOKS = {
@@ -33,8 +38,10 @@ EDGE = 4  # columns left of the lanes
 class DemoView:
     """Shows a demonstration; enter it while it runs."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, race: Race | None = None) -> None:
+        """`race`: what a page shows of the same runs."""
         self._console = console
+        self._race = race
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._done: list[Text] = []
         self._mode = ""
@@ -66,7 +73,12 @@ class DemoView:
             self._say(self._done[-1].plain)
         self._mode = mode
         self._next_frame_s = 0.0
+        if self._race is not None:
+            self._race.num_requests = len(traffic.workload)
         self._say(f"{mode} begins")
+
+    def watching(self, mode: str) -> Watch | None:
+        return None if self._race is None else self._race.recording(mode).watch
 
     def stepped(self, driver: Driver) -> None:
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""`--ui`: a run that is over, on the live page. Shared by the commands that make or repeat runs.
+"""`--ui`: runs on a page, after they are over or while they are under way. Shared by the commands that make runs.
 
 Owns the two flags, when the port is taken and what is printed. What a recording is and how it is served is the
 server's business; nothing heavy is imported before somebody asks for a page.
@@ -6,9 +6,11 @@ server's business; nothing heavy is imported before somebody asks for a page.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,10 @@ from paceline.cli.options import Flag, Panel
 from paceline.config import check_options, option
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
 
+    from paceline.server.race import Race
     from paceline.server.recording import Recording
 
 
@@ -66,3 +70,55 @@ def show_page(recordings: Sequence[Recording], bound: socket.socket) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(show(recordings, bound, tell))
+
+
+class RacePage:
+    """Serves a race from a thread, so that it can be watched while its runs are made in this one."""
+
+    def __init__(self, race: Race, bound: socket.socket) -> None:
+        self._race = race
+        self._bound = bound
+        self._address = ""
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._serve, name="race page", daemon=True)
+
+    def __enter__(self) -> RacePage:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._loop is not None and self._stopped is not None
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def tell(self, text: str) -> None:
+        print(f"{text} {self._address}/ui/race  (Ctrl-C ends)", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Until interrupted or terminated."""
+        ended = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
+        ended.wait()
+
+    def _serve(self) -> None:
+        import asyncio
+
+        import uvloop
+
+        from paceline.server.show import race_routes, serve
+
+        def ready(address: str) -> None:
+            self._address = address
+            self._ready.set()
+
+        async def main() -> None:
+            self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+            await serve(race_routes(self._race), self._bound, ready, self._stopped)
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())

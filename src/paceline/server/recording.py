@@ -8,6 +8,7 @@ nothing of files, sockets or pages.
 from __future__ import annotations
 
 import gzip
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ class Recording:
         self.device = device
         self.times: list[float] = []  # of the messages, on the run's clock
         self.bundles: list[bytes] = []  # gzip of a JSON array of messages
+        self.answers: list[tuple[float, float]] = []  # when a request ended, and how long after its arrival
+        self.is_over = False
         self.requests = RequestMetrics()
         self._pending: list[bytes] = []
         self._ring = DecisionRing(MOST_DECISIONS)
@@ -57,6 +60,18 @@ class Recording:
         self._cutter = Cutter(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
         self._cutter.cut(state.clock.now())  # before anything has happened
         return self
+
+    def bundle(self, number: int) -> bytes:
+        """Messages as far as there are any; while the run goes on the last bundle still grows. Raises IndexError."""
+        if number == len(self.bundles) and not self.is_over:
+            return _packed(list(self._pending))
+        return self.bundles[number]
+
+    def now_s(self) -> float:
+        """The time of the run; the last one when it is over."""
+        if self._state is not None and not self.is_over:
+            return self._state.clock.now()
+        return self.times[-1] if self.times else 0.0
 
     async def explain(self, number: int) -> Told:
         """What was decided about a request, for `Explanations`."""
@@ -78,13 +93,16 @@ class Recording:
         for tokens in events.tokens:
             self._latencies.tokens(tokens)
         for finished in events.finished:
-            self._latencies.finished(finished)
+            seconds = self._latencies.finished(finished)
+            if seconds is not None:
+                self.answers.append((finished.time_s, seconds))
 
     def close(self, decisions: Sequence[Decision], time_s: float) -> None:
         assert self._cutter is not None
         self._keep(decisions)
         self._cutter.cut(time_s)
         self._pack()
+        self.is_over = True
 
     def _keep(self, decisions: Sequence[Decision]) -> None:
         assert self._state is not None
@@ -104,8 +122,12 @@ class Recording:
 
     def _pack(self) -> None:
         if self._pending:
-            self.bundles.append(gzip.compress(b"[" + b",".join(self._pending) + b"]", 1, mtime=0))
+            self.bundles.append(_packed(self._pending))
             self._pending = []
+
+
+def _packed(messages: Sequence[bytes]) -> bytes:
+    return gzip.compress(b"[" + b",".join(messages) + b"]", 1, mtime=0)
 
 
 def _own_prompt(request: Request | None) -> int:
@@ -145,12 +167,16 @@ class _Latencies:
         self._requests.prompt_tokens += int(self._uncounted[there].sum())
         self._uncounted[there] = 0
 
-    def finished(self, finished: Finished) -> None:
+    def finished(self, finished: Finished) -> float | None:
+        """Seconds from the request's arrival; None of one that never began."""
         has_begun = 0 <= finished.request < len(self._arrival_s)
         left = int(self._uncounted[finished.request]) if has_begun else NOT_KNOWN
         self._requests.prompt_tokens += finished.num_prompt if left == NOT_KNOWN else left
-        if has_begun:
-            self._count("e2e", np.array([finished.time_s - self._arrival_s[finished.request]]))
+        if not has_begun:
+            return None
+        seconds = finished.time_s - float(self._arrival_s[finished.request])
+        self._count("e2e", np.array([seconds]))
+        return None if math.isnan(seconds) else seconds
 
     def _count(self, name: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         histogram = self._requests.histograms[LATENCIES[name]][1]

@@ -1,7 +1,7 @@
-"""A server of recordings: the live page, on this machine only, with runs that are over instead of an engine.
+"""A server of recordings, on this machine only: the live page with runs instead of an engine, or the race of several.
 
-Owns its routes and its short life, which an interrupt ends. Doors, listeners and the page itself are those of every
-server; there is no model, no key and nothing that could be changed.
+Owns its routes and its short life. Runs may be over or still under way in another thread. Doors, listeners and the
+pages are those of every server; there is no model, no key and nothing that could be changed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
 from paceline.server.logs import log
 from paceline.server.page import LIVE, page_routes
+from paceline.server.race import Race
 from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 
@@ -40,15 +41,21 @@ async def show(
     recordings: Sequence[Recording], bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
     """Serve until interrupted or terminated. `on_ready` is told the page's address."""
-    door = Door(show_routes(recordings), _rules(), _Quiet())
-    listener = Listener(door, bound, ServerConfig())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    await serve(show_routes(recordings), bound, lambda address: on_ready(f"{address}/ui"), stopped)
+
+
+async def serve(
+    routes: Sequence[Route], bound: socket.socket, on_ready: Callable[[str], None], stopped: asyncio.Event
+) -> None:
+    """Serve until `stopped` is set. `on_ready` is told the server's address."""
+    listener = Listener(Door(routes, _rules(), _Quiet()), bound, ServerConfig())
     await listener.open()
     try:
-        on_ready(f"http://{listener.address}/ui")
+        on_ready(f"http://{listener.address}")
         await stopped.wait()
     finally:
         listener.close()
@@ -57,7 +64,10 @@ async def show(
 
 def show_routes(recordings: Sequence[Recording]) -> list[Route]:
     async def about(call: Call) -> Answer | Events:
-        return Answer(body=msgspec.json.encode(about_values(recordings)))
+        over = [each for each in recordings if each.is_over]
+        if not over:
+            raise Refusal("starting", "No run is over yet.")
+        return Answer(body=msgspec.json.encode(about_values(over)))
 
     async def bundle(call: Call) -> Answer | Events:
         found = _bundle(recordings, call.path["run"], call.path["bundle"])
@@ -70,6 +80,15 @@ def show_routes(recordings: Sequence[Recording]) -> list[Route]:
         *(_explain(number, recording) for number, recording in enumerate(recordings)),
         *page_routes(home=LIVE),
     ]
+
+
+def race_routes(race: Race) -> list[Route]:
+    """The page of a race, and the live page of the runs that are over."""
+
+    async def standing(call: Call) -> Answer | Events:
+        return Answer(body=msgspec.json.encode(race.values()), headers={"cache-control": "no-store"})
+
+    return [_route("/v1/admin/race", standing), *show_routes(race.recordings)]
 
 
 def about_values(recordings: Sequence[Recording]) -> dict[str, object]:
@@ -110,7 +129,7 @@ def _bundle(recordings: Sequence[Recording], run: str, bundle: str) -> bytes:
     try:
         if not (run.isdecimal() and bundle.isdecimal()):
             raise ValueError
-        return recordings[int(run)].bundles[int(bundle)]
+        return recordings[int(run)].bundle(int(bundle))
     except (ValueError, IndexError):
         raise Refusal("not_found") from None
 

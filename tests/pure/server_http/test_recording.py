@@ -16,6 +16,7 @@ from paceline.report.record import RunRecord
 from paceline.server.call import Caller
 from paceline.server.explanations import Explanations
 from paceline.server.failures import UnknownRequestId
+from paceline.server.race import Race
 from paceline.server.recent_requests import RecentRequests
 from paceline.server.recording import BUNDLE, Recording
 from paceline.server.show import about_values, show_routes
@@ -139,3 +140,39 @@ def test_what_the_page_asks_for_first(run: tuple[Recording, RunRecord]) -> None:
     paths = [route.path for route in show_routes([recording, recording])]
     assert "/v1/admin/recordings/{run}/{bundle}" in paths and "/ui" in paths
     assert len(paths) == len(set(paths))
+
+
+def test_answers_are_told_exactly_and_a_run_under_way_can_be_read(run: tuple[Recording, RunRecord]) -> None:
+    recording, record = run
+    expected = sorted(zip(record.finished_s, record.finished_s - record.arrival_s, strict=True))
+    assert np.array(sorted(recording.answers)) == pytest.approx(np.array(expected))
+    growing = Recording("run", num_rows=8, device="made up")
+    seen: list[int] = []
+
+    def take(state: Any) -> Any:
+        watcher = growing.watch(state)
+        told = watcher.told
+
+        def look(events: Any) -> None:
+            told(events)
+            number = max(0, len(growing.times) - 1) // BUNDLE
+            seen.append(json.loads(gzip.decompress(growing.bundle(number)))[-1]["n"] - len(growing.times))
+
+        watcher.told = look  # type: ignore[method-assign]
+        return watcher
+
+    simulate(sim_config(), random_workload(80, 1), watch=take)
+    assert set(seen) == {0}, "the newest message is there at once"
+    assert growing.is_over and growing.bundles == recording.bundles
+    with pytest.raises(IndexError):
+        growing.bundle(len(growing.bundles))
+
+
+def test_a_race_tells_who_waits_who_runs_and_who_is_over(run: tuple[Recording, RunRecord]) -> None:
+    over, waiting = run[0], Recording("other", num_rows=8, device="made up")
+    race = Race([over, waiting], what="a model", is_live=True, starts={"run": -1.0})
+    first, second = race.values()["tracks"]
+    assert (first["state"], first["start_s"], first["num_messages"]) == ("over", -1.0, len(over.times))
+    assert first["now_s"] == over.times[-1] and len(first["answers"]) == 80
+    assert (second["state"], second["start_s"], second["answers"]) == ("waiting", None, [])
+    assert race.recording("other") is waiting

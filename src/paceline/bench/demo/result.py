@@ -22,6 +22,7 @@ class ModeFigures:
     """One mode."""
 
     mode: str
+    origin_s: float  # when it began, on the clock of its run log
     summary: Summary
     useful_slots: float | None  # share of rows that computed for a request that still wanted it
 
@@ -39,7 +40,12 @@ class _Line:
 
 
 def figures_of(run: ModeRun) -> ModeFigures:
-    return ModeFigures(mode=run.mode, summary=summarize(run.record), useful_slots=run.lanes.useful_share)
+    return ModeFigures(
+        mode=run.mode,
+        origin_s=run.origin_s,
+        summary=summarize(run.record),
+        useful_slots=run.lanes.useful_share,
+    )
 
 
 def demo_table(figures: Sequence[ModeFigures]) -> Table:
@@ -64,6 +70,7 @@ def demo_table(figures: Sequence[ModeFigures]) -> Table:
 def to_json(figures: ModeFigures) -> dict[str, object]:
     return {
         "mode": figures.mode,
+        "origin_s": figures.origin_s,
         "useful_slots": figures.useful_slots,
         "summary": summary_json(figures.summary),
     }

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from paceline.bench.demo.lanes import LaneWatcher
 from paceline.config import ModelConfig
 from paceline.core.clock import MonotonicClock
-from paceline.core.events import StepEvents
+from paceline.core.events import Decision, StepEvents
+from paceline.core.plan import StepPlan
+from paceline.core.recorder import RunWatcher, StepWatcher
 from paceline.core.request import Request, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.stepper import Stepper
@@ -25,6 +27,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.llm.interrupts import Interrupts
 from paceline.report.lanes import Lanes
 from paceline.report.record import RunRecord
+from paceline.watch.film import Watch
 from paceline.watch.measure import Meter
 from paceline.workload import Workload
 
@@ -38,6 +41,7 @@ class ModeRun:
     mode: str
     record: RunRecord
     lanes: Lanes
+    origin_s: float  # when it began, on the clock of its run log
 
 
 def load_mode(model: ModelConfig, mode: str, sizes: Mapping[str, Any]) -> LoadedModel:
@@ -48,7 +52,14 @@ def load_mode(model: ModelConfig, mode: str, sizes: Mapping[str, Any]) -> Loaded
 class Driver:
     """Sends a workload to one engine and measures it. Not to be used twice."""
 
-    def __init__(self, loaded: LoadedModel, workload: Workload, prompts: Sequence[NDArray[np.int32]]) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        workload: Workload,
+        prompts: Sequence[NDArray[np.int32]],
+        watch: Watch | None = None,
+    ) -> None:
+        """`watch` makes a further watcher of the run, such as one that a page reads."""
         self.workload = workload
         self.meter = Meter(workload)
         self.num_tokens = 0  # delivered
@@ -60,6 +71,8 @@ class Driver:
         self._stepper = Stepper(self._engine, self._collect)
         self._live: dict[RequestId, tuple[int, Request]] = {}
         self._num_sent = 0
+        self._watch = watch
+        self._further: RunWatcher | None = None
         self._origin_s = self._clock.now()
 
     @property
@@ -73,8 +86,12 @@ class Driver:
 
     def run(self, on_step: Callable[[Driver], None]) -> ModeRun:
         """Send everything at its time and wait for the last token. Ctrl-C acts between two steps."""
+        state = self._engine.scheduler.state
         self._engine.watcher = self.watcher
         self._origin_s = self._clock.now()
+        if self._watch is not None:
+            self._further = self._watch(state)
+            self._engine.watcher = _Together((self.watcher, self._further))
         try:
             with Interrupts() as interrupts:
                 while self.meter.num_ended < len(self.workload):
@@ -84,6 +101,8 @@ class Driver:
                     on_step(self)
         finally:
             self._engine.watcher = None
+        if self._further is not None:
+            self._further.close(state.decisions, self._clock.now())
         return self.result()
 
     def result(self) -> ModeRun:
@@ -92,6 +111,7 @@ class Driver:
             mode=self._config.scheduler.mode,
             record=self.record(),
             lanes=self.watcher.lanes(self._origin_s),
+            origin_s=self._origin_s,
         )
 
     def record(self) -> RunRecord:
@@ -130,6 +150,8 @@ class Driver:
         self._stepper.wake()
 
     def _collect(self, events: StepEvents) -> None:
+        if self._further is not None:
+            self._further.told(events)
         for tokens in events.tokens:
             numbers = [self._live[RequestId(each)][0] for each in tokens.requests.tolist()]
             self.meter.tokens(replace(tokens, requests=np.array(numbers, np.int64)))
@@ -137,3 +159,18 @@ class Driver:
         for finished in events.finished:
             number, request = self._live.pop(finished.request)
             self.meter.ended(finished._replace(request=RequestId(number)), request)
+
+
+class _Together:
+    """Several watchers of one engine."""
+
+    def __init__(self, watchers: Sequence[StepWatcher]) -> None:
+        self._watchers = watchers
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        for watcher in self._watchers:
+            watcher.submitted(plan, decisions, time_s)
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        for watcher in self._watchers:
+            watcher.completed(seq, time_s, failed=failed)

@@ -23,6 +23,7 @@ from paceline.bench.shapes import write_shape
 from paceline.bench.throughput import release_memory
 from paceline.config import ModelConfig
 from paceline.factory import LoadedModel
+from paceline.watch.film import Watch
 from paceline.workload import Workload
 
 MODES = ("static", "dynamic", "continuous")
@@ -64,6 +65,9 @@ class DemoViewer(Protocol):
 
     def begins(self, mode: str, traffic: Traffic) -> None: ...
 
+    def watching(self, mode: str) -> Watch | None:
+        """Makes a further watcher of the run of a mode, if there is to be one."""
+
     def stepped(self, driver: Driver) -> None: ...
 
     def ended(self, run: ModeRun) -> None: ...
@@ -83,7 +87,7 @@ def run_demo(plan: DemoPlan, viewer: DemoViewer) -> Iterator[ModeRun]:
             with _log_of_a_whole_run(plan, mode) as log:
                 loaded = load_mode(model, mode, {**sizes, **log})
                 viewer.begins(mode, traffic)
-                driver = Driver(loaded, traffic.workload, traffic.prompts)
+                driver = Driver(loaded, traffic.workload, traffic.prompts, viewer.watching(mode))
                 try:
                     run = driver.run(viewer.stepped)
                 finally:

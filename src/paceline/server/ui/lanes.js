@@ -5,7 +5,7 @@ import { onTheme, palette } from "./colours.js";
 import { BAND, DECODE, FINISH, PADDING, PREFILL, REDO } from "./stage.js";
 
 const WINDOW_S = 20; // that can be seen, unless something else is chosen
-const DIGITS = 34; // pixels left of the lanes for their numbers
+export const DIGITS = 34; // pixels left of the lanes for their numbers
 const MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
 const DIGIT = 7; // pixels, the height of a label's digits
 const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding" };
@@ -26,17 +26,19 @@ export class Lanes {
     onTheme(() => (this.lanes = 0));
     canvas.addEventListener("click", (event) => {
       const hit = this.at(event.offsetX, event.offsetY);
-      if (hit) onPick(hit.request);
+      if (hit) onPick?.(hit.request);
     });
     canvas.addEventListener("mousemove", (event) => {
       const hit = this.at(event.offsetX, event.offsetY), tokens = hit?.tokens ? `, ${hit.tokens} tokens` : "";
-      canvas.title = hit ? `row ${hit.row}, request ${hit.request}: ${WORDS[hit.kind]}${tokens}; click for its story` : "";
+      const click = onPick ? "; click for its story" : "";
+      canvas.title = hit ? `row ${hit.row}, request ${hit.request}: ${WORDS[hit.kind]}${tokens}${click}` : "";
     });
   }
 
-  // The time to show: a run shorter than the window fills it, and any run does so from its beginning, from the left.
+  // The time to show: a run shorter than the window fills it, and any run does so from its beginning, from the left. In a
+  // window without an end everything may be on the tape from the start, and is shown as far as `now`.
   during(first, last, windowS = WINDOW_S) {
-    Object.assign(this, { first, last });
+    Object.assign(this, { first, last, whole: windowS === Infinity });
     this.windowS = Math.min(windowS, Math.max(0.1, last - first));
     this.lanes = 0; // everything is to be sized again
   }
@@ -64,7 +66,8 @@ export class Lanes {
     this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
     this.canvas.style.height = `${lanes * this.height}px`;
     this.gutter = this.gutterOf ? this.gutterOf(width) : DIGITS;
-    this.rate = Math.max(1, Math.floor(((width - this.gutter) * scale) / this.windowS)); // pixels for a second
+    const rate = ((width - this.gutter) * scale) / this.windowS;
+    this.rate = this.whole ? Math.max(0.1, rate) : Math.max(1, Math.floor(rate)); // pixels for a second
     this.span = Math.ceil(this.rate * this.windowS);
     size(this.canvas, width * scale, lanes * this.height * scale);
     size(this.tape, 2 * this.span, lanes * this.height * scale);
@@ -142,11 +145,12 @@ export class Lanes {
     }
   }
 
-  draw(now, numSlots) {
+  // `ghost`: how much is seen of what comes after `now`, from 0 to 1.
+  draw(now, numSlots, ghost = 0) {
     this.now = now;
     this.fit(numSlots, now);
     // A frame in which nothing would move by a pixel is not drawn: the time between two of them is that of others.
-    const at = this.stage.segments.length ? `${this.x(now)} ${this.scroll.scrollTop}` : "empty";
+    const at = this.stage.segments.length ? `${this.x(now)} ${this.scroll.scrollTop} ${ghost}` : "empty";
     if (at === this.drawnAt) return;
     this.drawnAt = at;
     const pen = this.canvas.getContext("2d"), scale = this.scale, left = this.canvas.width - this.span;
@@ -156,7 +160,14 @@ export class Lanes {
     pen.imageSmoothingEnabled = false;
     this.rule(pen, left, top, high);
     const from = this.x(this.edge() - this.windowS), cut = Math.max(0, -from);
-    pen.drawImage(this.tape, from + cut, top, this.span - cut, high, left + cut, top, this.span - cut, high);
+    const copy = (start, end) => {
+      if (end > start) pen.drawImage(this.tape, from + start, top, end - start, high, left + start, top, end - start, high);
+    };
+    const seen = this.whole ? Math.min(this.span, this.x(now) - from) : this.span;
+    copy(cut, seen);
+    pen.globalAlpha = ghost;
+    if (ghost) copy(Math.max(cut, seen), this.span);
+    pen.globalAlpha = 1;
     this.goOn(pen, left - from, top, high);
     pen.clearRect(0, top, left, high);
     if (!this.gutterOf) pen.drawImage(this.labels, 0, top, left, high, 0, top, left, high);

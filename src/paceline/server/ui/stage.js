@@ -26,7 +26,8 @@ function told({ steps, changes }) {
 }
 
 export class Stage {
-  constructor() {
+  constructor(keptS = KEPT_S) {
+    this.keptS = keptS;
     this.onStep = null; // told each step's number, for whoever compares
     this.past = new Past();
     this.reset();
@@ -50,6 +51,7 @@ export class Stage {
     this.newMarks = [];
     this.gone = new Map(); // request -> { at, kind } of those that were preempted and are not back
     this.back = new Map(); // request -> how it comes back, between the note and the join
+    this.endOf = new Map(); // request -> when it ended, until it has left its row
     this.early = new Set(); // requests whose end is known before a step notes it
     this.leftEarly = new Map(); // request -> the row it left since the newest step
     this.scene = null;
@@ -75,7 +77,7 @@ export class Stage {
     this.number = message.n;
     this.scene = cut.scene;
     this.counts.push({ t: cut.scene.time_s, r: cut.scene.rows[0].length, w: cut.scene.num_waiting });
-    this.forget(cut.scene.time_s - KEPT_S);
+    this.forget(cut.scene.time_s - this.keptS);
   }
 
   // Anew from the state of a message: what came before is not known.
@@ -158,6 +160,7 @@ export class Stage {
       this.mark(row, request, at, how, rule);
     }
     if (kind === "finish" || kind === "fail") {
+      if (this.rowOf.has(request)) this.endOf.set(request, at);
       this.gone.delete(request);
       if (this.early.delete(request)) return; // known already
       this.mark(row, request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
@@ -185,6 +188,8 @@ export class Stage {
   leave(row, at) {
     const held = this.rows.get(row);
     if (!held) return;
+    at = Math.min(at, this.endOf.get(held.request) ?? at); // a plan that comes later says that a row is left
+    this.endOf.delete(held.request);
     this.rest(row, at);
     this.end(held.band, at);
     this.rows.delete(row);
@@ -269,7 +274,7 @@ export class Stage {
 
   // Nothing has happened since the last message.
   restUntil(until) {
-    if (until > this.scene.time_s) this.forget(until - KEPT_S);
+    if (until > this.scene.time_s) this.forget(until - this.keptS);
   }
 
   // The row a request is on, or was on last; undefined where that is not known.

@@ -2,7 +2,7 @@
 // examples and a form that sends a request. Everything the server says is put in as text.
 
 import { ask, keyring } from "../feed.js";
-import { element } from "./dom.js";
+import { element } from "../dom.js";
 import { Operation } from "./operation.js";
 
 const byId = (id) => document.getElementById(id);

@@ -1,7 +1,7 @@
 // One route: its fields, an example of a request and its answers, and on demand a form that sends a request.
 
 import { curl } from "./curl.js";
-import { copyButton, element } from "./dom.js";
+import { copyButton, element } from "../dom.js";
 import { TryIt } from "./try.js";
 
 const UNBOUNDED = 2 ** 31 - 1; // a limit from here on is that of the number's type

@@ -2,7 +2,7 @@
 
 import { headers as keyHeaders } from "../feed.js";
 import { curl } from "./curl.js";
-import { copyButton, element } from "./dom.js";
+import { copyButton, element } from "../dom.js";
 
 const SHOWN_HEADERS = /^(content-type|x-request-id|retry-after|server-timing|allow|www-authenticate|x-ratelimit-.*|anthropic-ratelimit-.*|x-paceline-.*)$/;
 const MOST_CHARS = 200_000; // of a body that is shown: a feed has no end
