@@ -91,7 +91,7 @@ class Recorder:
         return {
             "PATCH /v1/requests/{id}": {"request": change, "response": changed},
             "GET /v1/requests/{id}/explain": {"response": story},
-            "GET /v1/admin/requests/{number}/explain": {"response": any_story},
+            "GET /v1/admin/requests/{id}/explain": {"response": any_story},
         }
 
     def _batches(self) -> dict[str, dict[str, Json]]:
