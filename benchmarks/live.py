@@ -26,13 +26,14 @@ START_S, STOP_S = 120.0, 30.0
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str]) -> Iterator[int]:
-    """The port of a server that is ready, and goes when it is no longer needed."""
+def served(options: Sequence[str], output: Path | None = None) -> Iterator[int]:
+    """The port of a server that is ready, and goes when it is no longer needed. `output` gets its card and log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(output or os.devnull, "wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     try:
         until_s = time.monotonic() + START_S
         while not _is_ready(port):

@@ -113,6 +113,29 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedSteps:
+    """Sizes of steps follow from how long steps take while serving. Part of the config, so that a run log has it.
+
+    The sizes of the config are those of the start. A step was measured to take `fixed_s`, and `token_s` for each token.
+    """
+
+    fixed_s: float
+    token_s: float
+    beside_s: float  # what a step beside decoding rows should take
+    alone_s: float  # and one in which nobody decodes
+    least: int = 16  # tokens for prompts, however slow steps are
+    most: int = 512  # tokens of a step, however quick
+    most_alone: int = 512
+
+    def __post_init__(self) -> None:
+        numbers = (self.fixed_s, self.token_s, self.beside_s, self.alone_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in numbers) or self.token_s <= 0.0:
+            raise ConfigError("what a step takes must be finite numbers that are not negative")
+        if self.least < 1 or self.most < 1 or self.most_alone < 1:
+            raise ConfigError("a step has at least one token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionCosts:
     """What it takes to bring a request back that gave way, as measured on this machine when it was started."""
 
@@ -227,6 +250,7 @@ class SchedulerConfig:
     defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
     step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
     preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
+    learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -250,15 +274,24 @@ class SchedulerConfig:
     @property
     def largest_step(self) -> int:
         """Most tokens of any step."""
-        return max(self.max_num_batched_tokens, self.max_num_prompt_tokens)
+        learned = self.learned_steps
+        more = (0, 0) if learned is None else (learned.most, learned.most_alone)
+        return max(self.max_num_batched_tokens, self.max_num_prompt_tokens, *more)
 
     def step_tokens(self, decoding: int) -> int:
         """Most tokens of a step with so many decoding rows, where its duration does not say it."""
-        return self.max_num_batched_tokens if decoding else self.largest_step
+        alone = 0 if decoding else self.max_num_prompt_tokens
+        return max(self.max_num_batched_tokens, alone)
+
+    def most_step_tokens(self, decoding: int) -> int:
+        """The same, whatever is learnt while serving."""
+        return self.step_tokens(decoding) if self.learned_steps is None else self.largest_step
 
     @property
     def fewest_step_tokens(self) -> int:
         """Tokens of prompts that every step may carry, whatever its rows read."""
+        if self.learned_steps is not None:
+            return min(self.learned_steps.least, self.max_num_batched_tokens)
         if not self.keeps_pace or self.step_costs is None:
             return self.max_num_batched_tokens
         return min(self.step_costs.sizes[0], self.max_num_batched_tokens)

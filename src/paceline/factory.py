@@ -359,9 +359,17 @@ def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineCo
         kv=KVConfig(
             **_fields_of(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)
         ),
-        scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, sizes)),
+        scheduler=_scheduler_config(sizes),
         **_fields_of(EngineConfig, sizes),
     )
+
+
+def _scheduler_config(sizes: Mapping[str, Any]) -> SchedulerConfig:
+    config = SchedulerConfig(**_fields_of(SchedulerConfig, sizes))
+    # A pace and a dial learn in their own way; padded batches have one size.
+    if config.step_target_ms or config.has_dial or config.mode != "continuous":
+        return config
+    return replace(config, learned_steps=sizes.get("learned_steps"))
 
 
 def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from paceline.config import MODES, EngineConfig, GroupSpec, KVConfig, SchedulerConfig, StepCosts
+from paceline.config import (
+    MODES,
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    LearnedSteps,
+    SchedulerConfig,
+    StepCosts,
+)
+
+# Steps of a world take 0.5, 2 or 10 ms: sizes go up and down all the time.
+LEARNED = LearnedSteps(
+    fixed_s=2e-4, token_s=1e-4, beside_s=2e-3, alone_s=4e-3, least=4, most=96, most_alone=128
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +116,11 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
-    take short requests first. Of the others some have larger steps while nobody decodes."""
+    take short requests first. Of the others some have larger steps while nobody decodes, and learn their sizes."""
     if rng.random() < 0.8:
         alone = replace(config.scheduler, max_num_prompt_tokens=rng.choice((0, 0, 40, 100)))
+        if alone.max_num_prompt_tokens == 40 and alone.mode == "continuous":
+            alone = replace(alone, learned_steps=LEARNED)
         return replace(config, scheduler=alone)
     policy = "shortest" if rng.random() < 0.3 else config.scheduler.scheduling_policy
     sizes = tuple(sorted(rng.sample((2, 6, 12, 16, 24, 32, 48, 64, 96, 128), rng.randint(1, 6))))

@@ -303,7 +303,7 @@ class Truth:
             )
             self._same(decision, "that all rows are taken", True, taken)
             self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
-        elif decision.reason is Rule.BUDGET and config.step_costs is None and not self._dialled:
+        elif decision.reason is Rule.BUDGET and self._has_constant_sizes:
             self._same(decision, "that the step is full", True, _is_full(plan, config))
         elif decision.reason is Rule.PREFIX:
             other = self._requests.get(decision.against)
@@ -321,11 +321,16 @@ class Truth:
             self._same(decision, "that it needs more", True, decision.blocks_needed > stated)
             self._same(decision, "that enough is kept", True, decision.value >= int(SPARE * self._usable))
 
+    @property
+    def _has_constant_sizes(self) -> bool:
+        config = self._config.scheduler
+        return config.step_costs is None and config.learned_steps is None and not self._dialled
+
     def _check_chunk(self, decision: Decision, plan: StepPlan) -> None:
         config = self._config.scheduler
         if decision.reason is Rule.BUDGET:
             self._same(decision, "tokens left", decision.budget_left, 0)
-            if config.step_costs is None and not self._dialled:
+            if self._has_constant_sizes:
                 self._same(decision, "that the step is full", True, _is_full(plan, config))
         elif decision.reason is Rule.SHARE:
             self._same(decision, "that tokens are left", decision.budget_left > 0, True)

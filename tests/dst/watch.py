@@ -102,7 +102,8 @@ class WatchedRunner(FakeRunner):
         self.scheduler: Scheduler | None = None
         self.found: Callable[[InvariantViolation], None] | None = None
         self._distrusted: list[tuple[int, int, BlockKey]] = []  # group, block, key
-        self._tells_times = config.scheduler.step_costs is not None
+        scheduler = config.scheduler
+        self._tells_times = scheduler.step_costs is not None or scheduler.learned_steps is not None
         self._ended_s = 0.0
 
     def finish_until(self, seq: int) -> StepResult:

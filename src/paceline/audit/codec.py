@@ -24,6 +24,7 @@ from paceline.config import (
     EngineConfig,
     GroupSpec,
     KVConfig,
+    LearnedSteps,
     PreemptionCosts,
     SchedulerConfig,
     StepCosts,
@@ -143,6 +144,8 @@ def config_of(value: Json) -> EngineConfig:
         costs = dict(scheduler["step_costs"])
         lists = {name: tuple(costs[name]) for name in ("sizes", "seconds")}
         scheduler["step_costs"] = StepCosts(**{**costs, **lists})
+    if scheduler.get("learned_steps") is not None:
+        scheduler["learned_steps"] = LearnedSteps(**scheduler["learned_steps"])
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)

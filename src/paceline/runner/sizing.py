@@ -1,7 +1,8 @@
 """Sizes that follow from the model and the machine: KV blocks, longest sequence, and the token budget of a step.
 
 The budget keeps a step of a CPU short, so that streams flow, aborts act and health answers: it comes from a
-step-time model measured when the engine starts. Whatever the user gave stays as given.
+step-time model measured when the engine starts, and follows the steps from there (`scheduler/step_sizes.py`).
+Whatever the user gave stays as given.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig, StepCosts
+from paceline.config import LearnedSteps, ModelConfig, StepCosts
 from paceline.errors import ConfigError
 from paceline.models.decoder import Decoder
 from paceline.runner.kv_tensors import block_bytes
@@ -29,7 +30,8 @@ ALONE = (
 DEFAULT_ROWS = 128
 # A batch of 32 decodes in one step even where that takes longer than a step should: in two it would take longer still.
 SMALLEST_BUDGET, LARGEST_BUDGET = 32, 2048
-SMALLEST_STEP = 16  # tokens of the shortest step that a pace may choose
+SMALLEST_STEP = 16  # tokens of the shortest step that a pace may choose, or that is learnt
+LEARNED_BUDGET = 512  # that sizes may grow to while serving, where the start did not find larger ones
 DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode together, and what they read
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
@@ -61,6 +63,7 @@ def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any])
         measured = measure_step(decoder)
         sizes["max_num_batched_tokens"] = step_budget(*measured)
         sizes.setdefault("max_num_prompt_tokens", step_budget(*measured, margin=ALONE))
+        sizes["learned_steps"] = _learned_steps(measured, sizes, "max_num_prompt_tokens" in given)
     sizes.setdefault("depth", 0)  # host and device are the same cores: planning ahead would gain nothing
     if any(rope.kind == "dynamic" for rope in spec.ropes) and longest > min(
         rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"
@@ -74,6 +77,21 @@ def step_budget(fixed_s: float, per_token_s: float, margin: float = MARGIN) -> i
     """Tokens of a step that takes `fixed_s` and `per_token_s` for each, and should stay under MAX_STEP_S."""
     tokens = int((MAX_STEP_S * margin - fixed_s) / max(per_token_s, 1e-9))
     return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
+
+
+def _learned_steps(measured: tuple[float, float], sizes: Mapping[str, Any], is_bound: bool) -> LearnedSteps:
+    """How sizes go on from here; `is_bound`: the size of steps in which nobody decodes was given."""
+    alone = sizes["max_num_prompt_tokens"]
+    most = min(max(LEARNED_BUDGET, 2 * alone), LARGEST_BUDGET)
+    return LearnedSteps(
+        fixed_s=measured[0],
+        token_s=measured[1],
+        beside_s=MAX_STEP_S * MARGIN,
+        alone_s=MAX_STEP_S * ALONE,
+        least=SMALLEST_STEP,
+        most=min(most, alone) if is_bound and alone else most,
+        most_alone=max(alone, sizes["max_num_batched_tokens"]) if is_bound else most,
+    )
 
 
 def line_costs(

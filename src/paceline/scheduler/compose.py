@@ -51,7 +51,7 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         self._spans, self._pads, self.passed = {}, {}, set()
-        self.budget = self._left = state.config.max_num_batched_tokens
+        self.budget = self._left = state.most_decoding
         self._products, self._logit_rows, self._at_length, self.held = 0, 0, False, _NO_ROWS
         self.admission.begin()
         self._promote()
@@ -85,7 +85,7 @@ class Composer:
     def _decode_held(self) -> Mask:
         """Whom rows were held back for has failed: they decode after all, and the step is theirs alone."""
         self.held = _NO_ROWS
-        self.budget = self._left = self._state.config.max_num_batched_tokens
+        self.budget = self._left = self._state.most_decoding
         mask = self._decode()
         self.budget = step_budget(self._state, self.pace, mask, [])
         self._left = self.budget - self._decode_count

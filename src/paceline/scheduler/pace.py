@@ -105,7 +105,7 @@ def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_
     if not state.keeps_pace:
         # Rows that stand still for this step wait for it all the same.
         decoding = mask.tobytes().count(1) or rows.decoding[: rows.high].tobytes().count(1)
-        return state.config.step_tokens(decoding)
+        return state.sizes.tokens(decoding)
     if pace is None:  # a dial, and nothing is known of what steps cost
         assert limits is not None
         return limits.step_tokens(
@@ -126,7 +126,7 @@ def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int],
     most, limits = state.config.max_num_batched_tokens, state.dial.limits
     if pace is None:
         if limits is None:
-            return state.config.step_tokens
+            return state.sizes.tokens
         return lambda decoding: limits.step_tokens(decoding, state.dial.fewest, most)
     rows = state.rows
     context = int(np.dot(rows.upper[: rows.high], rows.decoding[: rows.high]))

@@ -66,6 +66,7 @@ class Scheduler:
         work = self.state.flights[0].work
         if self.composer.pace is not None:
             self.composer.pace.learn(work, result.times)
+        self.state.sizes.learn(work, result.times, self.state.now_s)
         apply_result(self.state, result)
         if self.state.dial.watches:
             steer.judge(self.state)
@@ -408,6 +409,7 @@ class Scheduler:
         state = self.state
         state.now_s = max(state.now_s, state.clock.now())
         state.kv.block_time.tell(state.now_s)
+        state.sizes.look(state.now_s)
 
     def _note(self, kind: str, *values: object) -> None:
         self.state.journal.append((kind, self.state.now_s, *values))

@@ -46,6 +46,7 @@ from paceline.scheduler.modes import Mode
 from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.service import Service
+from paceline.scheduler.step_sizes import StepSizes
 
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
@@ -120,7 +121,8 @@ class SchedulerState:
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.queue = WaitingQueue()
         self.service = Service(policy, self.queue)
-        self.dial = Dial(config, rows.num_rows)
+        self.sizes = StepSizes(config)
+        self.dial = Dial(config, rows.num_rows, self.sizes)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -289,6 +291,11 @@ class SchedulerState:
         """How many rows there may be now."""
         most = self._fewer_rows if self.now_s < self._fewer_until_s else self.config.max_num_seqs
         return most if self.dial.limits is None else min(most, self.dial.limits.rows)
+
+    @property
+    def most_decoding(self) -> int:
+        """How many rows may decode in one step."""
+        return self.config.max_num_batched_tokens if self.keeps_pace else self.sizes.rows
 
     @property
     def keeps_pace(self) -> bool:

@@ -59,6 +59,7 @@ class EngineInfo:
     load_s: float
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
+    learns_step_sizes: bool = False  # the sizes of steps above are those of the start
 
     @property
     def usable_blocks(self) -> int:

@@ -183,6 +183,7 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,
         notices=(*busy, *loaded.notices),
+        learns_step_sizes=config.scheduler.learned_steps is not None,
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
 

@@ -18,6 +18,7 @@ from paceline.core.told import told_time
 from paceline.scheduler.dial.control import Controller, Law
 from paceline.scheduler.dial.limits import ROWS_PART, Limits, Range
 from paceline.scheduler.dial.window import Window
+from paceline.scheduler.step_sizes import StepSizes
 
 P99 = 0.99
 ENOUGH_STEPS, P90 = (
@@ -56,8 +57,10 @@ class Judgement:
 class Dial:
     """Off until it is set."""
 
-    def __init__(self, config: SchedulerConfig, num_rows: int) -> None:
+    def __init__(self, config: SchedulerConfig, num_rows: int, sizes: StepSizes | None = None) -> None:
+        """`sizes` are those of steps while it is off."""
         self.config = config
+        self._sizes = sizes if sizes is not None else StepSizes(config)
         self._range = Range(config)
         self._last_s = np.full(num_rows, np.nan)  # when each row got its last token
         self._gaps, self._firsts = Window(), Window()
@@ -199,8 +202,8 @@ class Dial:
             itl_p99_ms=_milliseconds(gaps),
             ttft_p99_ms=_milliseconds(firsts),
             step_target_ms=_milliseconds(target_s),
-            max_step_tokens=config.max_num_batched_tokens if limits is None else limits.tokens,
-            max_prompt_tokens=config.largest_step if limits is None else limits.tokens,
+            max_step_tokens=self._sizes.beside if limits is None else limits.tokens,
+            max_prompt_tokens=self._sizes.alone if limits is None else limits.tokens,
             prompt_share=config.long_prefill_share if limits is None else limits.share,
             max_rows=config.max_num_seqs if limits is None else limits.rows,
             moves=self.moves,

@@ -152,7 +152,7 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
             if min(scheduled) < 1:
                 yield step, "a span is empty"
         total = work.decode_rows + sum(scheduled) + plan.pad_tokens
-        allowed, most = one.flight.budget, config.step_tokens(work.decode_rows)
+        allowed, most = one.flight.budget, config.most_step_tokens(work.decode_rows)
         if allowed > most:
             yield step, f"{allowed} tokens are allowed, {most} at most may be"
         if allowed < min(work.decode_rows + fewest, config.max_num_batched_tokens):

@@ -1,0 +1,90 @@
+"""How many tokens a step may carry where no pace is kept: constants, or sizes learnt from how long steps take.
+
+A CPU is shared with other processes, and what a step takes can change tenfold while serving. The line that was
+measured at the start gives the shape, what steps took gives one factor. The sizes of the start hold as long as steps
+stay between what they should take and a bit more than twice that; beyond, the size is the one that keeps the bound.
+Learns from the times the runner tells, which the run log has, and from the scheduler's time, so that a replay learns
+the same. It never looks at a clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.config import LearnedSteps, SchedulerConfig
+from paceline.core.plan import StepTimes, StepWork
+
+RATE = 0.25  # share of a surprise that the next step is thought to repeat
+FURTHEST = 3.0  # most surprise that is taken in at once, as a logarithm: one stall moves no size
+TOLERATED = 2.2  # times what a step should take: attention and the HTTP process are not in the measurement
+FORGOTTEN_S = 10.0  # after which a slow machine is thought to be as it was at the start
+GROWTH = 1.5  # most, at once, beyond what was measured or seen
+LONG_CONTEXT = (
+    1024  # tokens that a token attends to; steps with more tell what attention costs, not how fast we are
+)
+GRAIN = 8
+
+
+class StepSizes:
+    """Sizes of the steps beside decoding rows, and of those in which nobody decodes."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._learned = config.learned_steps
+        self._start = (config.step_tokens(1), config.step_tokens(0))
+        self.beside, self.alone = self._start
+        self._slowness = 0.0  # logarithm of what steps take to what was measured
+        self._learned_s = -math.inf
+        self._last_end_s = 0.0  # of the runner's clock
+
+    @property
+    def rows(self) -> int:
+        """Most rows that decode in a step: none has to stand still because steps are slow."""
+        return max(self._start[0], self.beside)
+
+    def tokens(self, decoding: int) -> int:
+        """Most tokens of a step with so many decoding rows."""
+        if not decoding:
+            return self.alone
+        if self._learned is None:
+            return self.beside
+        return min(max(self.beside, decoding + self._learned.least), self.rows)
+
+    def learn(self, work: StepWork, times: StepTimes, now_s: float) -> None:
+        """A step has run."""
+        started_s = max(times.start_s, self._last_end_s)  # it waited for the one before it
+        self._last_end_s = times.end_s
+        learned, tokens = self._learned, work.decode_rows + work.prefill_tokens
+        attended = work.prefill_context_products + work.decode_context
+        if learned is None or work.swap_blocks or not work.prefill_tokens:
+            return
+        if times.end_s <= started_s or attended > LONG_CONTEXT * tokens:
+            return
+        seen = math.log((times.end_s - started_s) / (learned.fixed_s + learned.token_s * tokens))
+        self._slowness += RATE * min(max(seen - self._slowness, -FURTHEST), FURTHEST)
+        self._learned_s = now_s
+        self._resize(learned)
+
+    def look(self, now_s: float) -> None:
+        """It is so late now: what was slow some time ago need not be slow any more."""
+        if self._slowness > 0.0 and now_s - self._learned_s > FORGOTTEN_S and self._learned is not None:
+            self._slowness = 0.0
+            self._resize(self._learned)
+
+    def _resize(self, learned: LearnedSteps) -> None:
+        ratio = math.exp(self._slowness)
+        beside, alone = self._start
+        self.beside = _fitting(learned, ratio, learned.beside_s, (beside, self.beside), learned.most)
+        self.alone = _fitting(learned, ratio, learned.alone_s, (alone, self.alone), learned.most_alone)
+        self.alone = max(self.alone, min(self.beside, learned.most_alone))
+
+
+def _fitting(learned: LearnedSteps, ratio: float, target_s: float, sizes: tuple[int, int], most: int) -> int:
+    """The size nearest to that of the start whose steps take about `target_s`; `sizes` are that one and the last."""
+    start, last = sizes
+
+    def within(seconds: float) -> int:
+        return int((seconds / ratio - learned.fixed_s) / learned.token_s) // GRAIN * GRAIN
+
+    size = min(max(start, within(target_s)), max(within(TOLERATED * target_s), learned.least))
+    furthest = int(max(start, last) * GROWTH)
+    return max(min(size, furthest, most), min(learned.least, most))
