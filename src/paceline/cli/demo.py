@@ -125,8 +125,7 @@ def _run(values: Mapping[str, Any]) -> None:
         with RacePage(race, bound) as page:
             page.tell("The race is on")
             _run_modes(options, folder, race)
-            page.tell("The race is over. Race again on")
-            page.wait()
+            page.wait("The race is over. Race again on")
 
 
 def _play(folder: Path, shown: ShowOptions) -> None:
@@ -134,8 +133,7 @@ def _play(folder: Path, shown: ShowOptions) -> None:
     with page_port(shown) as bound:
         assert bound is not None
         with RacePage(_recorded_race(folder), bound) as page:
-            page.tell("The race is on")
-            page.wait()
+            page.wait("The race is on")
 
 
 def _live_race(options: DemoOptions) -> Race:

@@ -98,11 +98,12 @@ class RacePage:
     def tell(self, text: str) -> None:
         print(f"{text} {self._address}/ui/race  (Ctrl-C ends)", file=sys.stderr, flush=True)
 
-    def wait(self) -> None:
-        """Until interrupted or terminated."""
+    def wait(self, text: str) -> None:
+        """Tell where the page is and serve it until interrupted or terminated."""
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
+        self.tell(text)  # from here on an interrupt ends the page and is no error
         ended.wait()
 
     def _serve(self) -> None:
