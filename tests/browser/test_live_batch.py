@@ -49,6 +49,7 @@ def test_32_at_once_are_32_rows_and_a_lane_is_opened_meanwhile(server: ClientSer
             view.wait(f"stage.counts.some((each) => each.r === {AT_ONCE})")
             entry = view.page.locator("#lane-list button:not([data-state=free])").last
             entry.evaluate("(button) => button.click()")  # wherever it has moved to
+            assert view.page.locator("#drawer-falls span").count() > 0, "what the lanes show is there at once"
             view.page.wait_for_selector("#drawer-story li:has-text('step')")
             view.shoot(f"batch-drawer-{size['width']}")
             view.page.keyboard.press("Escape")

@@ -33,10 +33,11 @@ export class Drawer {
     this.request = this.stage.past.shown = typeof asked === "number" ? asked : null;
     this.told = null;
     this.place.hidden = false;
-    this.title.textContent = `Request ${asked}`;
+    this.title.textContent = `Request ${this.request === null ? asked : this.names.label(asked)}`;
     this.state.textContent = "";
     this.story.replaceChildren(line("…"));
     this.falls.replaceChildren();
+    this.draw();
     this.place.querySelector("#drawer-close").focus({ preventScroll: true });
     while (this.asked === asked && (await this.ask(asked))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
   }
@@ -64,6 +65,13 @@ export class Drawer {
     }
   }
 
+  // The decisions about each branch; until the engine tells them, as far as the lanes show them.
+  branches() {
+    if (this.told) return this.told.branches;
+    const first = this.stage.wayOf(this.request)[0];
+    return first ? [{ number: this.request, decisions: [{ kind: "admit", time_s: first.from, seconds: 0 }] }] : [];
+  }
+
   // When the request that is shown came onto a row; null where none is, or never did.
   began() {
     const times = this.told?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
@@ -71,9 +79,10 @@ export class Drawer {
   }
 
   draw() {
-    if (this.asked === null || !this.told || !this.stage.scene) return;
+    if (this.asked === null || !this.stage.scene) return;
     const now = this.stage.scene.time_s;
-    const found = this.told.branches.flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
+    const found = this.branches().flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
+    if (!found.length) return;
     const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));
     this.falls.replaceChildren(
       ...found.map((phase) => {

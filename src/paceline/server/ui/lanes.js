@@ -66,9 +66,8 @@ export class Lanes {
     this.tall = Math.max(1, this.height - Math.min(3, this.height / 3));
     this.canvas.style.height = `${lanes * this.height}px`;
     this.gutter = this.gutterOf ? this.gutterOf(width) : DIGITS;
-    const rate = ((width - this.gutter) * scale) / this.windowS;
-    this.rate = this.whole ? Math.max(0.1, rate) : Math.max(1, Math.floor(rate)); // pixels for a second
-    this.span = Math.ceil(this.rate * this.windowS);
+    this.span = Math.max(1, Math.floor((width - this.gutter) * scale)); // pixels
+    this.rate = this.span / this.windowS; // of them for a second
     size(this.canvas, width * scale, lanes * this.height * scale);
     size(this.tape, 2 * this.span, lanes * this.height * scale);
     this.label();
