@@ -103,7 +103,7 @@ export class Track {
     this.total = total;
     if (this.told.start_s !== null) this.lanes.during(this.told.start_s, this.told.start_s + total, Infinity);
     const every = tick(total, width || 800), marks = [];
-    for (let at = 0; at < total - every / 2; at += every) marks.push(at);
+    for (let at = 0; at < total - 0.8 * every; at += every) marks.push(at);
     marks.push(total);
     this.axis.replaceChildren(...marks.map((at) => this.mark(at)));
   }
