@@ -444,7 +444,7 @@ class Composer:
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        padding = (tuple(self._pads.items()), filling)
+        padding = () if filling is None else (tuple(self._pads.items()), filling)
         flight = Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work, *padding)
         state.flights.append(flight)
         return plan
