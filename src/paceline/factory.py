@@ -35,7 +35,7 @@ from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
-from paceline.runner.machine_load import FreeCores, MachineLoad, cores_allowed
+from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
 from paceline.scheduler.policy import make_policy
@@ -257,7 +257,7 @@ def _on_cpu(
     on_progress("measuring steps", 0, 0)
     pulse, free = life
     workers = Workers(free)
-    with workers.step():  # what is measured runs as steps will
+    with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
         config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
         # Without either, the budget of a CPU keeps steps short already.
         if config.scheduler.step_target_ms or config.scheduler.has_dial:
@@ -270,7 +270,7 @@ def _on_cpu(
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
-        with workers.step():
+        with workers.step(MANY_TOKENS):
             config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
     return config, runner, hardware, notices
 

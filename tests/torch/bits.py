@@ -134,7 +134,7 @@ class _Changing(FreeCores):
         super().__init__(MachineLoad(), max(counts))
         self._counts = cycle(counts)
 
-    def look(self) -> int:
+    def look(self, tokens: int = 1) -> int:
         return next(self._counts)
 
 

@@ -95,7 +95,8 @@ class CPURunner:
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:
             plan = self._queue.popleft()
-            with torch.inference_mode(), self._workers.step():
+            tokens = plan.work.decode_rows + plan.work.prefill_tokens
+            with torch.inference_mode(), self._workers.step(tokens):
                 self._done[plan.seq] = self._execute(plan)
         return self._done.pop(seq)
 

@@ -16,6 +16,7 @@ LOOK_S = 0.25  # between two looks: the counters have a resolution of 10 ms
 LOOKS_TO_GROW = 4  # in a row that find room for one more thread
 TOLERATED = 0.5  # of a core that others may use of ours before a thread is given up,
 SPARE = 0.25  # and may still use when it is taken back
+MANY_TOKENS = 16  # of a step: products so large that a thread which waits for a core at times still helps
 BUSY, FREE = 0.4, 0.2  # shares of all cores, used by others, from which a machine is busy, and free again
 SAID_EVERY_S = 60.0
 _BUSY_COLUMNS = (1, 2, 3, 6, 7, 8)  # of /proc/stat: user, nice, system, irq, softirq, steal
@@ -52,17 +53,20 @@ class MachineLoad:
         cores: int | None = None,
         used_s: Seconds | None = None,
         own_s: Seconds | None = None,
+        runnable: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`relatives` are processes that count as this one. The rest is for tests: the seconds that all processes and
-        that this one have used so far."""
+        that this one have used so far, and the threads of other processes that run or wait for a core."""
         numbers = usable_cores()
         self.cores = cores if cores is not None else len(numbers)
         self._used_s = used_s if used_s is not None else lambda: _machine_seconds(numbers)
         self._own_s = own_s if own_s is not None else lambda: _process_seconds(relatives)
+        self._runnable = runnable if runnable is not None else _runnable
         self._clock = clock
         self._last = self._read()
         self.others: float | None = None  # cores, at the last look; None: not known
+        self.competing = 0.0  # threads of others that run or wait for a core, averaged over a few looks
 
     def look(self, least_s: float = LOOK_S) -> bool:
         """Whether there is a new figure in `others`: not before `least_s` have passed since the last."""
@@ -73,6 +77,7 @@ class MachineLoad:
         if now is None:
             return False
         used, own = now[1] - before[1], now[2] - before[2]
+        self.competing += 0.5 * ((self._runnable() or 0) - self.competing)
         self.others = min(max((used - own) / (now[0] - before[0]), 0.0), float(self.cores))
         return True
 
@@ -89,6 +94,11 @@ class MachineLoad:
         return self.others is not None and self.others >= BUSY * self.cores
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether other processes have more threads to run than there are cores."""
+        return self.competing > self.cores + 0.5
+
+    @property
     def is_free(self) -> bool:
         return self.others is not None and self.others <= FREE * self.cores
 
@@ -101,7 +111,8 @@ class FreeCores:
     """How many threads may compute. Fewer at once when others take the cores, more again once they stay free.
 
     Threads of one product wait for each other: one that has to wait for a core makes all of them wait, so that two
-    threads on two cores that others use are several times slower than one.
+    threads on two cores that others use are several times slower than one. A large step is the exception, as long as
+    each core has one other thread at most: its products are long, and two threads get a larger share of the cores.
     """
 
     def __init__(self, load: MachineLoad, most: int) -> None:
@@ -110,8 +121,8 @@ class FreeCores:
         self.count = most
         self._roomy = 0  # looks in a row that found room for more
 
-    def look(self) -> int:
-        """How many threads may compute now; cheap, called before every step and while there is nothing to do."""
+    def look(self, tokens: int = 1) -> int:
+        """How many threads may compute a step of so many tokens now; cheap, called before every step and when idle."""
         if self.most > 1 and self.load.look() and self.load.others is not None:
             left = self.load.cores - self.load.others
             fitting, roomy = (self._bounded(left + more) for more in (TOLERATED, SPARE))
@@ -123,7 +134,7 @@ class FreeCores:
                     self.count, self._roomy = roomy, 0
             else:
                 self._roomy = 0
-        return self.count
+        return self.most if tokens >= MANY_TOKENS and not self.load.is_crowded else self.count
 
     def _bounded(self, cores: float) -> int:
         return min(max(math.floor(cores), 1), self.most)
@@ -166,6 +177,15 @@ def _machine_seconds(cores: frozenset[int]) -> float | None:
     except (OSError, ValueError, IndexError, StopIteration):
         return None
     return ticks / _TICKS if found else None
+
+
+def _runnable() -> int | None:
+    """Threads of other processes that run or wait for a core; the one that reads is not counted."""
+    try:
+        with Path("/proc/stat").open() as file:
+            return next((int(line.split()[1]) - 1 for line in file if line.startswith("procs_running")), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _quota() -> float | None:

@@ -38,10 +38,10 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.count - 1, "paceline-part", initializer=_compute_alone)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One step, on as many threads as there are cores for."""
+    def step(self, tokens: int) -> Iterator[None]:
+        """One step of so many tokens, on as many threads as there are cores for."""
         if self._free is not None:
-            self.count = min(self._free.look(), self._most)
+            self.count = min(self._free.look(tokens), self._most)
         before = torch.get_num_threads()
         if self.count == before:
             yield

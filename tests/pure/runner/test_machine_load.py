@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from paceline.runner import machine_load
-from paceline.runner.machine_load import LOOK_S, LOOKS_TO_GROW, SAID_EVERY_S, FreeCores, LoadNews, MachineLoad
+from paceline.runner.machine_load import (
+    LOOK_S,
+    LOOKS_TO_GROW,
+    MANY_TOKENS,
+    SAID_EVERY_S,
+    FreeCores,
+    LoadNews,
+    MachineLoad,
+)
 
 
 class Machine:
@@ -16,8 +24,13 @@ class Machine:
 
     def __init__(self, cores: int) -> None:
         self.now_s = self.used_s = self.own_s = 0.0
+        self.competing = 0
         self.load = MachineLoad(
-            cores=cores, used_s=lambda: self.used_s, own_s=lambda: self.own_s, clock=lambda: self.now_s
+            cores=cores,
+            used_s=lambda: self.used_s,
+            own_s=lambda: self.own_s,
+            runnable=lambda: self.competing,
+            clock=lambda: self.now_s,
         )
 
     def run(self, others: float, own: float = 0.0, seconds: float = LOOK_S) -> None:
@@ -70,6 +83,15 @@ def test_a_load_between_the_two_bounds_changes_nothing() -> None:
     assert counts(machine, free, 0.4, 20) == [2] * 20
     counts(machine, free, 1.0, 1)
     assert counts(machine, free, 0.4, 20) == [1] * 20
+
+
+@pytest.mark.parametrize("competing, threads", [(2, 2), (5, 1)])
+def test_large_steps_keep_their_threads_unless_the_cores_are_crowded(competing: int, threads: int) -> None:
+    machine = Machine(2)
+    free = FreeCores(machine.load, 2)
+    machine.competing = competing
+    assert counts(machine, free, 2.0, 4)[-1] == 1
+    assert free.look(tokens=MANY_TOKENS) == threads
 
 
 def test_a_container_has_no_more_threads_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

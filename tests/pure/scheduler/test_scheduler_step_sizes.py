@@ -13,7 +13,7 @@ from paceline.audit.codec import config_of, plain
 from paceline.config import EngineConfig, LearnedSteps, SchedulerConfig
 from paceline.core.plan import StepTimes, StepWork
 from paceline.errors import ConfigError
-from paceline.scheduler.step_sizes import FORGOTTEN_S, LONG_CONTEXT, StepSizes
+from paceline.scheduler.step_sizes import FORGOTTEN_S, LONG_CONTEXT, TOLERATED, StepSizes
 
 LEARNED = LearnedSteps(fixed_s=0.016, token_s=0.004, beside_s=0.1125, alone_s=0.25)
 CONFIG = SchedulerConfig(max_num_batched_tokens=24, max_num_prompt_tokens=56, learned_steps=LEARNED)
@@ -52,15 +52,16 @@ def test_a_machine_about_as_fast_as_measured_keeps_the_sizes_of_the_start(slowne
 
 def test_sizes_fall_within_a_few_steps_and_are_back_as_soon() -> None:
     machine = Machine()
-    slow = machine.run(8.0, steps=8)
+    slow = machine.run(12.0, steps=8)
     assert slow == (16, 16)
     assert machine.run(1.0, steps=16) == QUIET
 
 
 def test_steps_of_a_slow_machine_take_about_what_they_may() -> None:
     machine = Machine()
-    beside, alone = machine.run(3.0, steps=20)
-    assert 16 < alone < 56 and 3.0 * (LEARNED.fixed_s + LEARNED.token_s * alone) <= 2.2 * LEARNED.alone_s
+    beside, alone = machine.run(4.5, steps=20)
+    longest_s = 4.5 * (LEARNED.fixed_s + LEARNED.token_s * alone)
+    assert 16 < alone < 56 and longest_s <= TOLERATED * LEARNED.alone_s
     assert beside == 16
 
 
@@ -101,7 +102,7 @@ def test_decoding_rows_are_never_cut_and_prompts_go_on_beside_them() -> None:
 
 def test_slowness_that_is_long_ago_is_forgotten_and_speed_is_not() -> None:
     machine = Machine()
-    machine.run(8.0, steps=10)
+    machine.run(12.0, steps=10)
     machine.sizes.look(machine.now_s + FORGOTTEN_S / 2)
     assert machine.sizes.alone == 16
     machine.sizes.look(machine.now_s + FORGOTTEN_S + 0.1)
