@@ -258,7 +258,7 @@ def _on_cpu(
     pulse, free = life
     workers = Workers(free)
     with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
-        config = _engine_config(checkpoint, choose_sizes(model, decoder, given))
+        config = _engine_config(checkpoint, choose_sizes(model, decoder, given, is_busy=free.load.is_busy))
         # Without either, the budget of a CPU keeps steps short already.
         if config.scheduler.step_target_ms or config.scheduler.has_dial:
             decoding = partial(_decode_seconds, lambda small: CPURunner(small, decoder, ends))

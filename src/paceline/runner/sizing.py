@@ -36,8 +36,10 @@ DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode 
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
-def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs."""
+def choose_sizes(
+    model: ModelConfig, decoder: Decoder, given: Mapping[str, Any], *, is_busy: bool = False
+) -> dict[str, Any]:
+    """`given` completed: every size the engine's config needs. `is_busy`: other processes use the same cores now."""
     sizes = dict(given)
     spec = decoder.spec
     block_size = sizes.setdefault("block_size", 16)
@@ -60,7 +62,7 @@ def choose_sizes(model: ModelConfig, decoder: Decoder, given: Mapping[str, Any])
         )
     sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
     if "max_num_batched_tokens" not in sizes:
-        measured = measure_step(decoder)
+        measured = measure_step(decoder, is_busy=is_busy)
         sizes["max_num_batched_tokens"] = step_budget(*measured)
         sizes.setdefault("max_num_prompt_tokens", step_budget(*measured, margin=ALONE))
         sizes["learned_steps"] = _learned_steps(measured, sizes, "max_num_prompt_tokens" in given)
@@ -106,25 +108,32 @@ def line_costs(
     return StepCosts(sizes=sizes, seconds=seconds, context_s=context_s, row_s=max(0.0, row_s))
 
 
-def measure_step(decoder: Decoder) -> tuple[float, float]:
-    """Seconds a step takes at least, and for each token more: a line through two sizes."""
+def measure_step(decoder: Decoder, *, is_busy: bool = False) -> tuple[float, float]:
+    """Seconds a step takes at least, and for each token more: a line through two sizes.
+
+    On a busy machine it is the processor time of each thread: what a step would take if it had the cores, so that a
+    start beside other processes gives the sizes of a quiet one and what steps really take is learned while serving.
+    """
     small, large = 8, 40
     _time_tokens(decoder, small)  # the first run pays for threads and memory
     # The fastest of a few: others may be at work on the same cores.
-    few, many = (min(_time_tokens(decoder, count) for _ in range(4)) for count in (small, large))
+    few, many = (
+        min(_time_tokens(decoder, count, is_busy=is_busy) for _ in range(4)) for count in (small, large)
+    )
     per_token = max((many - few) / (large - small), 1e-7)
     return max(few - small * per_token, 0.0), per_token
 
 
 @torch.inference_mode()
-def _time_tokens(decoder: Decoder, count: int) -> float:
+def _time_tokens(decoder: Decoder, count: int, *, is_busy: bool = False) -> float:
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return queries.flatten(1)
 
     tokens = torch.zeros(count, dtype=torch.int64)
-    started_s = time.perf_counter()
+    started_s, used_s = time.perf_counter(), time.process_time()
     decoder.logits(decoder.forward(tokens, tokens, tokens + 1, attend))
-    return time.perf_counter() - started_s
+    took_s, used_s = time.perf_counter() - started_s, time.process_time() - used_s
+    return min(took_s, used_s / torch.get_num_threads()) if is_busy else took_s
 
 
 def _default_memory() -> int:
