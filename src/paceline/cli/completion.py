@@ -2,7 +2,7 @@
 
 Owns the three scripts and the words. A script asks `paceline __complete WORD...` and gets the words that may stand in
 place of the last one: a line each, with a description behind a tab, and `:files` where files are wanted as well. The
-words come from the declared commands and options; nothing heavy is imported, for this runs while somebody types.
+words come from the declared commands and options; nothing heavy is imported, because this runs at every press of Tab.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ GRAIN = 8
 
 
 class StepSizes:
-    """Sizes of the steps beside decoding rows, and of those in which nobody decodes."""
+    """Sizes of the steps beside decoding rows, and of those without any."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._learned = config.learned_steps

@@ -142,7 +142,7 @@ function count(at) {
     let badge = "";
     if (track.told.state === "waiting") badge = "waits for its turn";
     else if (place >= 0) badge = `${placeName(place)} · ${track.finish.toFixed(1)} s`;
-    else if (track === leader?.track) badge = `ahead by ${leader.by.toLocaleString("en")} tokens`;
+    else if (track === leader?.track) badge = `ahead by ${leader.by.toLocaleString("en")} ${leader.by === 1 ? "token" : "tokens"}`;
     const isLeading = place === 0 || (!order.length && track === leader?.track);
     track.show(reached[index], told.num_requests, badge, isLeading);
   });
