@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live import environment, served, target
-from paceline.bench.load.replayed import send_workload
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.record import RunRecord
-from paceline.report.summary import summarize
-from paceline.report.table import to_json
-from paceline.sim.compare import Deviation, compare, sim_config
-from paceline.sim.cost_files import Calibration, calibrate, step_errors
-from paceline.sim.recorded import Recorded, read_recorded
-from paceline.sim.settings import Machine
-from paceline.workload import Workload, load_workload
+from paceline.lab.bench.load.replayed import send_workload
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import summarize
+from paceline.lab.report.table import to_json
+from paceline.lab.sim.compare import Deviation, compare, sim_config
+from paceline.lab.sim.cost_files import Calibration, calibrate, step_errors
+from paceline.lab.sim.recorded import Recorded, read_recorded
+from paceline.lab.sim.settings import Machine
+from paceline.lab.workload import Workload, load_workload
 
 MODEL = "smollm2"
 SATURATED = 20  # requests that are there from the start, to see what the server finishes per second

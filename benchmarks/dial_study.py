@@ -33,13 +33,13 @@ from urllib.request import urlopen
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import StepCosts
+from paceline.config.engine import StepCosts
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.costs.presets import device_spec, model_shape
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.model import Workload
 
 WINDOW_S = 20
 FEWEST_GAPS = 8  # of a second that has a p99

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report import plot_style as style
-from paceline.report.plots import plot_timeline
-from paceline.report.record import FINISHED, RunRecord
-from paceline.report.summary import summarize
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
+from paceline.lab.report import plot_style as style
+from paceline.lab.report.plots import plot_timeline
+from paceline.lab.report.record import FINISHED, RunRecord
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.model import Workload
 
 SEED = 1
 COLOURS = 48

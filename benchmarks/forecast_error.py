@@ -28,11 +28,11 @@ import numpy as np
 
 from benchmarks.live import served
 from paceline.costs.presets import device_spec, model_shape
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
 
 FLOOR_S = 0.2  # shorter times are judged as if they were this long
 BAR = 0.25

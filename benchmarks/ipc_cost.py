@@ -22,16 +22,16 @@ import msgspec
 import numpy as np
 import uvloop
 
-from paceline.config_process import ProcessConfig
+from paceline.config.process import ProcessConfig
 from paceline.core.events import StepEvents, TokenEvents
 from paceline.core.sampling import SamplingParams
-from paceline.serving import frames
-from paceline.serving.async_engine import AsyncEngine
-from paceline.serving.channel import Channel
-from paceline.serving.client import EngineInfo
-from paceline.serving.link import Link
-from paceline.serving.outbox import Outbox
-from paceline.serving.streams import Stream
+from paceline.process import frames
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.channel import Channel
+from paceline.process.client import EngineInfo
+from paceline.process.outbox import Outbox
+from paceline.process.streams import Stream
+from paceline.process.supervisor import Link
 
 _decode_lists = msgspec.msgpack.Decoder(tuple[float, list[int], list[int]]).decode
 INFO = EngineInfo(

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.load.bodies import COMPLETIONS, PATHS
-from paceline.bench.load.pool import Target
-from paceline.bench.machine import source_commit
+from paceline.lab.bench.load.pool import Target
+from paceline.lab.bench.load.source import COMPLETIONS, PATHS
+from paceline.lab.bench.machine import source_commit
 
 START_S, STOP_S = 120.0, 30.0
 

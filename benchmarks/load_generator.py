@@ -19,11 +19,10 @@ import numpy as np
 import uvloop
 
 from benchmarks.live import environment
-from paceline.bench.load.bodies import BodyForm
-from paceline.bench.load.figures import figures
-from paceline.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
-from paceline.bench.load.pool import Pool, Target
-from paceline.bench.load.source import RandomSource
+from paceline.lab.bench.load.figures import figures
+from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
+from paceline.lab.bench.load.pool import Pool, Target
+from paceline.lab.bench.load.source import BodyForm, RandomSource
 from tests.mock_openai import RunningMock, running_mock
 
 # Streams at once, and milliseconds between the tokens of each: what is offered is their ratio.

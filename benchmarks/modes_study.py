@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.plots import plot_cdfs, plot_modes, plot_timeline
-from paceline.report.record import RunRecord
-from paceline.report.summary import Summary, summarize
-from paceline.report.table import to_json
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
+from paceline.lab.report.plots import plot_cdfs, plot_modes, plot_timeline
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import Summary, summarize
+from paceline.lab.report.table import to_json
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 TIMEOUTS = (0.05, 0.5)

@@ -18,19 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.workloads import (
-    LONGEST_OUTPUT,
-    LONGEST_PROMPT,
-    ONLINE,
-    make_workload,
-    read_lengths,
-)
-from paceline.costs.model import StepShape
-from paceline.costs.piecewise import PiecewiseLinear
+from paceline.costs.model import PiecewiseLinear, StepShape
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.summary import summarize
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload.model import Workload
+from paceline.lab.bench.workloads import LONGEST_OUTPUT, LONGEST_PROMPT, ONLINE, make_workload, read_lengths
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload.model import Workload
 
 OLD_SIZES = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
 SIZES = tuple(sorted((*OLD_SIZES, 1152, 1408, 1664, 1792, 2304, 2560)))

@@ -31,14 +31,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step_cost import PROMPT, NoOpRunner
-from paceline.config import Capacity, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import Capacity, EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.plan import Pending, StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.server.feed import UNWATCHED_INTERVAL_S, Pace
-from paceline.serving.client import EngineStats
-from paceline.serving.sight import Sight
+from paceline.process.client import EngineStats
+from paceline.process.live_view import Sight
+from paceline.server.live.feed import UNWATCHED_INTERVAL_S, Pace
 
 ROWS, CHURN = 1024, 1
 SIMULATED = (

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.open import Checkpoint, open_checkpoint
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
+from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import Storage, build_decoder
 from paceline.models.quantized import QuantizedStorage, fast_product
 from paceline.runner.cpu import CPURunner

@@ -38,11 +38,11 @@ from benchmarks.policy_study import (
     with_flood,
     with_tenant,
 )
-from paceline.bench.load.replayed import send_workload
-from paceline.report.fairness import largest_gap
-from paceline.report.record import RunRecord
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
+from paceline.lab.bench.load.replayed import send_workload
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import largest_gap
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.model import Workload
 
 ROWS, BLOCK, POOL_TOKENS = 32, 16, 1280
 SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from paceline.core.events import Rule
 from paceline.core.request import Request
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.fairness import OUTPUT_COST, largest_gap, service
-from paceline.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.summary import OUTPUT_COST, largest_gap, service
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.model import Workload
 from paceline.scheduler.scheduler import Scheduler
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
-from paceline.workload.model import Workload
 
 MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}

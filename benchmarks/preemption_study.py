@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.record import OUTCOMES
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload.model import Workload
+from paceline.lab.report.record import OUTCOMES
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload.model import Workload
 
 KINDS = ("recompute", "swap", "auto")
 POOL_TOKENS = 50_000

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.config import Capacity, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import Capacity, EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.plan import EMPTY, STOPPED, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine

@@ -18,10 +18,11 @@ from typing import Any
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
+from paceline.process.client import BranchNews, Ending, EngineInfo, EngineState, EngineStats, Prospect
+from paceline.server.access.caller import Caller
 from paceline.server.api.routes import routes
-from paceline.server.call import Call, Caller, Events
-from paceline.server.service import ServedModel, Service
-from paceline.serving.client import BranchNews, Ending, EngineInfo, EngineState, EngineStats, Prospect
+from paceline.server.call import Call, Events
+from paceline.server.generate.service import ServedModel, Service
 from paceline.text.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every single day. "

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step_cost import PROMPT, NoOpRunner
-from paceline.audit.trail_writer import INTERVAL_S
-from paceline.config import Capacity, EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.audit.trail import INTERVAL_S
+from paceline.config.engine import Capacity, EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine, load_model

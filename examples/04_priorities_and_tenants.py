@@ -9,7 +9,7 @@ By the order of arrival everybody waits behind a tenant that floods. By shares (
 import sys
 
 from paceline import LLM, SamplingParams
-from paceline.core.classes import Urgency
+from paceline.core.service_class import Urgency
 
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ARRIVALS = [("flood", 1)] * 5 + [("alice", 1), ("bob", 0)]  # tenant and priority

@@ -8,9 +8,9 @@ import numpy as np
 
 from paceline.core.policy import Victim
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.summary import summarize
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
 
 
 class ShortPromptsFirst:

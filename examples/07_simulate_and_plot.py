@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
-from paceline.report.summary import summarize
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload import load_workload
+from paceline.lab.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload import load_workload
 
 trace = sys.argv[1] if len(sys.argv) > 1 else "azure-conv"
 folder = Path(sys.argv[2] if len(sys.argv) > 2 else ".")

@@ -10,8 +10,8 @@ from pathlib import Path
 from paceline import LLM, SamplingParams
 from paceline.audit.explain import explain_from_log
 from paceline.audit.runlog import read_run_log
-from paceline.audit.trail_db import verify
-from paceline.sim.replay import replay
+from paceline.audit.trail import verify
+from paceline.lab.sim.replay import replay
 
 folder = Path(tempfile.mkdtemp(prefix="paceline-"))
 log, decisions = folder / "run.jsonl.gz", folder / "decisions"

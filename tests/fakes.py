@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.config import Capacity, EngineConfig
+from paceline.config.engine import Capacity, EngineConfig
 from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, SAME_ROWS, STOPPED, StepPlan, StepResult, Swaps
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation

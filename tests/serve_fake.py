@@ -15,18 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import uvloop
 
-from paceline.config_serve import ServerConfig
-from paceline.core.classes import PLAIN, Urgency
+from paceline.config.server import ServerConfig
 from paceline.core.sampling import SamplingParams
-from paceline.server.api.error_frames import openai_error_frame
-from paceline.server.api.route import Route
-from paceline.server.app import Api, Application
-from paceline.server.call import Answer, Call, Events, Handler
-from paceline.server.http.listener import Listener, bind_tcp
-from paceline.server.keys_file import read_keys
-from paceline.server.lifecycle import Server
-from paceline.server.logs import set_up_logs
-from paceline.serving.client import (
+from paceline.core.service_class import PLAIN, Urgency
+from paceline.process.client import (
     EngineInfo,
     EngineState,
     EngineStats,
@@ -34,6 +26,14 @@ from paceline.serving.client import (
     EngineUnavailable,
     Prospect,
 )
+from paceline.server.access.keys import read_keys
+from paceline.server.api.frames import openai_error_frame
+from paceline.server.api.route import Route
+from paceline.server.app import Api, Application
+from paceline.server.call import Answer, Call, Events, Handler
+from paceline.server.http.listener import Listener, bind_tcp
+from paceline.server.lifecycle import Server
+from paceline.server.logs import set_up_logs
 
 INFO = EngineInfo(
     vocab_size=100,

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from paceline.audit.runlog import RunLogWriter, run_header
-from paceline.config import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
-from paceline.core.classes import CLASSES, DEFAULT_CLASS, Urgency
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS, Urgency
 from paceline.engine.engine import Engine
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import EngineFailed, PacelineError
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from paceline import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
 from paceline.llm.outputs import RequestMetrics
+from paceline.server.access.auth import Keyring
 from paceline.server.api.route import Route
 from paceline.server.app import Application
-from paceline.server.auth import Keyring
 from paceline.server.docs import fields_of, openapi_document
 from paceline.server.health import PUBLIC
 
@@ -70,11 +70,10 @@ def http_page() -> str:
 
 def all_routes() -> list[Route]:
     """Every route of a server that has files and batches."""
-    from paceline.server.api.batch_routes import batch_routes
-    from paceline.server.api.file_routes import file_routes
+    from paceline.server.api.batch_routes import batch_routes, file_routes
     from paceline.server.api.routes import routes
     from paceline.server.batches.open import ENDPOINTS
-    from paceline.server.service import ServiceSettings
+    from paceline.server.generate.service import ServiceSettings
 
     settings = ServiceSettings()
     nothing = cast(Any, SimpleNamespace(settings=settings, explanations=None))

@@ -11,18 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from paceline.config_serve import ObserveConfig, ServerConfig
+from paceline.config.server import ObserveConfig, ServerConfig
 from paceline.core.dial import DialStatus
-from paceline.costs.work import ModelWork
-from paceline.server.admission import Admission, Capacity
+from paceline.costs.model import ModelWork
+from paceline.process.client import EngineInfo, EngineState, EngineStats
+from paceline.server.access.auth import Keyring
 from paceline.server.app import Api, Application
-from paceline.server.auth import Keyring
 from paceline.server.batches.open import Batches
 from paceline.server.billing.open import Billing
-from paceline.server.call import RequestRecord
+from paceline.server.generate.admission import Admission, Capacity
+from paceline.server.generate.record import RequestRecord
+from paceline.server.metrics.tracing import SpanCounts, Tracing
 from paceline.server.open_api import admission_gauges
-from paceline.server.tracing import SpanCounts, Tracing
-from paceline.serving.client import EngineInfo, EngineState, EngineStats
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 MODEL = "a-model"

@@ -10,60 +10,47 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import (
-    audit,
-    bench_load_options,
-    bench_options,
-    chat,
-    completion,
-    demo,
-    doctor,
-    explain,
-    keys_options,
-    models,
-    replay,
-    run,
-    run_batch,
-    serve,
-    sim_options,
-    steer,
-    top,
-    trace,
-    tune_options,
-    usage,
-)
-from paceline.cli.options import Flag, Panel, default_of, spec_of
-from paceline.config import flag_of
+from paceline.cli import audit, completion, doctor, explain, keys, models, replay, run, steer, trace, usage
+from paceline.cli.bench import flags as bench_flags
+from paceline.cli.chat import run as chat_run
+from paceline.cli.demo import run as demo_run
+from paceline.cli.flags import Flag, Panel, default_of, spec_of
+from paceline.cli.run_batch import flags as run_batch_flags
+from paceline.cli.serve import flags as serve_flags
+from paceline.cli.sim import flags as sim_flags
+from paceline.cli.top import run as top_run
+from paceline.cli.tune import flags as tune_flags
+from paceline.config.options import flag_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
 COMMANDS: dict[str, tuple[Panel, ...]] = {
-    "serve": serve.PANELS,
-    "chat": chat.PANELS,
+    "serve": serve_flags.PANELS,
+    "chat": chat_run.PANELS,
     "run": run.PANELS,
-    "run-batch": run_batch.PANELS,
+    "run-batch": run_batch_flags.PANELS,
     "pull": models.PULL_PANELS,
     "ls": models.LIST_PANELS,
     "show": models.SHOW_PANELS,
     "rm": models.REMOVE_PANELS,
-    "demo": demo.PANELS,
-    "sim": sim_options.PANELS,
-    "tune": tune_options.PANELS,
+    "demo": demo_run.PANELS,
+    "sim": sim_flags.PANELS,
+    "tune": tune_flags.PANELS,
     "explain": explain.PANELS,
     "replay": replay.PANELS,
     "trace": trace.PANELS,
     "audit verify": audit.VERIFY_PANELS,
     "audit bias": audit.BIAS_PANELS,
-    "bench serve": bench_load_options.SERVE_PANELS,
-    "bench sweep": bench_load_options.SWEEP_PANELS,
-    "bench compare": bench_load_options.COMPARE_PANELS,
-    "bench throughput": bench_options.THROUGHPUT_PANELS,
-    "bench latency": bench_options.LATENCY_PANELS,
+    "bench serve": bench_flags.SERVE_PANELS,
+    "bench sweep": bench_flags.SWEEP_PANELS,
+    "bench compare": bench_flags.COMPARE_PANELS,
+    "bench throughput": bench_flags.THROUGHPUT_PANELS,
+    "bench latency": bench_flags.LATENCY_PANELS,
     "dial": steer.DIAL_PANELS,
     "policy": steer.POLICY_PANELS,
-    "top": top.PANELS,
-    "keys add": keys_options.ADD_PANELS,
-    "keys ls": keys_options.LIST_PANELS,
-    "keys revoke": keys_options.REVOKE_PANELS,
+    "top": top_run.PANELS,
+    "keys add": keys.ADD_PANELS,
+    "keys ls": keys.LIST_PANELS,
+    "keys revoke": keys.REVOKE_PANELS,
     "usage": usage.PANELS,
     "doctor": doctor.PANELS,
     "completion": completion.PANELS,

@@ -30,8 +30,8 @@ def hf_folder(folder: Path) -> Path:
         return folder
     from transformers import AutoTokenizer
 
-    from paceline.checkpoint.default_model import default_model
-    from paceline.checkpoint.open import open_checkpoint
+    from paceline.models.files.fetch import default_model
+    from paceline.models.files.open import open_checkpoint
     from tests.torch.gguf_reference import transformers_model
 
     file = default_model()

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.kernels import environment
 from paceline import LLM, SamplingParams
-from paceline.bench.shapes import SHAPES, write_shape
+from paceline.lab.bench.shapes import SHAPES, write_shape
 
 BEFORE = 50  # steps that are not looked at: prompts, and what the profiler does first
 DRAW = "_settle_kernel"

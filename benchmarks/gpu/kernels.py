@@ -26,7 +26,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.card import measure_card
 from benchmarks.gpu.measure import graph_microseconds, matrix_ceiling, read_ceiling
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
-from paceline.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
 
 # Tile, warps, stages, programs on a multiprocessor.
 FP8_TILES = (

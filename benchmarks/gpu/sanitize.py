@@ -23,8 +23,8 @@ os.environ.setdefault(
 
 import torch
 
-import paceline.kernels
-from paceline.kernels.skinny_product import ProductTuning
+import paceline.runner.gpu.kernels
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_expert_cases as expert_cases
 from tests.gpu import kernel_rule_cases as rule_cases
@@ -149,9 +149,13 @@ def watch_launches(device: str) -> set[str]:
 
 def modules_with_kernels() -> set[str]:
     """Those that launch: `name[(grid)](...)` at the end of a function for the host."""
-    folder = Path(paceline.kernels.__file__).parent
+    folder = Path(paceline.runner.gpu.kernels.__file__).parent
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
-    return {f"{paceline.kernels.__name__}.{name}" for name, text in texts.items() if "_kernel[(" in text}
+    return {
+        f"{paceline.runner.gpu.kernels.__name__}.{name}"
+        for name, text in texts.items()
+        if "_kernel[(" in text
+    }
 
 
 def main() -> None:

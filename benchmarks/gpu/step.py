@@ -13,17 +13,17 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import BF16, MULTIPROCESSORS, normal
 from benchmarks.gpu.measure import graph_microseconds
-from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
-from paceline.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.kernels.gated_activation import gated_activation
-from paceline.kernels.gated_product import gated_product, is_worth_gating
-from paceline.kernels.paged_kv import PagedKV
-from paceline.kernels.residual_norm import residual_norm
-from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
-from paceline.kernels.row_product import RowNorm, row_product
-from paceline.kernels.sampling import SamplingColumns, allocate_candidates, sample
-from paceline.kernels.skinny_product import (
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
+from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.runner.gpu.kernels.gated_activation import gated_activation
+from paceline.runner.gpu.kernels.gated_product import gated_product, is_worth_gating
+from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from paceline.runner.gpu.kernels.residual_norm import residual_norm
+from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from paceline.runner.gpu.kernels.sampling import SamplingColumns, allocate_candidates, sample
+from paceline.runner.gpu.kernels.skinny_product import (
     MAX_GATED_ROWS,
     MAX_PARTS,
     MAX_ROWS,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.runner.gpu.host_places import HostPlaces
+from paceline.runner.gpu.kv_pools import HostPlaces
 from paceline.runner.gpu.queue import DeviceQueue
 
 SHAPES = {"0.6B": (28, 8, 128), "8B": (32, 8, 128)}  # layers, kv heads, head_dim

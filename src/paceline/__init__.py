@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline.version import __version__
+
 if TYPE_CHECKING:
     from paceline.core.sampling import RequestOutputKind, SamplingParams
     from paceline.llm.async_llm import AsyncLLM
     from paceline.llm.llm import LLM
     from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -13,7 +13,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.audit.ring import DecisionRing
-from paceline.config import (
+from paceline.config.engine import (
     Capacity,
     EngineConfig,
     GroupSpec,
@@ -23,14 +23,14 @@ from paceline.config import (
     SchedulerConfig,
 )
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import BothRecorders, StepRecorder
+from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
@@ -44,7 +44,7 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.open import Checkpoint
+    from paceline.models.files.open import Checkpoint
     from paceline.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 3  # of which the shortest counts
@@ -123,8 +123,7 @@ def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder
     """Who records the steps: the one given, the decision log and the run log if there are to be any."""
     recorders = [] if given is None else [given]
     if config.decision_log:
-        from paceline.audit.trail_db import Retention, TrailDb
-        from paceline.audit.trail_writer import TrailWriter
+        from paceline.audit.trail import Retention, TrailDb, TrailWriter
 
         retention = Retention(
             max_bytes=config.decision_log_bytes,
@@ -190,8 +189,8 @@ def load_model(
     cores counts as our own. `on_progress` is told of each stage, from any thread.
     """
     load = MachineLoad(relatives=relatives)  # from here on: loading shows how busy the machine is
-    from paceline.checkpoint.names import resolve
-    from paceline.checkpoint.open import open_checkpoint
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
 
     make_policy(
         SchedulerConfig(**_fields_of(SchedulerConfig, given))
@@ -244,10 +243,15 @@ def _on_cpu(
 ) -> Built:
     from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
+    from paceline.runner.device import choose_storage
     from paceline.runner.kv_tensors import block_bytes
-    from paceline.runner.sizing import choose_sizes, line_costs, measure_step
-    from paceline.runner.storage import choose_storage
-    from paceline.runner.swap_speed import block_seconds, line_preemption_costs
+    from paceline.runner.sizing import (
+        block_seconds,
+        choose_sizes,
+        line_costs,
+        line_preemption_costs,
+        measure_step,
+    )
     from paceline.runner.workers import Workers
 
     storage, notices = choose_storage(model, checkpoint)
@@ -315,7 +319,7 @@ def _on_gpu(
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.pacing import device_preemption_costs, with_pace
-    from paceline.runner.swap_speed import block_seconds
+    from paceline.runner.sizing import block_seconds
 
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(

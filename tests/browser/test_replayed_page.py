@@ -8,8 +8,8 @@ import pytest
 
 from paceline.audit.runlog import read_run_log
 from paceline.core.events import StepEvents
+from paceline.lab.sim.replay import replay
 from paceline.scheduler.state import SchedulerState
-from paceline.sim.replay import replay
 from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.model_cli import run
 from tests.e2e.shown_run import shown

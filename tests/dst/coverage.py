@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder
 from tests.dst.settings import Trouble

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.dial import OFF, DialKind, DialSetting
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.policies import PolicyChanges, draw_policy

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.request import BlockKey, Request
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.state import SchedulerState

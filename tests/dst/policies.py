@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import POLICIES, EngineConfig, PreemptionCosts
+from paceline.config.engine import POLICIES, EngineConfig, PreemptionCosts
 from paceline.scheduler.scheduler import Scheduler
 
 

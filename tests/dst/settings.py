@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from paceline.config import (
+from paceline.config.engine import (
     MODES,
     EngineConfig,
     GroupSpec,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config import Capacity, EngineConfig, SchedulerConfig
+from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord

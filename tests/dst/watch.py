@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.events import Finished, Rule
 from paceline.core.plan import StepResult, StepTimes
 from paceline.core.request import BlockKey, FinishReason, Request, RequestState

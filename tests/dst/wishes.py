@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from paceline.core.classes import CLASSES, DEFAULT_CLASS, SPOT, Urgency
 from paceline.core.sampling import ON_INFEASIBLE, SamplingParams
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS, SPOT, Urgency
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, NeverFits, QueueFull
 
 REFUSALS = (QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible)

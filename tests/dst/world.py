@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import StepRecorder

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from paceline.factory import load_model
-from paceline.serving import engine_main
+from paceline.process import engine_main
 
 FAULT = Path(os.environ["PACELINE_TEST_FAULT"])
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ModelConfig
-from paceline.config_process import ProcessConfig
+from paceline.config.engine import ModelConfig
+from paceline.config.process import ProcessConfig
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.serving.client import Ending, EngineState, EngineStream
-from paceline.serving.supervisor import EngineProcess
+from paceline.process.client import Ending, EngineState, EngineStream
+from paceline.process.supervisor import EngineProcess
 
 TIMEOUT_S = 60
 GIVEN: dict[str, Any] = {

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
+from paceline.server.access.auth import Keyring
 from paceline.server.api.route import Route
 from paceline.server.app import Api as MountedApi
 from paceline.server.app import Application
-from paceline.server.auth import Keyring
 from paceline.server.health import PUBLIC
-from paceline.server.page import PAGE
+from paceline.server.live.page import PAGE
 from tests.e2e.catalogue.catalogue import canary, log_problems
 from tests.e2e.catalogue.connections import ask_all
 from tests.e2e.catalogue.entry import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.default_model import DEFAULT_MODEL, default_model
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.open import open_checkpoint
+from paceline.models.files.fetch import DEFAULT_MODEL, default_model
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.open import open_checkpoint
 
 
 @pytest.fixture(scope="module")

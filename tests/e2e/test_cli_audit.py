@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.audit.trail_db import trail_files
+from paceline.audit.trail import trail_files
 from tests.e2e.client_server import KEY, MODEL, NARROW_KEY, ClientServer, client_server
 from tests.e2e.model_cli import COMMAND
 

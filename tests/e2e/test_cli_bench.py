@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.bench.options import LatencyOptions, ThroughputOptions
-from paceline.cli.bench_options import LATENCY_PANELS, THROUGHPUT_PANELS
+from paceline.cli.bench.flags import LATENCY_PANELS, THROUGHPUT_PANELS
 from paceline.cli.main import run as run_command
-from paceline.sim.recorded import read_recorded
+from paceline.lab.bench.options import LatencyOptions, ThroughputOptions
+from paceline.lab.sim.recorded import read_recorded
 from tests.e2e.model_cli import TIMEOUT_S, environment, run
 from tests.model_folder import write_model
 
@@ -30,7 +30,7 @@ class Absent:
         if name.partition(".")[0] in {ABSENT!r}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Absent())
-from paceline.cli.bench_plain import main
+from paceline.cli.bench.plain import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -98,9 +98,9 @@ def test_a_second_run_of_a_workload_finds_an_empty_cache(tmp_path: Path) -> None
     """The same prompts twice in one engine: a shared prefix is found within a run, never from the one before."""
     code = f"""
 from pathlib import Path
-from paceline.bench.shapes import write_shape
-from paceline.bench.throughput import load, run_workload, sampling_of
-from paceline.bench.workloads import BenchWorkload, shared_prefix
+from paceline.lab.bench.shapes import write_shape
+from paceline.lab.bench.throughput import load, run_workload, sampling_of
+from paceline.lab.bench.workloads import BenchWorkload, shared_prefix
 from paceline import LLM
 options = write_shape("tiny", Path({str(tmp_path)!r}))
 llm, _ = load(LLM, options | {{"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**26}})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli.doctor_problems import find_problems
+from paceline.cli.doctor import find_problems
 from tests.e2e.model_cli import run
 
 WELL = {

@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from paceline.bench.load.bodies import COMPLETIONS, PATHS
-from paceline.bench.load.pool import Target
-from paceline.bench.load.replayed import TokenSource, send_workload
+from paceline.lab.bench.load.pool import Target
+from paceline.lab.bench.load.replayed import TokenSource, send_workload
+from paceline.lab.bench.load.source import COMPLETIONS, PATHS
 from tests.mock_openai import running_mock
 from tests.pure.sim.sim_helpers import make_workload
 

@@ -17,10 +17,10 @@ import uvloop
 
 from paceline import LLM
 from paceline.errors import InvalidRequest, NeverFits
-from paceline.serving import frames
-from paceline.serving.channel import make_header
-from paceline.serving.client import EngineState, EngineUnavailable
-from paceline.serving.supervisor import EngineProcess
+from paceline.process import frames
+from paceline.process.channel import make_header
+from paceline.process.client import EngineState, EngineUnavailable
+from paceline.process.supervisor import EngineProcess
 from tests.e2e.serving_helpers import (
     GIVEN,
     GREEDY,

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from paceline.config import ModelConfig
-from paceline.serving import frames
-from paceline.serving.channel import FrameReader, Rejects, make_header
-from paceline.serving.child import EngineChild
-from paceline.serving.client import EngineState, EngineUnavailable
-from paceline.serving.supervisor import EngineProcess
+from paceline.config.engine import ModelConfig
+from paceline.process import frames
+from paceline.process.channel import FrameReader, Rejects, make_header
+from paceline.process.child import EngineChild
+from paceline.process.client import EngineState, EngineUnavailable
+from paceline.process.supervisor import EngineProcess
 from tests.e2e.serving_helpers import GIVEN, GREEDY, LONG, PROMPT, ask, config, is_clean, read, running, until
 from tests.model_folder import write_model
 

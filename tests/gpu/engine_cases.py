@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
-from paceline.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels import BLOCK_SIZE
 from tests.torch.tiny_models import CARD, make_model
 
 torch.set_num_threads(min(2, torch.get_num_threads()))  # products this small only wait for more of them

@@ -12,20 +12,29 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.attention_merge import merge_attention
-from paceline.kernels.decode_attention import (
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.attention_merge import merge_attention
+from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     allocate_partials,
     decode_attention,
     reference_decode_attention,
 )
-from paceline.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.kernels.paged_kv import PagedKV
-from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention, reference_prefill_attention
-from paceline.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
-from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, reference_rope_kv_write, rope_kv_write
-from paceline.kernels.row_product import RowNorm, reference_row_product, row_product
+from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from paceline.runner.gpu.kernels.prefill_attention import (
+    PrefillTuning,
+    prefill_attention,
+    reference_prefill_attention,
+)
+from paceline.runner.gpu.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
+from paceline.runner.gpu.kernels.rope_kv_write import (
+    HeadNorm,
+    TokenPlaces,
+    reference_rope_kv_write,
+    rope_kv_write,
+)
+from paceline.runner.gpu.kernels.row_product import RowNorm, reference_row_product, row_product
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.expert_plan import allocate_expert_plan, plan_experts, reference_order
-from paceline.kernels.expert_product import (
+from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
     ExpertTuning,
     ExpertWeights,
     allocate_expert_buffers,
+    allocate_expert_plan,
     expert_product,
+    plan_experts,
     reference_expert_product,
+    reference_order,
 )
 
 

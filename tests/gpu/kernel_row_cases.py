@@ -7,17 +7,22 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.prefill_plan import Spans
-from paceline.kernels.row_update import (
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.prefill_plan import Spans
+from paceline.runner.gpu.kernels.row_update import (
     MAX_STOP_IDS,
     DrawnTokens,
     RowColumns,
     reference_update_rows,
     update_rows,
 )
-from paceline.kernels.sampling import SamplingColumns, allocate_candidates, reference_sample, sample
-from paceline.kernels.step_inputs import (
+from paceline.runner.gpu.kernels.sampling import (
+    SamplingColumns,
+    allocate_candidates,
+    reference_sample,
+    sample,
+)
+from paceline.runner.gpu.kernels.step_inputs import (
     StepTokens,
     decode_inputs,
     reference_decode_inputs,

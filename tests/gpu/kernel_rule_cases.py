@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from paceline.kernels.logit_rules import (
+from paceline.runner.gpu.kernels.logit_rules import (
     EVERYTHING,
     NO_PLACE,
     KnownTokens,

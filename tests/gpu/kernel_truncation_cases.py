@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from paceline.kernels.truncation import (
+from paceline.runner.gpu.kernels.truncation import (
     FloorSearch,
     TruncationColumns,
     allocate_floor_search,

@@ -9,14 +9,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.kernels.decode_attention import (
+from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     allocate_partials,
     decode_attention,
     reference_decode_attention,
 )
-from paceline.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.kernels.prefill_attention import PrefillTuning
+from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
+from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning
 from tests.gpu import kernel_cases as cases
 
 SKEWED = [1, 0, 64, 65, 4096, 127, 63, 2, 1000, 12_345, 300, 0, 7]

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.kernels.gated_activation import Activation
-from paceline.kernels.skinny_product import ProductTuning, gated_tuning, narrow_tuning, wide_tuning
+from paceline.runner.gpu.kernels.gated_activation import Activation
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning, gated_tuning, narrow_tuning, wide_tuning
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_small_cases as small
 

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU of compute capability 8.9", allow_module_level=True)
 
-from paceline.kernels.decode_attention import DecodeTuning
-from paceline.kernels.prefill_attention import PrefillTuning
+from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning
 from tests.gpu import kernel_cases as cases
 
 SKEWED = [1, 0, 64, 65, 4096, 127, 63, 2, 1000, 12_345, 300, 0, 7]

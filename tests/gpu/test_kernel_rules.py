@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.kernels.logit_rules import RuleColumns, apply_rules, note_drawn, reference_rules
+from paceline.runner.gpu.kernels.logit_rules import RuleColumns, apply_rules, note_drawn, reference_rules
 from tests.gpu import kernel_rule_cases as cases
 
 

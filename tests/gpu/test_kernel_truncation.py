@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.kernels.truncation import allocate_floor_search, reference_floor, truncate
+from paceline.runner.gpu.kernels.truncation import allocate_floor_search, reference_floor, truncate
 from tests.gpu import kernel_truncation_cases as cases
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cli.options import dashed, whole_number
+from paceline.cli.flags import dashed, whole_number
 from tools import option_pages
 
 

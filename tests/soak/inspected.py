@@ -48,12 +48,12 @@ def run(module: str, arguments: Sequence[str]) -> None:
     """Be the HTTP process or the engine; `module` is how the engine is started again."""
     signal.signal(signal.SIGUSR2, tell)
     if list(arguments) == [ENGINE]:
-        from paceline.serving import engine_main
+        from paceline.process import engine_main
 
         os._exit(engine_main.main())
     from paceline.cli.main import main
-    from paceline.server.recent_requests import RecentRequests
-    from paceline.serving import child
+    from paceline.process import child
+    from paceline.server.generate.requests import RecentRequests
 
     RecentRequests.__init__.__defaults__ = (FEW,)  # it is full before anything is counted
     with patch.object(child, "COMMAND", (sys.executable, "-m", module, ENGINE)):

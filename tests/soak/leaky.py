@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from paceline.kv.manager import KVManager
-from paceline.server.admission import Admission, Permit
+from paceline.server.generate.admission import Admission, Permit
 from paceline.server.request_log import RequestLog
 from tests.soak.inspected import run
 

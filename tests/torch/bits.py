@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine

@@ -18,10 +18,10 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.default_model import default_model
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.open import Checkpoint
-from paceline.checkpoint.spec import ModelSpec
+from paceline.models.files.fetch import default_model
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.open import Checkpoint
+from paceline.models.spec import ModelSpec
 
 VARIABLE = "PACELINE_SMOLLM2"
 

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.open import open_checkpoint
-from paceline.config import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import StepEvents
 from paceline.core.request import RequestId, RequestState
@@ -32,6 +31,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import InvalidTransition
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
+from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.batch import Batch
 from paceline.runner.cpu import CPURunner

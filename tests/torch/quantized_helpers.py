@@ -6,9 +6,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.decode import decode_blocks, decode_float
-from paceline.checkpoint.spec import ModelSpec, RopeSpec
-from paceline.checkpoint.stored import StoredTensor, tensor_names
+from paceline.models.files.stored import StoredTensor, decode_blocks, decode_float, tensor_names
+from paceline.models.spec import ModelSpec, RopeSpec
 
 Floats = NDArray[np.float32]
 BY_HAND = ("Q4_K", "Q6_K")  # formats the gguf package reads but does not write

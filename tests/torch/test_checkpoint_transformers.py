@@ -30,8 +30,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.spec import ModelSpec
+from paceline.models.files.open import open_checkpoint
+from paceline.models.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

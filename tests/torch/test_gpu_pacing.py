@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import SchedulerConfig
+from paceline.config.engine import SchedulerConfig
+from paceline.models.files.open import open_checkpoint
+from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_RUNGS
 from paceline.runner.gpu.pacing import FEWEST, PACE, with_pace
 

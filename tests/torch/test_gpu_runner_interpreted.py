@@ -18,12 +18,12 @@ from tests.torch.interpreted import exact_fp8, reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.stored import StoredTensor
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
+from paceline.models.files.open import open_checkpoint
+from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.pacing import with_pace

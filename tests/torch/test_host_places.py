@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.runner.gpu import host_places
-from paceline.runner.gpu.host_places import HostPlaces
+from paceline.runner.gpu import kv_pools
+from paceline.runner.gpu.kv_pools import HostPlaces
 from paceline.runner.gpu.queue import DeviceQueue, Mark
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_blocks_of_two_groups_come_back_whole_in_pieces_of_any_size(
 ) -> None:
     # As pools give them: all layers of a block lie apart.
     groups = [torch.randint(0, 1 << 40, (layers, 12, 5)).transpose(0, 1) for layers in (4, 6)]
-    monkeypatch.setattr(host_places, "STAGED_BYTES", at_once * 6 * 5 * 8)
+    monkeypatch.setattr(kv_pools, "STAGED_BYTES", at_once * 6 * 5 * 8)
     before = [group.clone() for group in groups]
     places = HostPlaces(groups, 9, DeviceQueue(CPU))
     first, second = [3, 4, 9, 1, 11], [5, 6]

@@ -11,24 +11,19 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.kernels.decode_attention import DecodeTuning
-from paceline.kernels.gated_activation import Activation
-from paceline.kernels.gated_product import is_worth_gating
-from paceline.kernels.row_update import (
-    DrawnTokens,
-    RowColumns,
-    reference_update_rows,
-    update_rows,
-)
-from paceline.kernels.sampling import (
+from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.gated_activation import Activation
+from paceline.runner.gpu.kernels.gated_product import is_worth_gating
+from paceline.runner.gpu.kernels.row_update import DrawnTokens, RowColumns, reference_update_rows, update_rows
+from paceline.runner.gpu.kernels.sampling import (
     SamplingColumns,
     allocate_candidates,
     reference_noise,
     reference_sample,
     sample,
 )
-from paceline.kernels.skinny_product import ProductTuning
-from paceline.runner import noise
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning
+from paceline.runner.sampling import noise
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_small_cases as small
 

@@ -11,8 +11,8 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.kernels.expert_product import ExpertTuning, expert_product
 from paceline.models.layers import DenseLinear, Experts, FeedForward
+from paceline.runner.gpu.kernels.expert_product import ExpertTuning, expert_product
 from tests.gpu import kernel_expert_cases as cases
 
 

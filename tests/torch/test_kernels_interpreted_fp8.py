@@ -10,7 +10,7 @@ from tests.torch.interpreted import exact_fp8, reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
 from tests.gpu import kernel_cases as cases
 
 SMALL = cases.Shape(device="cpu", dtype=torch.float32, kv_dtype=cases.FP8)

@@ -14,7 +14,7 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.core.sampling import SamplingParams
-from paceline.kernels.logit_rules import (
+from paceline.runner.gpu.kernels.logit_rules import (
     KnownTokens,
     RuleColumns,
     allocate_rule_pool,

@@ -12,7 +12,7 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.runner.sampling.truncation import floors
+from paceline.runner.sampling.processors import floors
 from tests.gpu import kernel_truncation_cases as cases
 
 

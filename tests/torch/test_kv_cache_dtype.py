@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from paceline import LLM
-from paceline.bench.machine import engine_sizes
-from paceline.checkpoint.open import open_checkpoint
-from paceline.config import KVConfig, ModelConfig
+from paceline.config.engine import KVConfig, ModelConfig
 from paceline.core.plan import NO_SWAPS, BlockCopies, Swaps
 from paceline.errors import ConfigError
+from paceline.lab.bench.machine import engine_sizes
+from paceline.models.files.open import open_checkpoint
 from paceline.runner import device
 from tests.model_folder import write_model
 
@@ -64,8 +64,7 @@ def test_a_result_says_which_type_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_path: Path) -> None:
-    from paceline.runner.gpu.host_places import HostPlaces
-    from paceline.runner.gpu.kv_pools import KVPools, device_block_bytes
+    from paceline.runner.gpu.kv_pools import HostPlaces, KVPools, device_block_bytes
     from paceline.runner.gpu.queue import DeviceQueue
 
     spec = open_checkpoint(write_model(tmp_path), load_format="dummy").spec

@@ -12,8 +12,8 @@ import pytest
 
 from paceline import AsyncLLM, SamplingParams
 from paceline.audit.runlog import read_run_log
-from paceline.audit.trail_db import verify
-from paceline.sim.replay import replay
+from paceline.audit.trail import verify
+from paceline.lab.sim.replay import replay
 from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.events import TokenEvents
-from paceline.llm.token_columns import TokenColumns
+from paceline.llm.collector import TokenColumns
 
 
 def events(entries: list[tuple[int, int, int]], time_s: float = 0.0) -> TokenEvents:

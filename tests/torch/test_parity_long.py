@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint.open import open_checkpoint
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
+from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.attention import PIECE
 from paceline.runner.cpu import CPURunner

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint.open import Checkpoint, open_checkpoint
+from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.models.quantized import QuantizedStorage, fast_product
 from paceline.text.tokenizer import Tokenizer

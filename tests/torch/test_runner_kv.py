@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec, RopeSpec
-from paceline.config import GroupSpec, KVConfig
+from paceline.config.engine import GroupSpec, KVConfig
+from paceline.models.spec import ModelSpec, RopeSpec
 from paceline.runner.kv_tensors import KVTensors, block_bytes
 
 NUM_BLOCKS = 7

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished
 from paceline.core.request import RequestId

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.noise import gumbel, lane_words
 from paceline.runner.sampling import Sampler
-from paceline.runner.sampling.draw import BATCH, Draws, draw, noise_bound
+from paceline.runner.sampling.noise import gumbel, lane_words
+from paceline.runner.sampling.sampler import BATCH, Draws, draw, noise_bound
 from tests.torch.sampler_helpers import Story, i32, random_logits, sample_one, token_reference
 
 FLAT = np.array([-np.inf], dtype=np.float32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runner.noise import LANES, MAX_NOISE, gumbel, key_of, lane_words, philox, token_words
+from paceline.runner.sampling.noise import LANES, MAX_NOISE, gumbel, key_of, lane_words, philox, token_words
 from tests.torch.sampler_helpers import noise_reference, philox_reference
 
 # The vectors of the Random123 distribution for philox4x32 with 10 rounds: counter, key, output.

@@ -8,8 +8,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling.processors import LogitRules, Penalties
-from paceline.runner.sampling.truncation import floors
+from paceline.runner.sampling.processors import LogitRules, Penalties, floors
 from tests.torch.sampler_helpers import i32, random_logits, sample_one
 
 VOCAB = 500

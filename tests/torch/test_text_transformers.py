@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from paceline.text.chat_template import ChatTemplate
-from paceline.text.detokenizer import Detokenizer
+from paceline.text.stream import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 from tests.pure.text.text_helpers import backend, needs_real_tokenizers, real_tokenizer, real_tokenizers
 

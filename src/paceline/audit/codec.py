@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import (
+from paceline.config.engine import (
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -29,7 +29,6 @@ from paceline.config import (
     SchedulerConfig,
     StepCosts,
 )
-from paceline.core.classes import DEFAULT_CLASS, Urgency
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     RUNNING_ON,
@@ -46,6 +45,7 @@ from paceline.core.plan import (
 )
 from paceline.core.request import DEFAULT_TENANT, BlockKey, Request, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import DEFAULT_CLASS, Urgency
 
 I32 = NDArray[np.int32]
 Json = Any  # what `json` makes: dict, list, str, int, float, bool, None

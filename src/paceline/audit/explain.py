@@ -12,9 +12,9 @@ from typing import Any
 from paceline.audit.codec import decode_add, decode_decision
 from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog
 from paceline.audit.story import story, story_values
-from paceline.core.classes import DEFAULT_CLASS
 from paceline.core.events import Decision
 from paceline.core.request import DEFAULT_TENANT, Request, account_of
+from paceline.core.service_class import DEFAULT_CLASS
 from paceline.errors import InputError
 
 _BROKEN = (ValueError, KeyError, TypeError, IndexError)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, cast
 
-from paceline import __version__
 from paceline.audit.codec import (
     Generations,
     Json,
@@ -26,10 +25,11 @@ from paceline.audit.codec import (
     plain,
 )
 from paceline.audit.linefile import Damaged, LineFile, Unfinished, read_lines
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.events import Decision
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import ConfigError, InputError
+from paceline.version import __version__
 
 VERSION = 2
 BEGAN = "began_s"  # in a header, of runs that begin before anything comes in: when, on the run's clock

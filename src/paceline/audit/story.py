@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from paceline.core.dial import told_time
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
-from paceline.core.told import told_time
 
 _CAUSES = {
     "blocks": "blocks were short",

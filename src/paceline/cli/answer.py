@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-ANSWER_TOKENS = 1024  # an answer on a terminal is no longer, unless the user or the model says so
+from paceline.core.sampling import SamplingParams
+from paceline.llm.async_llm import AsyncLLM
+from paceline.llm.chat import Messages
+from paceline.llm.outputs import RequestOutput
+from paceline.models.files.sampling_defaults import ANSWER_TOKENS, chat_sampling
+
 Show = Callable[[str], None]
 Conversation = list[dict[str, str]]
 
@@ -60,3 +69,77 @@ class Answering(Protocol):
 
     def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> Answer:
         """`given` is the sampling that was asked for; the rest is the default."""
+
+
+# One loaded model that answers, streaming, one request at a time
+
+
+# One answer at a time needs one row; a budget that is given is not measured, which saves a second at the start.
+FOR_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
+
+
+class Talker:
+    """A model that is ready to answer. Use as a context manager: leaving it stops the engine."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        # Without a seed of the user's, asking again gives another answer.
+        self.llm = AsyncLLM(**{"seed": secrets.randbits(32), **FOR_ONE, **options})
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Talker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.close()
+        self.llm.shutdown()
+
+    @property
+    def has_template(self) -> bool:
+        tokenizer = self.llm.get_tokenizer()
+        return tokenizer is not None and tokenizer.chat_template is not None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.max_model_len
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        sampling = self._sampling({})
+        return {spec.name: getattr(sampling, spec.name) for spec in fields(sampling)}
+
+    def count(self, messages: Messages) -> int:
+        return self.llm.count_chat_tokens(messages)
+
+    def complete(self, prompt: str, given: Mapping[str, Any], show: Show) -> Answer:
+        return self._runner.run(_follow(self.llm.generate(prompt, self._sampling(given)), show))
+
+    def reply(self, messages: Messages, given: Mapping[str, Any], show: Show) -> Answer:
+        return self._runner.run(_follow(self.llm.chat(messages, self._sampling(given)), show))
+
+    def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
+        return chat_sampling(self.llm.loaded.checkpoint.generation, ANSWER_TOKENS, **given)
+
+
+async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> Answer:
+    answer = Answer()
+    asked_s = first_s = last_s = time.perf_counter()
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                last_s = time.perf_counter()
+                first_s = first_s if answer.num_output else last_s
+                _take(answer, output, show)
+    except asyncio.CancelledError:  # Ctrl-C: what there is stays
+        answer.is_interrupted = True
+    answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
+    return answer
+
+
+def _take(answer: Answer, output: RequestOutput, show: Show) -> None:
+    (part,) = output.outputs
+    new, answer.text = part.text[len(answer.text) :], part.text
+    answer.num_prompt, answer.num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+    answer.num_output = len(part.token_ids)
+    answer.finish_reason, answer.error = part.finish_reason, part.error
+    if new:
+        show(new)

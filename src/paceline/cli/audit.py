@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command, command_group
-from paceline.config import option
+from paceline.cli.flags import Flag, Panel, add_command, command_group
+from paceline.config.options import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.audit.bias import Comparison
-    from paceline.audit.trail_db import Verdict
+    from paceline.audit.trail import Verdict
 
 HELP = "Check a decision log, or compare groups of requests in it."
 UNLIKELY = 0.01  # a chance below which a difference is put into words
@@ -81,7 +81,7 @@ def add_audit(app: typer.Typer) -> None:
 def _verify(values: Mapping[str, Any]) -> None:
     options = VerifyOptions(**values)
 
-    from paceline.audit.trail_db import verify
+    from paceline.audit.trail import verify
 
     found = verify(_named(options.folder), options.head)
     if found.undone:
@@ -113,7 +113,7 @@ def _bias(values: Mapping[str, Any]) -> None:
     options = BiasOptions(**values)
 
     from paceline.audit.bias import LEAST, compare, requests_of
-    from paceline.audit.trail_db import TrailReader
+    from paceline.audit.trail import TrailReader
 
     requests = requests_of(page.body for page in TrailReader(_named(options.folder)))
     by = [part.strip() for part in options.by.split(",") if part.strip()]

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from paceline.cli.options import HELP_ROW, Flag, Panel, PanelCommand, add_command, first_line, spec_of
-from paceline.config import OWN_CLASS, option
+from paceline.cli.flags import HELP_ROW, Flag, Panel, PanelCommand, add_command, first_line, spec_of
+from paceline.config.options import OWN_CLASS, option
 from paceline.errors import InputError, PacelineError
 
 ASK = "__complete"
@@ -201,7 +201,7 @@ def _values(command: Any, parameter: Any) -> Iterator[tuple[str, str]]:
         if word != OWN_CLASS:
             yield word, ""
     if parameter.metavar == "MODEL":
-        from paceline.checkpoint.store import kept_models
+        from paceline.models.files.fetch import kept_models
 
         try:
             yield from ((model.name, "downloaded") for model in kept_models(None))

@@ -6,14 +6,25 @@ Owns what is printed and the exit code; facts are gathered in `doctor_facts`, ju
 from __future__ import annotations
 
 import json
+import math
+import os
+import platform
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.cli.flags import Flag, Panel, add_command
+from paceline.config.options import option
+from paceline.errors import PacelineError
+from paceline.models.files.fetch import DEFAULT_MODEL, ROOT_VARIABLE, default_model, models_folder
+from paceline.runner.machine_load import LOOK_S, MachineLoad, busy_sentence
+from paceline.version import __version__
 
 HELP = """
 Check this installation and machine for problems.
@@ -38,8 +49,6 @@ def add_doctor(app: typer.Typer) -> None:
 
 
 def doctor(given: Mapping[str, Any]) -> None:
-    from paceline.cli.doctor_facts import gather
-    from paceline.cli.doctor_problems import find_problems
 
     facts = gather()
     problems = find_problems(facts)
@@ -84,3 +93,245 @@ def _instructions(found: dict[str, bool]) -> str:
 
 def _gib(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
+# Facts about this machine and installation, as plain values.
+
+
+PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm", "typer")
+# What the arithmetic is much faster with, by the kind of machine.
+INSTRUCTIONS = {
+    "aarch64": ("asimddp", "i8mm", "bf16", "sve"),
+    "x86_64": ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+}
+# ARM machines name their cores by number only.
+ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
+KV_SPACE = "PACELINE_CPU_KVCACHE_SPACE"
+VARIABLES = (
+    *(ROOT_VARIABLE, KV_SPACE, "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR"),
+)
+SECRET = ("HF_TOKEN",)
+
+Facts = dict[str, Any]
+
+
+def machine_facts() -> Facts:
+    """What can be told without loading anything."""
+    machine = platform.machine()
+    return {
+        "versions": {"paceline": __version__, "python": platform.python_version()},
+        "system": f"{platform.system()} {platform.release()} {machine}",
+        "cpu": {
+            "name": _cpu_name() or machine,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        },
+        "memory": {"total_bytes": _memory("MemTotal"), "available_bytes": _memory("MemAvailable")},
+    }
+
+
+def gather() -> Facts:
+    load = MachineLoad()
+    torch, torch_error = _torch()  # takes a second: long enough to see what other processes do
+    base = machine_facts()
+    others = _others(load)
+    return {
+        **base,
+        "versions": {**base["versions"], **_versions()},
+        "cpu": {
+            **base["cpu"],
+            "used_by_others": others,
+            "is_busy": load.is_busy,
+            "threads": None if torch is None else torch.get_num_threads(),
+            "instructions": _instructions_found(platform.machine()),
+            "fast_4bit_product": None if torch is None else _fast_product(),
+        },
+        "cache": _cache(),
+        "default_model": _default_model(),
+        "gpus": [] if torch is None else _gpus(torch),
+        "environment": _environment(),
+        "torch_error": torch_error,
+    }
+
+
+def _others(load: MachineLoad) -> float | None:
+    """Cores that other processes use; looks for a quarter of a second if nothing took so long before."""
+    time.sleep(max(0.0, LOOK_S - load.age_s))
+    load.look()
+    return None if load.others is None else round(load.others, 2)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _torch() -> tuple[Any, str | None]:
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return None, f"{type(error).__name__}: {error}"
+    return torch, None
+
+
+def _fast_product() -> str | None:
+    from paceline.models.quantized import fast_product
+
+    return fast_product()
+
+
+def _gpus(torch: Any) -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
+
+
+def _cpu_field(name: str) -> str | None:
+    for line in _lines(Path("/proc/cpuinfo")):
+        label, _, value = line.partition(":")
+        if label.strip() == name:
+            return value.strip()
+    return None
+
+
+def _cpu_name() -> str | None:
+    part = _cpu_field("CPU part")
+    return _cpu_field("model name") or (part and ARM_PARTS.get(part, f"ARM part {part}"))
+
+
+def _instructions_found(machine: str) -> dict[str, bool]:
+    known = INSTRUCTIONS.get({"arm64": "aarch64", "AMD64": "x86_64"}.get(machine, machine), ())
+    present = set((_cpu_field("Features") or _cpu_field("flags") or "").split())
+    return {name: name in present for name in known}
+
+
+def _memory(name: str) -> int | None:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cache() -> Facts:
+    folder = models_folder()
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    return {
+        "path": str(folder),
+        "free_bytes": shutil.disk_usage(existing).free,
+        "is_writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+    }
+
+
+def _default_model() -> Facts:
+    try:
+        return {"path": str(default_model(local_only=True))}
+    except (PacelineError, OSError):
+        return {"path": None}
+
+
+def _environment() -> dict[str, str]:
+    """Those of the variables we read that are set; a secret is only said to be there."""
+    return {
+        name: "(set, not shown)" if name in SECRET else os.environ[name]
+        for name in VARIABLES
+        if name in os.environ
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+# What is wrong with a machine or an installation, and what to do about it
+
+
+GIB = 2**30
+LITTLE_MEMORY_BYTES = 1 * GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something to know. What is broken keeps models from running."""
+
+    text: str
+    is_broken: bool = False
+
+
+def find_problems(facts: dict[str, Any]) -> list[Problem]:
+    return [*_installation(facts), *_arithmetic(facts), *_room(facts), *_settings(facts)]
+
+
+def _installation(facts: dict[str, Any]) -> list[Problem]:
+    found = []
+    for name, version in facts["versions"].items():
+        if version is None:
+            text = f"{name} is not installed; install paceline again: pip install --force-reinstall paceline"
+            found.append(Problem(text=text, is_broken=True))
+    if facts["torch_error"] is not None and facts["versions"].get("torch") is not None:
+        text = f"torch is installed but cannot be imported ({facts['torch_error']}); install it again"
+        found.append(Problem(text=text, is_broken=True))
+    return found
+
+
+def _arithmetic(facts: dict[str, Any]) -> list[Problem]:
+    cpu, found = facts["cpu"], []
+    if facts["torch_error"] is None and cpu["fast_4bit_product"] is None:
+        text = (
+            "torch has no fast 4-bit product on this machine: quantised models run unpacked, which takes more "
+            "memory and is slower; torch has one for ARM with dot products and for x86 with AVX2"
+        )
+        found.append(Problem(text=text))
+    if cpu["is_busy"]:
+        found.append(Problem(text=busy_sentence(cpu["used_by_others"], cpu["cores"])))
+    if cpu["threads"] and cpu["threads"] > cpu["cores"]:
+        text = f"{cpu['threads']} threads share {cpu['cores']} cores; set OMP_NUM_THREADS={cpu['cores']}"
+        found.append(Problem(text=text))
+    if facts["gpus"]:
+        found.append(Problem(text="there is a GPU, but this version computes on the CPU only"))
+    return found
+
+
+def _room(facts: dict[str, Any]) -> list[Problem]:
+    found = []
+    free = facts["memory"]["available_bytes"]
+    if free is not None and free < LITTLE_MEMORY_BYTES:
+        text = "less than 1 GiB of memory is free: close other programs, or give --kv-cache-memory-bytes"
+        found.append(Problem(text=text))
+    if facts["default_model"]["path"] is not None:
+        return found
+    cache = facts["cache"]
+    needed = DEFAULT_MODEL.wheel_bytes + DEFAULT_MODEL.file_bytes
+    if not cache["is_writable"]:
+        text = f"{cache['path']} cannot be written to; set PACELINE_CACHE_ROOT to a folder that can"
+        found.append(Problem(text=text, is_broken=True))
+    elif cache["free_bytes"] < needed:
+        text = f"the disk of {cache['path']} has no room for the default model ({needed / 1e6:.0f} MB); make room"
+        found.append(Problem(text=f"{text}, or set PACELINE_CACHE_ROOT to another disk", is_broken=True))
+    return found
+
+
+def _settings(facts: dict[str, Any]) -> list[Problem]:
+    asked = facts["environment"].get(KV_SPACE)
+    if not asked:
+        return []
+    try:
+        value = float(asked)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        text = f"{KV_SPACE} is {asked!r}; set it to a number of GiB above 0, or remove it"
+        return [Problem(text=text, is_broken=True)]
+    free = facts["memory"]["available_bytes"]
+    if free is not None and value * GIB > free:
+        return [
+            Problem(text=f"{KV_SPACE} asks for {value:g} GiB, more than the free memory; make it smaller")
+        ]
+    return []

@@ -13,28 +13,28 @@ from typing import Annotated, ClassVar, NoReturn
 
 import typer
 
-from paceline import __version__
 from paceline.cli.audit import add_audit
-from paceline.cli.bench import add_bench
-from paceline.cli.chat import add_chat
+from paceline.cli.bench.flags import add_bench
+from paceline.cli.chat.run import add_chat
 from paceline.cli.completion import ASK, add_completion, complete
-from paceline.cli.demo import add_demo
+from paceline.cli.demo.run import add_demo
 from paceline.cli.doctor import add_doctor
 from paceline.cli.explain import add_explain
+from paceline.cli.flags import CommandList, dashed, show_help
 from paceline.cli.keys import add_keys
 from paceline.cli.models import add_models
-from paceline.cli.options import CommandList, dashed, show_help
 from paceline.cli.replay import add_replay
 from paceline.cli.run import add_run
-from paceline.cli.run_batch import add_run_batch
-from paceline.cli.serve import add_serve
+from paceline.cli.run_batch.flags import add_run_batch
+from paceline.cli.serve.flags import add_serve
 from paceline.cli.sim import add_sim
 from paceline.cli.steer import add_steering
-from paceline.cli.top import add_top
+from paceline.cli.top.run import add_top
 from paceline.cli.trace import add_trace
 from paceline.cli.tune import add_tune
 from paceline.cli.usage import add_usage
 from paceline.errors import PacelineError
+from paceline.version import __version__
 
 INTERRUPTED = 130
 USAGE = 2

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.cli.flags import Flag, Panel, add_command
+from paceline.config.options import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.open import Checkpoint
-    from paceline.checkpoint.spec import ModelSpec
+    from paceline.models.files.open import Checkpoint
+    from paceline.models.spec import ModelSpec
 
 DEFAULT = "smollm2"
 
@@ -57,8 +57,8 @@ def add_models(app: typer.Typer) -> None:
 
 
 def pull(given: Mapping[str, Any]) -> None:
-    from paceline.checkpoint.names import resolve
-    from paceline.checkpoint.open import open_checkpoint
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
 
     path = resolve(given["name"], given["revision"], _folder(given))
     open_checkpoint(path)  # what cannot be run is told now, not when it is needed
@@ -66,7 +66,7 @@ def pull(given: Mapping[str, Any]) -> None:
 
 
 def ls(given: Mapping[str, Any]) -> None:
-    from paceline.checkpoint.store import kept_models
+    from paceline.models.files.fetch import kept_models
 
     models = kept_models(_folder(given))
     if not models:
@@ -78,8 +78,8 @@ def ls(given: Mapping[str, Any]) -> None:
 
 
 def show(given: Mapping[str, Any]) -> None:
-    from paceline.checkpoint.names import resolve
-    from paceline.checkpoint.open import open_checkpoint
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
 
     path = resolve(given["name"], given["revision"], _folder(given), local_only=True)
     lines = _description(open_checkpoint(path))
@@ -89,7 +89,7 @@ def show(given: Mapping[str, Any]) -> None:
 
 
 def rm(given: Mapping[str, Any]) -> None:
-    from paceline.checkpoint.store import find_kept
+    from paceline.models.files.fetch import find_kept
 
     if not given["kept_name"]:
         raise InputError("say which model to remove: paceline rm NAME; paceline ls lists them")
@@ -115,7 +115,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _description(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    from paceline.checkpoint.stored import num_parameters
+    from paceline.models.files.stored import num_parameters
 
     spec, text = checkpoint.spec, checkpoint.text
     stored = ", ".join(

@@ -14,8 +14,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from paceline.cli.answer import ANSWER_TOKENS, Answer, Conversation, Show
+from paceline.cli.answer import Answer, Conversation, Show
 from paceline.errors import InputError, PacelineError
+from paceline.models.files.sampling_defaults import ANSWER_TOKENS
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 600.0
 UNKNOWN_LENGTH = 10**9

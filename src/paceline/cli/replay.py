@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
+from paceline.cli.flags import Flag, Panel, add_command
 from paceline.cli.show import SHOW, page_port, show_options, show_page
-from paceline.config import option
+from paceline.config.options import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.audit.runlog import RunLog
     from paceline.core.policy import Policy
-    from paceline.server.recording import Recording
-    from paceline.sim.replay import ReplayReport
+    from paceline.lab.sim.replay import ReplayReport
+    from paceline.server.live.recording import Recording
 
 PROGRESS_STEPS = 200
 HELP = """
@@ -107,7 +107,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
 
 def _recording(log: RunLog) -> Recording:
-    from paceline.server.recording import Recording
+    from paceline.server.live.recording import Recording
 
     return Recording(log.path.name, num_rows=log.config.scheduler.max_num_seqs, device="recorded")
 
@@ -116,7 +116,7 @@ def _replayed(
     log: RunLog, options: ReplayOptions, policy: Policy | None, recording: Recording | None
 ) -> ReplayReport:
     from paceline.audit.runlog import CutLog
-    from paceline.sim.replay import replay
+    from paceline.lab.sim.replay import replay
 
     watch = None if recording is None else recording.watch
     try:

@@ -12,14 +12,8 @@ from typing import Any
 
 import typer
 
-from paceline.cli.model_options import (
-    TALKING,
-    engine_options,
-    find_model,
-    given_sampling,
-)
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.cli.flags import TALKING, Flag, Panel, add_command, engine_options, find_model, given_sampling
+from paceline.config.options import option
 from paceline.errors import EngineFailed, InputError
 
 INTERRUPTED = 130
@@ -72,7 +66,7 @@ def _run(values: Mapping[str, Any]) -> None:
     prompt = read_prompt(values["prompt"])
     find_model(engine)
 
-    from paceline.cli.talk import Talker
+    from paceline.cli.answer import Talker
     from paceline.cli.terminal import Printer, note
 
     printer = Printer(sys.stdout)

@@ -14,15 +14,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import Flag, Panel
-from paceline.config import check_options, option
+from paceline.cli.flags import Flag, Panel
+from paceline.config.options import check_options, option
 
 if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from paceline.server.race import Race
-    from paceline.server.recording import Recording
+    from paceline.server.live.race import Race
+    from paceline.server.live.recording import Recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def page_port(options: ShowOptions) -> Iterator[socket.socket | None]:
         yield None
         return
     from paceline.server.http.listener import bind_tcp
-    from paceline.server.show import HOST
+    from paceline.server.live.replay_server import HOST
 
     with bind_tcp(HOST, options.ui_port, flag="--ui-port") as bound:
         yield bound
@@ -62,7 +62,7 @@ def show_page(recordings: Sequence[Recording], bound: socket.socket) -> None:
 
     import uvloop
 
-    from paceline.server.show import show
+    from paceline.server.live.replay_server import show
 
     def tell(address: str) -> None:
         sys.stdout.flush()
@@ -111,7 +111,7 @@ class RacePage:
 
         import uvloop
 
-        from paceline.server.show import race_routes, serve
+        from paceline.server.live.replay_server import race_routes, serve
 
         def ready(address: str) -> None:
             self._address = address

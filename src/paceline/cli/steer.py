@@ -13,16 +13,9 @@ from typing import Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.cli.shared_flags import POLICY
-from paceline.config import (
-    LEAST_TARGET_MS,
-    MOST_TARGET_MS,
-    POLICIES,
-    SchedulerConfig,
-    check_options,
-    option,
-)
+from paceline.cli.flags import POLICY, Flag, Panel, add_command
+from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES, SchedulerConfig
+from paceline.config.options import check_options, option
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"

@@ -23,15 +23,6 @@ class AnswerPrinter(Protocol):
         """The answer is over."""
 
 
-def answer_printer(stream: TextIO) -> AnswerPrinter:
-    """Markdown and colour on a terminal that has them, plain text everywhere else."""
-    if not has_colour(stream):
-        return Printer(stream)
-    from paceline.cli.markdown import MarkdownPrinter
-
-    return MarkdownPrinter(stream)
-
-
 def has_colour(stream: TextIO) -> bool:
     """Whether a stream is a terminal that takes styles, and nothing says that they are unwanted (no-color.org)."""
     return stream.isatty() and not is_dumb() and not os.environ.get("NO_COLOR")

@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.cli.flags import Flag, Panel, add_command
+from paceline.config.options import option
 from paceline.errors import InputError
 
 HELP = """

@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 
 import typer
 
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.config import option
+from paceline.cli.flags import Flag, Panel, add_command
+from paceline.config.options import option
 from paceline.errors import InputError
 
 HELP = """

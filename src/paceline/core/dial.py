@@ -10,9 +10,15 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig
-from paceline.core.told import told_time
+from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig
 from paceline.errors import InvalidRequest
+
+# How a time is told in a sentence.
+
+
+def told_time(seconds: float) -> str:
+    """`250 ms`, `1.5 s`: three digits, or tenths of a second from one second on."""
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 class DialKind(Enum):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.fast import value
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import NO_COST, Cost, FinishReason, RequestId
-from paceline.core.values import value
 
 
 @value

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.fast import value
 from paceline.core.sampling import SamplingParams
-from paceline.core.values import value
 
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]

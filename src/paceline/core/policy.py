@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.values import value
+from paceline.core.fast import value
 
 
 @value

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.core.events import Decision, StepEvents
+from paceline.core.fast import value
 from paceline.core.plan import StepPlan, StepResult
-from paceline.core.values import value
 
 Inputs = Sequence[tuple[object, ...]]  # (kind, time, values...)
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.classes import PLAIN, SPOT, Urgency
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import PLAIN, SPOT, Urgency
 from paceline.errors import InvalidRequest
 
 RequestId = NewType("RequestId", int)
@@ -248,3 +248,55 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.state.value}, row={self.row}, tokens={self.num_tokens})"
+
+
+# A change of a live request by its owner, and what became of it.
+
+
+class ChangeOutcome(Enum):
+    CHANGED = "changed"
+    ENDED = "ended"  # there is no live request of that number
+    BUSY = "busy"  # it cannot be paused at this moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is to be different from now on; None leaves it as it is."""
+
+    priority: int | None = None
+    until_s: float | None = (
+        None  # when it ends at the latest, on the engine's clock; infinity for no deadline
+    )
+    paused: bool | None = None
+
+
+# Per-request hooks
+
+
+class RequestHooks(Protocol):
+    """What the engine adds to a request's life."""
+
+    def admit(self, request: Request) -> None:
+        """The request is about to be given a row."""
+        ...
+
+    def new_keys(self, request: Request) -> Sequence[BlockKey]:
+        """Keys of the full blocks of `request.tokens` that `request.keys` does not cover yet."""
+        ...
+
+    def finish(self, request: Request) -> None:
+        """The request has ended; its terminal event follows."""
+        ...
+
+
+class NoHooks:
+    """Hooks that do nothing."""
+
+    def admit(self, request: Request) -> None:
+        return None
+
+    def new_keys(self, request: Request) -> Sequence[BlockKey]:
+        return ()
+
+    def finish(self, request: Request) -> None:
+        return None

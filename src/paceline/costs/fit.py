@@ -6,6 +6,8 @@ what is minimised, since a step of 3 ms matters as much as one of 60. Owns the s
 model is kept in. It does not know where the samples came from.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +18,56 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.costs.model import CostModel, StepShape
-from paceline.costs.nnls import Array, nonnegative_least_squares
-from paceline.costs.piecewise import PiecewiseLinear
+from paceline.costs.model import CostModel, PiecewiseLinear, StepShape
 from paceline.errors import InputError
+
+# Least squares whose solution has no negative entry (the active-set method of Lawson and Hanson).
+
+
+Array = NDArray[np.float64]
+
+
+def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
+    """x >= 0 that minimises |matrix @ x - target|. Columns may be zero or linearly dependent."""
+    num_columns = matrix.shape[1]
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0.0] = 1.0
+    orthogonal, triangle = np.linalg.qr(matrix / norms)
+    scaled: Array = _active_set(triangle, orthogonal.T @ target, num_columns) / norms
+    return scaled
+
+
+def _active_set(matrix: Array, target: Array, num_columns: int) -> Array:
+    solution = np.zeros(num_columns)
+    passive = np.zeros(num_columns, dtype=bool)
+    tolerance = 1e-12 * max(1.0, float(np.abs(matrix.T @ target).max(initial=0.0)))
+    # Each round admits one column; dependent columns could make it cycle, hence the bound.
+    for _ in range(10 * num_columns):
+        gradient = matrix.T @ (target - matrix @ solution)
+        gradient[passive] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= tolerance:
+            break
+        passive[best] = True
+        solution = _feasible(matrix, target, solution, passive)
+    return solution
+
+
+def _feasible(matrix: Array, target: Array, solution: Array, passive: NDArray[np.bool_]) -> Array:
+    """Solve over the passive columns, dropping those that would turn negative; changes `passive`."""
+    while passive.any():
+        trial = np.zeros_like(solution)
+        trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+        blocking = passive & (trial <= 0.0)
+        if not blocking.any():
+            return trial
+        gap = solution[blocking] - trial[blocking]
+        steps = np.divide(solution[blocking], gap, out=np.zeros_like(gap), where=gap > 0.0)
+        solution = solution + float(steps.min()) * (trial - solution)
+        passive &= solution > 1e-15
+        solution[~passive] = 0.0
+    return np.zeros_like(solution)
+
 
 FORMAT = "paceline-costs"
 VERSION = 1
@@ -100,7 +148,7 @@ class FittedCost(CostModel):
         *,
         host: HostCosts | None = None,
         engine: Mapping[str, int] | None = None,
-    ) -> "FittedCost":
+    ) -> FittedCost:
         """Fit to (shape, seconds) pairs. Error and spread are measured on samples held out in turn."""
         shapes, seconds = _checked(samples)
         reads = np.array([shape.prefill_tokens > 0 for shape in shapes])
@@ -149,7 +197,7 @@ class FittedCost(CostModel):
         }
 
     @classmethod
-    def from_json(cls, value: object, *, name: str = "cost model") -> "FittedCost":
+    def from_json(cls, value: object, *, name: str = "cost model") -> FittedCost:
         """Read what `to_json` wrote; `name` is what an error calls it, a path for instance."""
         fields = _checked_header(value, name)
         knots = tuple(int(knot) for knot in _numbers(fields, "knots", name))
@@ -190,7 +238,7 @@ class FittedCost(CostModel):
             raise InputError(f"cannot write cost model {path}: {problem.strerror or problem}") from problem
 
     @classmethod
-    def load(cls, path: str | Path) -> "FittedCost":
+    def load(cls, path: str | Path) -> FittedCost:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:

@@ -4,7 +4,12 @@ Owns the shape of a step as a cost model sees it, and the protocol. A shape is s
 requests, no blocks, so that any caller can ask about a step it has not planned yet.
 """
 
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 
@@ -34,3 +39,60 @@ class CostModel(Protocol):
 def span_context_products(start: int, num_tokens: int) -> int:
     """`prefill_context_products` of one span whose first token has `start` tokens before it."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+# A piecewise linear function of one number, made once and asked often.
+
+
+class PiecewiseLinear:
+    """Straight lines through (knot, value); constant before the first knot, `tail_slope` after the last."""
+
+    __slots__ = ("_knots", "_slopes", "_values")
+
+    def __init__(self, knots: Sequence[float], values: Sequence[float], tail_slope: float) -> None:
+        assert len(knots) == len(values) >= 1
+        assert all(left < right for left, right in pairwise(knots))
+        between = [(values[i + 1] - values[i]) / (knots[i + 1] - knots[i]) for i in range(len(knots) - 1)]
+        # One entry per interval, the first being the constant part, so that a bisection is the index.
+        self._knots = tuple(float(knot) for knot in knots)
+        self._values = (float(values[0]), *(float(value) for value in values))
+        self._slopes = (0.0, *between, tail_slope)
+
+    def __call__(self, x: float) -> float:
+        index = bisect_right(self._knots, x)
+        origin = self._knots[index - 1] if index else x
+        return self._values[index] + self._slopes[index] * (x - origin)
+
+
+# What a model's steps amount to in arithmetic and in memory traffic, from sums that a scheduler keeps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """What one of each thing costs."""
+
+    token_flops: float  # of a token in all layers, without attention
+    product_flops: float  # of a token's attention to one token of its context
+    logit_flops: float  # of a row whose next token is drawn
+    kv_token_bytes: float  # keys and values of a token
+    step_bytes: float | None  # weights that a step reads; None where that depends on its tokens (experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkDone:
+    """FLOPs and bytes of memory of all steps so far."""
+
+    flops: float
+    read_bytes: float | None
+    written_bytes: float
+
+
+def work_done(
+    model: ModelWork, *, steps: int, tokens: int, products: int, decode_context: int, logit_rows: int
+) -> WorkDone:
+    """What so many steps with so many tokens came to."""
+    flops = tokens * model.token_flops + products * model.product_flops + logit_rows * model.logit_flops
+    read_bytes = None
+    if model.step_bytes is not None:
+        read_bytes = steps * model.step_bytes + decode_context * model.kv_token_bytes
+    return WorkDone(flops=flops, read_bytes=read_bytes, written_bytes=tokens * model.kv_token_bytes)

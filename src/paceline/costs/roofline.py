@@ -5,11 +5,22 @@ model's shape on a device's rates. Parts are added, not overlapped, because that
 It knows no scheduler and no requests; everything that does not depend on the step is computed once.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from paceline.costs.matmul import head_seconds, layers_seconds
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from paceline.config.engine import PreemptionCosts, StepCosts
 from paceline.costs.model import CostModel, StepShape
-from paceline.costs.presets import DeviceSpec, ModelShape, as_held, matmul_curves
+from paceline.costs.presets import (
+    DeviceSpec,
+    ModelShape,
+    as_held,
+    head_seconds,
+    layers_seconds,
+    matmul_curves,
+)
 
 _LOGIT_PASSES = 2  # sampling reads the logits about twice; writing them is part of the matrix product
 
@@ -106,3 +117,64 @@ def _elementwise_bytes(model: ModelShape) -> float:
     attention = 2 * query
     gate = 3 * model.intermediate
     return float(model.layers * (norms + rotary + attention + gate) * model.dtype_bytes)
+
+
+# A cost model as the plain numbers a pace is kept by.
+
+
+# Sizes between which the time of a step hardly changes on a GPU: whole tiles of its products.
+SIZES = (
+    256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048, 2304, 2560, 2816, 3072,
+    3584, 4096, 5120, 6144, 7168, 8192,
+)  # fmt: skip
+_CONTEXT, _PRODUCTS, _ROWS = 1 << 17, 1 << 21, 64
+
+
+def step_costs(model: CostModel, sizes: Sequence[int] = SIZES) -> StepCosts:
+    """What `model` says of steps with so many tokens."""
+
+    def seconds(**shape: int) -> float:
+        return model.step_seconds(StepShape(**shape))
+
+    base = [seconds(prefill_tokens=size, logit_rows=1) for size in sizes]
+    size = max(sizes[len(sizes) // 2], 2 * _ROWS)
+    plain_s = seconds(prefill_tokens=size, logit_rows=1)
+
+    def more_s(count: int, **shape: int) -> float:
+        return max(0.0, (seconds(**shape) - plain_s) / count)
+
+    return StepCosts(
+        sizes=tuple(sizes),
+        seconds=tuple(
+            accumulate(base, max)
+        ),  # a model may make a larger step shorter; a pace cannot use that
+        context_s=more_s(_CONTEXT, prefill_tokens=size, logit_rows=1, decode_context=_CONTEXT),
+        product_s=more_s(_PRODUCTS, prefill_tokens=size, logit_rows=1, prefill_context_products=_PRODUCTS),
+        row_s=more_s(_ROWS, prefill_tokens=size - _ROWS, decode_rows=_ROWS, logit_rows=1 + _ROWS),
+    )
+
+
+# What preemption costs by a model of steps
+
+
+PROMPT_TOKENS = 2048  # of the step that stands for computing again
+CONTEXT = 1024  # tokens that a decoding row reads
+
+
+def preemption_costs(cost: CostModel, *, block_bytes: int, num_rows: int) -> PreemptionCosts:
+    """Costs of one token, one block and one step; `num_rows` are as many as usually decode together."""
+    seconds = cost.step_seconds
+    empty_s = seconds(StepShape(decode_rows=1))
+    prompt_s = seconds(StepShape(decode_rows=1, prefill_tokens=PROMPT_TOKENS)) - empty_s
+    far = StepShape(
+        decode_rows=1, prefill_tokens=PROMPT_TOKENS, prefill_context_products=PROMPT_TOKENS * CONTEXT
+    )
+    product_s = (seconds(far) - empty_s - prompt_s) / (PROMPT_TOKENS * CONTEXT)
+    copy_s = seconds(StepShape(decode_rows=1, copy_bytes=block_bytes)) - empty_s
+    full = StepShape(decode_rows=num_rows, decode_context=num_rows * CONTEXT, logit_rows=num_rows)
+    return PreemptionCosts(
+        token_s=max(prompt_s, 0.0) / PROMPT_TOKENS,
+        product_s=max(product_s, 0.0),
+        block_s=max(copy_s, 0.0),
+        step_s=seconds(full),
+    )

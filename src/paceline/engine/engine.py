@@ -7,6 +7,7 @@ ends with an error, and after three failures in a row the engine gives up, with 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.audit.ring import DecisionRing
-from paceline.core.classes import PLAIN, Urgency
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, StepEvents
-from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
-from paceline.core.request import DEFAULT_TENANT, Request, RequestId, sooner
+from paceline.core.request import (
+    DEFAULT_TENANT,
+    Change,
+    ChangeOutcome,
+    Request,
+    RequestHooks,
+    RequestId,
+    RequestState,
+    sooner,
+)
 from paceline.core.sampling import SamplingParams, branch_seed
+from paceline.core.service_class import PLAIN, Urgency
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
@@ -336,3 +345,37 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise AssertionError("a refused plan has no result")
+
+
+# A change of a live request by its owner
+
+
+def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) -> ChangeOutcome:
+    """Change one request. Nothing is changed unless all of it can be."""
+    request = scheduler.state.requests.get(request_id)
+    if request is None:
+        return ChangeOutcome.ENDED
+    if change.priority is not None:
+        request.urgency._replace(priority=change.priority).check()
+    is_paused = request.state is RequestState.PAUSED
+    if change.paused and not is_paused:
+        try:
+            scheduler.pause(request_id)
+        except InvalidTransition:
+            return ChangeOutcome.BUSY
+        if request.is_terminal:  # it failed while it was put aside
+            return ChangeOutcome.ENDED
+    if change.priority is not None:
+        scheduler.set_priority(request_id, change.priority)
+    if change.until_s is not None:
+        scheduler.set_deadline(request_id, change.until_s if change.until_s < math.inf else None)
+    if change.paused is False and is_paused:
+        scheduler.resume(request_id)
+    return ChangeOutcome.CHANGED
+
+
+def resume_all(scheduler: Scheduler) -> None:
+    """Let everybody go on who is paused."""
+    for request in list(scheduler.state.requests.values()):
+        if request.state is RequestState.PAUSED:
+            scheduler.resume(request.id)

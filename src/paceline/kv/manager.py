@@ -13,14 +13,61 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import Capacity, GroupSpec, KVConfig
+from paceline.config.engine import Capacity, GroupSpec, KVConfig
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
-from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
 from paceline.kv.swap import HostPlaces, Ticket, Tickets
+
+# How long blocks are held
+
+
+MICROSECONDS = 1_000_000
+Index = NDArray[np.int64]
+
+
+class BlockTime:
+    """The block-microseconds of all rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.now_us = 0
+        self.held: Index = np.zeros(num_rows, np.int64)  # blocks, over all layer groups
+        self._since: Index = np.zeros(num_rows, np.int64)  # sum of the times they came, less those that went
+
+    def tell(self, now_s: float) -> None:
+        """What follows happens at this time. It never goes back."""
+        self.now_us = int(now_s * MICROSECONDS)
+
+    def gained(self, row: int, count: int) -> None:
+        self.held[row] = self.held.item(row) + count
+        self._since[row] = self._since.item(row) + count * self.now_us
+
+    def gained_each(self, rows: Index, count: int) -> None:
+        """Each of `rows` (all different) got so many."""
+        self.held[rows] += count
+        self._since[rows] += count * self.now_us
+
+    def lost_each(self, rows: Index, counts: Index) -> None:
+        self.held[rows] -= counts
+        self._since[rows] -= counts * self.now_us
+
+    def lost_all(self, row: int) -> None:
+        """The row is empty; what it has held until now is kept until it is taken."""
+        self._since[row] = self._since.item(row) - self.held.item(row) * self.now_us
+        self.held[row] = 0
+
+    def so_far(self, row: int) -> int:
+        """Block-microseconds of a row since it began."""
+        return self.held.item(row) * self.now_us - self._since.item(row)
+
+    def take(self, row: int) -> int:
+        """The same, when the row is given up: it starts from nothing again."""
+        total = self.so_far(row)
+        self._since[row] = self.held.item(row) * self.now_us
+        return total
+
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 Needs = tuple[int, ...]  # blocks per group

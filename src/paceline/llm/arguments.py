@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from paceline.config import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.core.keywords import is_off, not_supported, with_closest
 from paceline.errors import ConfigError
 from paceline.llm.unsupported import OPTIONS

@@ -7,15 +7,55 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 
-from paceline.core.classes import DEFAULT_CLASS, Urgency
+from paceline.core.service_class import DEFAULT_CLASS, Urgency
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
 from paceline.llm.frontend import Frontend
-from paceline.llm.interrupts import Interrupts
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
+
+# Ctrl-C between two steps, never inside one
+
+
+class Interrupts:
+    """While entered, an interrupt is noted; `check` raises it."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._is_installed = False
+
+    def __enter__(self) -> Interrupts:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._is_installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_installed:
+            self._is_installed = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise an interrupt that has come meanwhile."""
+        if self._asked:
+            self._asked = False
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
 
 # Steps' worth of prompt tokens that wait at least. One is enough to begin with, and few requests: the others are
 # added, which takes the host tens of microseconds each, while the device computes. Where prompts begin alike few of

@@ -12,9 +12,9 @@ from paceline.factory import LoadedModel, load_model
 from paceline.llm.arguments import split_arguments
 from paceline.llm.chat import ChatPrompts, Messages
 from paceline.llm.collector import Collector
-from paceline.llm.defaults import chat_sampling, default_sampling
 from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
 from paceline.llm.unsupported import unsupported_method
+from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline")

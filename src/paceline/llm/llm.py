@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.core.classes import DEFAULT_CLASS, class_of
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import DEFAULT_CLASS, class_of
 from paceline.llm.batch import Submission, run_requests
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import RequestOutput
-from paceline.llm.progress import Progress
 from paceline.llm.prompts import PreparedRequest, Prompt
 from paceline.llm.unsupported import check_call
+
+# The progress bar of a batch
+
+
+class Progress:
+    """Shows nothing when switched off."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        self._num_input = self._num_output = 0
+        self._started_s = time.perf_counter()
+        if enabled:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_rates(0, 0))
+
+    def show(self, finished: Sequence[RequestOutput]) -> None:
+        if self._bar is None or not finished:
+            return
+        for output in finished:
+            self._num_input += len(output.prompt_token_ids)
+            self._num_output += sum(len(part.token_ids) for part in output.outputs)
+        seconds = max(time.perf_counter() - self._started_s, 1e-9)
+        self._bar.set_postfix_str(
+            _rates(self._num_input / seconds, self._num_output / seconds), refresh=False
+        )
+        self._bar.update(len(finished))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _rates(num_input: float, num_output: float) -> str:
+    return f"est. speed input: {num_input:.2f} toks/s, output: {num_output:.2f} toks/s"
+
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -15,7 +15,33 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.unsupported import PROMPT_KEYS
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.words import bad_word_ids
+
+# Words that must not be produced, as the token sequences that would spell them.
+
+
+MAX_WORD_CHARS = 256
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Id sequences for each word: as it begins a text, and as it follows a space where that is another token.
+
+    The second counts only where the space changes the first token and not the number of tokens; otherwise it is
+    the same word behind a space token, which the first sequence forbids already.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        text = word.lstrip()
+        if not text or len(word) > MAX_WORD_CHARS:
+            message = f"a bad word has 1 to {MAX_WORD_CHARS} characters, not only spaces"
+            raise InvalidRequest(message, param="bad_words")
+        plain = tuple(tokenizer.encode(text, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + text, add_special_tokens=False))
+        if plain:
+            found.append(plain)
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    return tuple(found)
+
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_CHARS_PER_TOKEN = 64  # no tokenizer makes fewer tokens of a text: longer ones are refused unread

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
 from paceline.models.layers import Experts, FeedForward, Linear, RMSNorm
 from paceline.models.rope import Rotary, rotate
+from paceline.models.spec import ModelSpec
 
 # layer, queries [tokens, heads, head_dim], keys and values [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

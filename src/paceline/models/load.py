@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.checkpoint.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.decoder import Attention, Decoder, Layer, Parts
+from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.layers import DenseLinear, Experts, FeedForward, Linear, RMSNorm
+from paceline.models.spec import ModelSpec
 
 MAX_BUILDERS = 4  # threads; each holds a matrix or two while it works
 

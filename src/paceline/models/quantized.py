@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.stored import StoredTensor, check_finite
+from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import Linear
 from paceline.models.load import DenseStorage
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.spec import RopeSpec
+from paceline.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, length: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.plan import (
     AT_LENGTH,
     EMPTY,

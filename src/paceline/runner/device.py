@@ -6,8 +6,11 @@ import importlib.util
 
 import torch
 
-from paceline.config import ModelConfig
+from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError
+from paceline.models.files.open import Checkpoint
+from paceline.models.load import DenseStorage, Storage
+from paceline.models.quantized import QuantizedStorage, fast_product
 
 OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
 OLDEST_FP8 = (8, 9)  # conversion from and to eight bits
@@ -40,3 +43,22 @@ def _why_no_gpu() -> str:
     if torch.cuda.get_device_capability() < OLDEST:
         return f"{torch.cuda.get_device_name()} is too old: a compute capability of 8.0 is needed"
     return ""
+
+
+# How a checkpoint's matrices are kept on this machine, and what the operator should know about it.
+
+
+def choose_storage(model: ModelConfig, checkpoint: Checkpoint) -> tuple[Storage, tuple[str, ...]]:
+    """The storage, and notices in sentences."""
+    types = set(checkpoint.stored)
+    is_quantized = any(name.startswith(("Q", "IQ")) for name in types)
+    notices = []
+    if model.dtype not in ("auto", "float32") or types & {"BF16", "F16"}:
+        stored = "/".join(sorted(types & {"BF16", "F16"})) or model.dtype
+        notices.append(f"{stored} weights are computed in float32: this machine's CPU is faster with it")
+    if is_quantized and model.quantization == "auto":
+        product = fast_product()
+        if product is not None:
+            return QuantizedStorage(product), tuple(notices)
+        notices.append("quantised weights are unpacked to float32: torch has no fast product for them here")
+    return DenseStorage(), tuple(notices)

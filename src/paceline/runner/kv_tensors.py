@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import KVConfig
+from paceline.config.engine import KVConfig
+from paceline.models.spec import ModelSpec
 
 Index = NDArray[np.int64]
 

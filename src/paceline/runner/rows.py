@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import Capacity, EngineConfig
+from paceline.config.engine import Capacity, EngineConfig
 from paceline.core.plan import BlockAppends, BlockCopies, RowCopies, RowJoins, StepPlan
 
 Count = NDArray[np.int64]

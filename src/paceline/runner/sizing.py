@@ -7,6 +7,7 @@ Whatever the user gave stays as given.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config import LearnedSteps, ModelConfig, StepCosts
+from paceline.config.engine import EngineConfig, LearnedSteps, ModelConfig, PreemptionCosts, StepCosts
 from paceline.errors import ConfigError
 from paceline.models.decoder import Decoder
 from paceline.runner.kv_tensors import block_bytes
@@ -156,3 +157,30 @@ def _free_memory() -> int:
     except OSError:
         pass
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
+
+
+# What preemption costs on this machine, measured when the engine starts
+
+
+MOST_BLOCKS = 256  # copied at a time
+TIMES = 3
+
+
+def block_seconds(config: EngineConfig, copy: Callable[[int], None]) -> float:
+    """Seconds to copy one block to the host or back; infinity without host places. `copy` copies so many out and back
+    and returns when that is done."""
+    count = min(config.kv.num_host_blocks, config.kv.num_blocks - 1, MOST_BLOCKS)
+    if count < 1:
+        return math.inf
+    copy(count)  # the first touches memory that was never used
+    taken = []
+    for _ in range(TIMES):
+        started_s = time.perf_counter()
+        copy(count)
+        taken.append(time.perf_counter() - started_s)
+    return min(taken) / (2 * count)
+
+
+def line_preemption_costs(fixed_s: float, token_s: float, rows: int, block_s: float) -> PreemptionCosts:
+    """Where a step takes so long at least, and for each token more; `rows` decode together."""
+    return PreemptionCosts(token_s=token_s, block_s=block_s, step_s=fixed_s + token_s * rows)

@@ -13,8 +13,8 @@ from paceline.core.events import DecisionKind, Rule
 from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.delta import KVDelta
-from paceline.scheduler.columns import build_joins
 from paceline.scheduler.state import Join, SchedulerState
+from paceline.scheduler.step.columns import build_joins
 
 MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more before it ends
 

@@ -25,16 +25,15 @@ from paceline.core.request import (
     RequestState,
 )
 from paceline.errors import InvalidTransition, UnknownRequest
-from paceline.scheduler.compose import Composer
-from paceline.scheduler.dial import steer
-from paceline.scheduler.feasibility import late_objection
-from paceline.scheduler.forecast import Forecast
-from paceline.scheduler.objections import Objection, objection_to
-from paceline.scheduler.pace import expected_budget, make_pace
+from paceline.scheduler import steering
+from paceline.scheduler.forecast import Forecast, Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.preemption import preempt, put_aside
 from paceline.scheduler.recovery import full_plan, start_over
+from paceline.scheduler.rejections import Objection, late_objection, objection_to
 from paceline.scheduler.state import Journal, SchedulerState
+from paceline.scheduler.step.compose import Composer
+from paceline.scheduler.step.pace import expected_budget, make_pace
+from paceline.scheduler.step.preemption import preempt, put_aside
 from paceline.scheduler.update import apply_result, finish, retire_batch
 
 
@@ -44,6 +43,7 @@ class Scheduler:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self.composer = Composer(state)
+        self.forecaster = Forecaster(state)
         self._withheld = (0,) * len(state.kv.groups)
 
     # -- the two halves of a step --------------------------------------------------------------------------
@@ -69,8 +69,8 @@ class Scheduler:
         self.state.sizes.learn(work, result.times, self.state.now_s)
         apply_result(self.state, result)
         if self.state.dial.watches:
-            steer.judge(self.state)
-        self.state.forecaster.learn(work, result.times, self.state.now_s, is_busy=bool(self.state.requests))
+            steering.judge(self.state)
+        self.forecaster.learn(work, result.times, self.state.now_s, is_busy=bool(self.state.requests))
 
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
@@ -94,14 +94,13 @@ class Scheduler:
         return taken
 
     def forecast(self, request: Request) -> Forecast | None:
-        """When a request that has not been added would have its first and its last token; None: nobody knows yet."""
+        """When a request that has not been added would have its first and its last token; None: not known yet."""
         self._tick()
-        state = self.state
-        return state.forecaster.predict(state, request, expected_budget(state, self.composer.pace))
+        return self.forecaster.predict(request, expected_budget(self.state, self.composer.pace))
 
     def next_place_s(self) -> float | None:
-        """Seconds until a running request is thought to end; None: nobody runs, or nobody knows."""
-        return self.state.forecaster.next_ending_s(self.state)
+        """Seconds until a running request is thought to end; None: no request runs, or it is not known."""
+        return self.forecaster.next_ending_s()
 
     # -- inputs --------------------------------------------------------------------------------------------
 
@@ -215,14 +214,14 @@ class Scheduler:
         self._tick()
         self._note("policy", name, tuple(sorted(options.items())))
         self.state.use_policy(config, policy)
-        steer.record_policy(self.state, name, options)
+        steering.record_policy(self.state, name, options)
 
     def set_dial(self, setting: DialSetting) -> None:
         """Another place between latency and throughput, a target to hold, or off."""
-        steer.check_turn(self.state)
+        steering.check_turn(self.state)
         self._tick()
         self._note("dial", setting.kind.value, setting.value)
-        steer.turn(self.state, setting)
+        steering.turn(self.state, setting)
         if self.composer.pace is None:
             self.composer.pace = make_pace(self.state.config, dialled=True)
 

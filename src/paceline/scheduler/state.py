@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import SchedulerConfig
+from paceline.config.engine import SchedulerConfig
 from paceline.core.clock import Clock
 from paceline.core.events import (
     NO_NUMBER,
@@ -26,27 +26,53 @@ from paceline.core.events import (
     Rule,
     TokenEvents,
 )
-from paceline.core.hooks import RequestHooks
 from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import (
     NO_ROW,
+    Cost,
     FinishReason,
     Request,
+    RequestHooks,
     RequestId,
     RequestState,
     account_of,
 )
 from paceline.kv.manager import KVManager
-from paceline.scheduler.cost import settle_cost
 from paceline.scheduler.counters import Counters
 from paceline.scheduler.dial.dial import Dial
-from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.modes import Mode
+from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
-from paceline.scheduler.service import Service
 from paceline.scheduler.step_sizes import StepSizes
+from paceline.scheduler.tenants import Service
+
+# What a request has cost so far, brought up to date when it leaves a row and when it has caught up with
+# itself.
+
+
+def settle_cost(request: Request, computed: int, block_us: int) -> None:
+    """A request is about to leave its row, where it has held blocks for `block_us`."""
+    blocks_us, redone_us, redone, swaps = request.cost
+    attained = request.attained
+    if attained > request.joined_at:  # it had given up some of what it had
+        if computed < attained:
+            redone_us += block_us
+        redone += max(0, min(computed, attained) - request.joined_at)
+    request.cost = Cost(blocks_us + block_us, redone_us, redone, swaps)
+
+
+def caught_up(request: Request, block_us: int) -> None:
+    """A request has computed again all that it once had; until here it has held blocks for `block_us` on its row."""
+    request.cost = request.cost._replace(redone_block_us=request.cost.redone_block_us + block_us)
+
+
+def note_kind(request: Request) -> None:
+    """A request has just given way: its KV is on the host, or gone."""
+    if request.host_places:
+        request.cost = request.cost._replace(swaps=request.cost.swaps + 1)
+
 
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
@@ -132,7 +158,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
-        self.forecaster = Forecaster()
+        self.output_stats = OutputStats()
         self.outbox = Outbox()
         self.decisions: list[Decision] = []
         self.last_in: RequestId = NOBODY  # who was given a row last
@@ -367,7 +393,7 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = request.num_tokens - request.num_prompt
-        self.forecaster.ended(self.known_tenant(request.tenant), request, num_output, reason)
+        self.output_stats.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(
             detail or reason._value_
         )  # every request comes here: the property costs ten times as much

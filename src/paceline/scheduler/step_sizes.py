@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.config import LearnedSteps, SchedulerConfig
+from paceline.config.engine import LearnedSteps, SchedulerConfig
 from paceline.core.plan import StepTimes, StepWork
 
 RATE = 0.25  # share of a surprise that the next step is thought to repeat

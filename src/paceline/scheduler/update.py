@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from paceline.core.events import LogprobEvent, TokenEvents
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
-from paceline.scheduler.cost import caught_up
-from paceline.scheduler.dial import steer
-from paceline.scheduler.state import Flight, SchedulerState
+from paceline.scheduler import steering
+from paceline.scheduler.state import Flight, SchedulerState, caught_up
 
 Index = NDArray[np.int64]
 
@@ -83,7 +82,7 @@ def _deliver(
             if state.dial.watches:
                 state.dial.first_token(state.now_s - request.arrival_s)
     if state.dial.watches:
-        steer.delivered(state, flight, at, place)
+        steering.delivered(state, flight, at, place)
     endings = finished.tobytes()
     if flight.at_length or STOPPED in endings or AT_LENGTH in endings:
         stopped = finished == STOPPED

@@ -10,28 +10,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.config_serve import LOOPBACK, ServerConfig, split_list
+from paceline.config.server import LOOPBACK, ServerConfig, split_list
 from paceline.errors import ConfigError
+from paceline.process.client import EngineClient
+from paceline.server.access.auth import Keyring
+from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route
-from paceline.server.auth import Keyring
-from paceline.server.batching_metrics import BatchingMetrics
-from paceline.server.call import Caller
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
-from paceline.server.feed import Feed
-from paceline.server.goodput import Times
-from paceline.server.health import PUBLIC, health_routes
+from paceline.server.generate.requests import RecentRequests
+from paceline.server.health import PUBLIC, ServerStatus, health_routes
 from paceline.server.http.door import Door, Rules
 from paceline.server.http.listener import Listener
 from paceline.server.http.request import HostCheck
-from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import Facts, LabelledFacts, MetricsPage, name_prefix
-from paceline.server.page import PAGE, page_routes
-from paceline.server.recent_requests import RecentRequests
+from paceline.server.live.feed import Feed
+from paceline.server.live.page import PAGE, page_routes
+from paceline.server.live.watch_routes import watch_routes
+from paceline.server.metrics.batching import BatchingMetrics
+from paceline.server.metrics.goodput import Times
+from paceline.server.metrics.page import Facts, LabelledFacts, MetricsPage, name_prefix
+from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
-from paceline.server.status import ServerStatus
-from paceline.server.watch_routes import watch_routes
-from paceline.serving.client import EngineClient
 
 METRICS = frozenset(("/metrics",))
 

@@ -9,31 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from paceline.core.request import NO_COST, Cost
-from paceline.core.sampling import SamplingParams
-from paceline.server.billing.charge import Charge, no_charge
-from paceline.server.tenant import DEFAULT_CLASS, FREE, Prices
+from paceline.server.access.caller import Caller
 
 if TYPE_CHECKING:
-    from paceline.server.rate_limits import Allowance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Who asks, as far as the key tells; without keys everybody is the default tenant."""
-
-    tenant: str = "default"
-    service_class: str = DEFAULT_CLASS
-    weight: float = 1.0  # the tenant's share where tenants compete
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and answers together
-    max_concurrency: int | None = None
-    lowest_priority_number: int | None = None  # a request may not ask for a smaller one
-    prices: Prices = FREE
-    is_admin: bool = False  # may use routes that change or show the server as a whole
-    batch_id: str = ""  # of the batch that asks on behalf of the key, if one does
+    from paceline.server.access.rate_limits import Allowance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,69 +70,3 @@ class Events:
 
 
 Handler = Callable[[Call], Awaitable[Answer | Events | Download]]
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestRecord:
-    """How one generation went: what the log line and the metrics are made of. No text."""
-
-    id: str
-    route: str
-    tenant: str
-    received_s: float  # monotonic, of this process
-    service_class: str = DEFAULT_CLASS
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_output: int = 0
-    longest_output: int = 0  # tokens of the longest branch that has ended
-    num_branches: int = 1
-    max_tokens: int = 0
-    first_token_s: float | None = None  # monotonic
-    last_token_s: float | None = None  # on the engine's clock; kept by the observer
-    finished_s: float | None = None
-    queue_s: float | None = None
-    preemptions: int = 0
-    finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
-    error_code: str = ""
-    is_stream: bool = False
-    num_sent: int = 0  # of the output tokens, those whose frames were written; whole answers are sent at once
-    cost: Cost = NO_COST  # of all branches that have ended
-    charge: Charge = field(default_factory=no_charge)
-    shows_receipt: bool = False  # whether its usage carries the receipt
-    batch_id: str = ""
-    predicted_ttft_s: float | None = None  # what the engine said when it took the request
-    wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
-    sampling: SamplingParams | None = None
-    trace_parent: str = ""  # of the trace its client says it belongs to, as it came
-    trace_state: str = ""
-
-
-class Observer(Protocol):
-    """Who is told how generations go. Cheap calls that never raise; they are made once for each piece of news."""
-
-    def started(self, record: RequestRecord) -> None:
-        """Tokenised and handed to the engine."""
-
-    def first_token(self, record: RequestRecord) -> None: ...
-
-    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
-        """So many more output tokens, over all branches; the newest at `time_s` on the engine's clock."""
-
-    def finished(self, record: RequestRecord) -> None:
-        """Called exactly once for every `started`, in whatever way it ended."""
-
-
-class NoObserver:
-    """Nobody listens."""
-
-    def started(self, record: RequestRecord) -> None:
-        pass
-
-    def first_token(self, record: RequestRecord) -> None:
-        pass
-
-    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
-        pass
-
-    def finished(self, record: RequestRecord) -> None:
-        pass

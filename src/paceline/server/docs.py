@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from paceline import __version__
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
-from paceline.server.page import DOCS, file_handler
+from paceline.server.live.page import DOCS, file_handler
+from paceline.version import __version__
 
 EXAMPLES_FILE = Path(__file__).parent / "api" / "examples.json"
 ADMIN_NOTE = "Needs an admin key where the server has keys."

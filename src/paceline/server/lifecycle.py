@@ -21,15 +21,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
+from paceline.process.client import DrainingClient, EngineClient, EngineInfo
+from paceline.server.access.auth import Keyring
 from paceline.server.app import Api, Application, Background
-from paceline.server.auth import Keyring
+from paceline.server.health import Phase
 from paceline.server.http.listener import Listener
 from paceline.server.logs import log
 from paceline.server.request_log import StatsLine
-from paceline.server.status import Phase
-from paceline.serving.client import DrainingClient, EngineClient, EngineInfo
 
 ENGINE_LOST = 70
 LAST_WORDS_S = 0.5  # for error frames to leave, after the drain

@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config import ModelConfig
-from paceline.config_serve import ApiConfig
+from paceline.config.engine import ModelConfig
+from paceline.config.server import ApiConfig
 from paceline.errors import ConfigError
+from paceline.process.client import EngineClient
 from paceline.server.app import Api
-from paceline.server.call import Observer
-from paceline.serving.client import EngineClient
+from paceline.server.generate.record import Observer
 
 if TYPE_CHECKING:
-    from paceline.server.admission import Admission
     from paceline.server.batches.open import BatchSettings
     from paceline.server.billing.open import Billing
+    from paceline.server.generate.admission import Admission
 
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
     """What requests may call the model; the first is what answers carry."""
-    from paceline.checkpoint.default_model import DEFAULT_MODEL, DEFAULT_NAME
+    from paceline.models.files.fetch import DEFAULT_MODEL, DEFAULT_NAME
 
     if config.model_names:
         return config.model_names
@@ -49,13 +49,13 @@ def open_api(
     """What makes the API, to be called in a thread."""
 
     def build() -> Api:
-        from paceline.checkpoint.names import resolve
-        from paceline.checkpoint.open import open_checkpoint
+        from paceline.models.files.fetch import resolve
+        from paceline.models.files.open import open_checkpoint
+        from paceline.server.api.limits import SERVER_LIMITS
         from paceline.server.api.routes import routes
         from paceline.server.batches.open import open_batches
         from paceline.server.billing.counter import Counter
-        from paceline.server.limits import SERVER_LIMITS
-        from paceline.server.service import ServedModel, Service, ServiceSettings
+        from paceline.server.generate.service import ServedModel, Service, ServiceSettings
         from paceline.text.tokenizer import Tokenizer
 
         if model.skip_tokenizer_init:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.process.client import EngineClient
 from paceline.server.batches.line_run import EndedLine
-from paceline.server.call import Call, RequestRecord
+from paceline.server.call import Call
+from paceline.server.generate.record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import log
-from paceline.server.metrics import HttpMetrics, RequestMetrics
-from paceline.serving.client import EngineClient
+from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
 
 QUIET = frozenset(("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/metrics"))
 NOT_FOUND = 404

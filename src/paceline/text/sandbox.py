@@ -7,10 +7,13 @@ methods only those that templates use are there. The notation is the one Hugging
 from __future__ import annotations
 
 import json
+import re
+import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -21,8 +24,228 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from paceline.text import growth
-from paceline.text.render_budget import RenderBudget, RenderLimits
+# How much a chat template may compute
+
+
+MAX_DEPTH = 64
+MAX_BITS = 4096  # of a whole number
+_STRIDE = 256  # units of work between two looks at the clock
+_REMEMBERED = 1024
+# What a value that is not text counts for, in characters.
+_ITEM = 16
+
+
+class RenderLimitExceeded(Exception):
+    """The template wanted more than it may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderLimits:
+    """What one rendering may take."""
+
+    seconds: float = 0.25  # of processor time
+    seconds_per_message: float = 0.0005  # on top, so that long conversations are not refused for their length
+    max_chars: int = 4_000_000  # of the output, and of any value on the way
+
+
+class RenderBudget:
+    """The account of one rendering."""
+
+    def __init__(self, limits: RenderLimits, *, num_messages: int = 0) -> None:
+        self.limits = limits
+        self._deadline = time.thread_time() + limits.seconds + num_messages * limits.seconds_per_message
+        self._work = 0
+        # Sizes of lists and dictionaries seen lately, with the values, so that their identities stay theirs.
+        self._sizes: dict[int, tuple[object, int]] = {}
+
+    def work(self, units: int = 1) -> None:
+        """Account for work; a unit is a step of a loop or a thousand characters."""
+        self._work += units
+        if self._work >= _STRIDE:
+            self._work = 0
+            if time.thread_time() > self._deadline:
+                raise RenderLimitExceeded("time")
+
+    def check(self, value: object) -> None:
+        """Refuse a value that, written out, would be too large; account for having made it."""
+        size = self.size(value)
+        self.grow(size)
+        self.work(1 + size // 1024)
+
+    def grow(self, size: int) -> None:
+        """Refuse to make a value of this size."""
+        if size > self.limits.max_chars:
+            raise RenderLimitExceeded("size")
+
+    def size(self, value: object, depth: int = 0) -> int:
+        """How large a value is, written out in full: shared parts count as often as they appear."""
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, int):
+            if value.bit_length() > MAX_BITS:
+                raise RenderLimitExceeded("number")
+            return _ITEM
+        if isinstance(value, range):
+            return _ITEM * len(value)
+        if not isinstance(value, list | tuple | Mapping | set):
+            return _ITEM
+        known = self._sizes.get(id(value))
+        if known is not None:
+            return known[1]
+        size = self._contents(value, depth)
+        self.remember(value, size)
+        return size
+
+    def remember(self, value: object, size: int) -> None:
+        """Note the size of a list or dictionary, so that nobody has to look inside; templates cannot change it."""
+        if len(self._sizes) >= _REMEMBERED:
+            self._sizes.clear()
+        self._sizes[id(value)] = (value, size)
+
+    def _contents(
+        self, value: list[object] | tuple[object, ...] | Mapping[object, object] | set[object], depth: int
+    ) -> int:
+        if depth > MAX_DEPTH:
+            raise RenderLimitExceeded("depth")
+        total = 0
+        parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        for part in parts:
+            total += _ITEM + self.size(part, depth + 1)
+            self.grow(total)
+            self.work()
+        return total
+
+
+# How large the result of an operation in a chat template would be, found out before it is made.
+
+
+MAX_COUNT = 100_000  # of columns, groups and other numbers that say how much
+_WIDTH = 9_999  # of one formatted field
+_WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")  # five digits, a width from an argument, a field inside a field
+
+_OF_TEXT = (
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit "
+    "islower isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
+    "replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title "
+    "upper zfill"
+)
+METHODS: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset(_OF_TEXT.split())),
+    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
+    (list, frozenset(("copy", "count", "index"))),
+    (tuple, frozenset(("count", "index"))),
+)
+
+
+def refuse() -> NoReturn:
+    raise RenderLimitExceeded("size")
+
+
+def check_operator(operator: str, left: Any, right: Any, budget: RenderBudget) -> None:
+    """The operators of templates; what is not named here makes nothing larger than its operands."""
+    if operator == "+":
+        budget.grow(budget.size(left) + budget.size(right))
+    elif operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, Sequence) and isinstance(times, int):
+                budget.grow((budget.size(value) + 1) * max(times, 0))
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() * abs(right) > MAX_BITS:
+            refuse()
+    elif operator == "%" and isinstance(left, str):
+        arguments = right if isinstance(right, tuple) else (right,)
+        check_format(budget, left, arguments, right if isinstance(right, Mapping) else {})
+
+
+def check_format(budget: RenderBudget, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`%` and `format`: every field may show every argument once."""
+    if _WIDE.search(text):
+        refuse()
+    shown = sum(budget.size(value) for value in (*args, *kwargs.values()))
+    budget.grow(len(text) + (text.count("%") + text.count("{")) * (shown + _WIDTH))
+
+
+def check_replace(budget: RenderBudget, text: object, old: object = "", new: object = "", *_: object) -> None:
+    source, pattern = str(text), str(old)
+    budget.grow(len(source) + source.count(pattern) * len(str(new)))
+
+
+def check_indent(budget: RenderBudget, text: object, width: object = 4, *_: object, **__: object) -> None:
+    columns = len(width) if isinstance(width, str) else width
+    if not isinstance(columns, int) or columns > MAX_COUNT:
+        refuse()
+    source = str(text)
+    budget.grow(len(source) + (source.count("\n") + 1) * columns)
+
+
+def check_count(_: RenderBudget, __: object, *args: object, **kwargs: object) -> None:
+    """Filters and methods whose numbers say how much to make."""
+    if any(isinstance(value, int) and abs(value) > MAX_COUNT for value in (*args, *kwargs.values())):
+        refuse()
+
+
+def check_sum(_: RenderBudget, __: object, attribute: object = None, start: object = 0) -> None:
+    if not isinstance(start, int | float):  # lists: each step would copy everything before it
+        refuse()
+
+
+def check_json(_: RenderBudget, __: object, *args: object, indent: object = None, **___: object) -> None:
+    if args or (isinstance(indent, int) and indent > 16) or (isinstance(indent, str) and len(indent) > 16):
+        refuse()
+
+
+def check_join(budget: RenderBudget, items: object, separator: object = "", *_: object, **__: object) -> None:
+    assert isinstance(items, list), "measured lists are made before"
+    budget.grow(budget.size(items) + len(str(separator)) * len(items))
+
+
+def measured_list(budget: RenderBudget, items: Iterable[Any]) -> list[Any]:
+    """The items, as long as they stay within the limit together."""
+    found: list[Any] = []
+    total = 0
+    for item in items:
+        total += budget.size(item) + 1
+        budget.grow(total)
+        budget.work()
+        found.append(item)
+    return found
+
+
+GROWTH_CHECKS: Mapping[str, Callable[..., None]] = {
+    "replace": check_replace,
+    "indent": check_indent,
+    "batch": check_count,
+    "slice": check_count,
+    "round": check_count,
+    "sum": check_sum,
+    "tojson": check_json,
+    "join": check_join,
+    "format": lambda budget, text, *args, **kwargs: check_format(budget, str(text), args, kwargs),
+}
+
+
+def check_method(
+    owner: object, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: RenderBudget
+) -> tuple[Any, ...]:
+    """Refuse a method templates have no use for, or one that would make too much; the arguments to call it with."""
+    allowed = next((names for kind, names in METHODS if isinstance(owner, kind)), frozenset())
+    if name not in allowed:
+        raise SecurityError(f"templates may not call {name!r} of a {type(owner).__name__}")
+    if not isinstance(owner, str):
+        return args
+    budget.work(1 + len(owner) // 1024)
+    if name == "replace":
+        check_replace(budget, owner, *args)
+    elif name == "format":
+        check_format(budget, owner, args, kwargs)
+    elif name in ("center", "ljust", "rjust", "zfill"):
+        check_count(budget, owner, *args)
+    elif name == "join" and args:
+        items = measured_list(budget, args[0])
+        check_join(budget, items, owner)
+        return (items,)
+    return args
+
 
 # Under a name no template can spell.
 BUDGET, EACH, JOINED, MADE = "the budget", "each of", "joined parts", "made here"
@@ -66,14 +289,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(method, types.BuiltinMethodType | types.MethodType):
             owner = method.__self__
             if isinstance(owner, str | list | tuple | dict | int | float):
-                args = growth.check_method(owner, method.__name__, args, kwargs, budget)
+                args = check_method(owner, method.__name__, args, kwargs, budget)
         result = super().call(context, obj, *args, **kwargs)
         budget.check(result)
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget: RenderBudget = context.parent[BUDGET]
-        growth.check_operator(operator, left, right, budget)
+        check_operator(operator, left, right, budget)
         result = super().call_binop(context, operator, left, right)
         if operator == "+" and isinstance(result, list):  # how templates gather: one more each time
             budget.remember(result, budget.size(left) + budget.size(right))
@@ -93,7 +316,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for piece in pieces:
             total += len(piece)
             if total > self._limits.max_chars:
-                growth.refuse()
+                refuse()
             found.append(piece)
         return "".join(found)
 
@@ -186,7 +409,7 @@ class _Counted:
 
 
 def _bounded_filter(plain: ImmutableSandboxedEnvironment, name: str) -> Callable[..., Any]:
-    check = growth.FILTERS.get(name)
+    check = GROWTH_CHECKS.get(name)
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +418,7 @@ def _bounded_filter(plain: ImmutableSandboxedEnvironment, name: str) -> Callable
         for argument in (*args, *kwargs.values()):
             budget.check(argument)
         if name == "join":
-            value = growth.measured_list(budget, value)
+            value = measured_list(budget, value)
         if check is not None:
             check(budget, value, *args, **kwargs)
         result = plain.call_filter(name, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)

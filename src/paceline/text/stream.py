@@ -6,14 +6,241 @@ engine can end the request there. Holds no text that was already given out.
 
 from __future__ import annotations
 
+import codecs
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.text.detokenizer import Detokenizer
-from paceline.text.stop import StopMatcher
+from paceline.text.byte_table import ByteTable
 from paceline.text.tokenizer import Tokenizer
+
+# Turns the output of one request into text while it is being generated.
+
+
+# Tokens of the prompt a decoder without a table of bytes sees as context.
+CONTEXT_TOKENS = 6
+# A decoder that still gives an unfinished character after so many tokens means it.
+MAX_HELD_TOKENS = 16
+
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Incremental decoding of one request: `push` every new token once, `flush` at the end.
+
+    Joined, the results are the final text. No result ends inside a character, and nothing is taken back.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        table = tokenizer.table
+        self._steps: _Bytes | _Window
+        if table is not None:
+            at_start = table.strips_space and not self._shows_text(table, prompt_ids)
+            self._steps = _Bytes(table, strips_space=at_start)
+        else:
+            context = [index for index in prompt_ids[-CONTEXT_TOKENS:] if index not in self._hidden]
+            joined = not spaces_between_special_tokens
+            self._steps = _Window(tokenizer, context, tokenizer.added_ids if joined else frozenset())
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens; "" while a character is unfinished.
+
+        Raises InvalidRequest for an id that is not in the vocabulary, before taking any of them in.
+        """
+        self._tokenizer.check_ids(ids, param="output")
+        return self._steps.push([index for index in ids if index not in self._hidden])
+
+    def flush(self) -> str:
+        """What was held back: an unfinished character at the end becomes a replacement character."""
+        return self._steps.flush()
+
+    def _shows_text(self, table: ByteTable, prompt_ids: Sequence[int]) -> bool:
+        return any(table.bytes_of[index] for index in prompt_ids if index not in self._hidden)
+
+
+class _Bytes:
+    """Concatenated bytes, read as UTF-8 as they come. `strips_space`: the text loses one leading space."""
+
+    def __init__(self, table: ByteTable, *, strips_space: bool) -> None:
+        self._bytes_of = table.bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips_space = strips_space
+        self._is_inside = False  # a character has begun and is not complete
+
+    def push(self, ids: Sequence[int]) -> str:
+        data = b"".join([self._bytes_of[index] for index in ids])
+        if self._strips_space and data:
+            self._strips_space = False
+            data = data.removeprefix(b" ")
+        if data.isascii() and not self._is_inside:  # most of most texts; the decoder is Python code
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        self._is_inside = False
+        return text
+
+
+class _Window:
+    """Any other decoder: a few tokens are decoded with and without the new ones, and the difference is new.
+
+    Exact for decoders in which a token's text depends on its neighbours only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], joined: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._joined = joined  # added tokens written without a space between two of them
+        self._known = list(context)  # decoded before, kept as context
+        self._held: list[int] = []  # not decoded for good
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join([self._push_one(index) for index in ids])
+
+    def _push_one(self, index: int) -> str:
+        if index in self._joined and self._known and self._known[-1] in self._joined:
+            text = self.flush() + (self._tokenizer.token_name(index) or "")
+            self._known = [index]
+            return text
+        self._held.append(index)
+        text = self._new_text()
+        unfinished = text.endswith(_REPLACEMENT) and len(self._held) < MAX_HELD_TOKENS
+        if not text or unfinished:
+            return ""
+        self._settle()
+        return text
+
+    def flush(self) -> str:
+        if not self._held:
+            return ""
+        text = self._new_text()
+        self._settle()
+        return text
+
+    def _new_text(self) -> str:
+        before = self._text(self._known)
+        after = self._text([*self._known, *self._held])
+        return after[len(before) :]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_tokens([self._tokenizer.token_name(index) for index in ids])
+
+    def _settle(self) -> None:
+        self._known = [*self._known, *self._held][-CONTEXT_TOKENS:]
+        self._held = []
+
+
+# Finds stop strings in a text that arrives in pieces, without ever showing a part of one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopResult:
+    """What one piece brought: text to show, and the stop string that ended it, if any."""
+
+    emit: str
+    stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
+
+
+class StopMatcher:
+    """Watches one text. After a stop string was found, nothing more is emitted."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._root = _automaton(stops)
+        self._state = self._root
+        self._include_stop = include_stop
+        self._held = ""  # could become a stop string
+        self._stopped = False
+
+    def push(self, text: str, *, may_stop: bool = True) -> StopResult:
+        """Take the next piece in. With `may_stop=False` a stop string that ends in this piece is let through."""
+        if self._stopped:
+            return StopResult(emit="")
+        state = self._state
+        for index, character in enumerate(text):
+            state = self._advance(state, character)
+            if state.stop and may_stop:
+                return self._finish(text[: index + 1], state.stop)
+        self._state = state
+        return StopResult(emit=self._release(text, keep=state.partial))
+
+    def flush(self) -> str:
+        """What was held back; the text is over."""
+        text, self._held = self._held, ""
+        self._state = self._root
+        return "" if self._stopped else text
+
+    def _advance(self, state: _State, character: str) -> _State:
+        while state is not self._root and character not in state.next:
+            state = state.fallback or self._root
+        return state.next.get(character, self._root)
+
+    def _release(self, text: str, *, keep: int) -> str:
+        """Everything but the last `keep` characters, which are held back."""
+        known = self._held + text
+        certain = len(known) - keep
+        self._held = known[certain:]
+        return known[:certain]
+
+    def _finish(self, text: str, stop: str) -> StopResult:
+        self._stopped = True
+        emit = self._held + text
+        self._held = ""
+        return StopResult(emit=emit if self._include_stop else emit[: len(emit) - len(stop)], stop=stop)
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A prefix of some stop string that the text ends with; no longer prefix fits."""
+
+    depth: int = 0
+    next: dict[str, _State] = field(default_factory=dict)
+    fallback: _State | None = None  # the longest shorter prefix the text ends with too
+    stop: str = ""  # the longest stop string that ends here
+    partial: int = 0  # characters at the end of the text that may still grow into a stop string
+
+
+def _automaton(stops: Sequence[str]) -> _State:
+    """All stop strings as one automaton (Aho and Corasick)."""
+    root = _State()
+    for stop in stops:
+        assert stop, "an empty stop string is refused by SamplingParams"
+        state = root
+        for character in stop:
+            state = state.next.setdefault(character, _State(depth=state.depth + 1))
+        state.stop = stop
+    waiting = deque([root])
+    while waiting:  # breadth first: a fallback is shorter, so it is complete already
+        state = waiting.popleft()
+        for character, child in state.next.items():
+            child.fallback = _fallback(state.fallback, character, root)
+            child.stop = child.stop or child.fallback.stop
+            child.partial = child.depth if child.next else child.fallback.partial
+            waiting.append(child)
+    return root
+
+
+def _fallback(state: _State | None, character: str, root: _State) -> _State:
+    while state is not None and character not in state.next:
+        state = state.fallback
+    return root if state is None else state.next[character]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

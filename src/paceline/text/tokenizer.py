@@ -16,11 +16,11 @@ from typing import Any
 
 import tokenizers
 
-from paceline.checkpoint.open import Checkpoint
 from paceline.errors import InvalidRequest
+from paceline.models.files.open import Checkpoint
 from paceline.text.byte_table import ByteTable, byte_table
-from paceline.text.folder import read_folder
-from paceline.text.gguf_fields import read_gguf
+from paceline.text.folder_tokenizer import read_folder
+from paceline.text.gguf_tokenizer import read_gguf
 from paceline.text.parts import TokenizerParts, guarded, unique
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import Decision, DecisionKind
+from paceline.core.fast import value
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
-from paceline.core.values import value
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.watch.scene import Scene, scene_of
 

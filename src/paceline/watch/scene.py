@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
-from paceline.core.values import value
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import SchedulerState
 

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 from paceline.core.sampling import MAX_WISH_MS
-from paceline.server.api.anthropic_requests import messages_table
+from paceline.server.api.anthropic import messages_table
+from paceline.server.api.limits import SERVER_LIMITS
 from paceline.server.api.openai_fields import chat_table, completions_table
-from paceline.server.api.responses_requests import responses_table
-from paceline.server.limits import SERVER_LIMITS
+from paceline.server.api.responses import responses_table
 from tests.e2e.catalogue.entry import (
     CHAT,
     COMPLETIONS,

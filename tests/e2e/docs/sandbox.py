@@ -28,7 +28,7 @@ _END = "\x1e"
 SITE = """
 import os
 import pathlib
-from paceline.checkpoint import names
+from paceline.models.files import names
 names.default_model = lambda *arguments, **options: pathlib.Path(os.environ["DOCUMENTED_MODEL"])
 """
 PACELINE = """

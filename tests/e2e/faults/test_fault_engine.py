@@ -32,8 +32,8 @@ HOOKS = {
     "layer": "paceline.models.decoder:Decoder._layer",
     "logits": "paceline.models.decoder:Decoder.logits",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
-    "send": "paceline.serving.link:Link.send",
-    "deliver": "paceline.serving.engine_service:EngineService._deliver",
+    "send": "paceline.process.supervisor:Link.send",
+    "deliver": "paceline.process.service:EngineService._deliver",
 }
 GONE = {"engine_unavailable"}
 STUCK_S, REPLACED_S = 3.0, 7.0

@@ -23,7 +23,7 @@ BLOCK, BLOCKS = 16, 8
 CONTEXT = BLOCK * BLOCKS
 HOOKS = {
     "forward": "paceline.models.decoder:Decoder.forward",
-    "turn": "paceline.serving.engine_service:EngineService._turn",
+    "turn": "paceline.process.service:EngineService._turn",
     "keys": "paceline.kv.prefix:KeyMaker.extend",
 }
 

@@ -27,7 +27,7 @@ from tests.e2e.http_server import read_reply, request_bytes
 
 HOOKS = {
     "forward": "paceline.models.decoder:Decoder.forward",
-    "turn": "paceline.serving.engine_service:EngineService._turn",
+    "turn": "paceline.process.service:EngineService._turn",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
     "json": "paceline.server.http.door:read_object",
 }

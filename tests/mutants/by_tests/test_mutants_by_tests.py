@@ -29,9 +29,9 @@ def test_table_and_patches_belong_together() -> None:
 def test_a_survivor_is_told(tmp_path: Path) -> None:
     harmless = tmp_path / "harmless.patch"
     harmless.write_text(
-        "--- a/src/paceline/text/stop.py\n+++ b/src/paceline/text/stop.py\n@@ -1,1 +1,2 @@\n"
+        "--- a/src/paceline/text/stream.py\n+++ b/src/paceline/text/stream.py\n@@ -1,1 +1,2 @@\n"
         + "+# A comment changes nothing.\n"
-        + f" {(HERE.parents[2] / 'src/paceline/text/stop.py').read_text().splitlines()[0]}\n"
+        + f" {(HERE.parents[2] / 'src/paceline/text/stream.py').read_text().splitlines()[0]}\n"
     )
     mutant = TestedMutant(
         name="harmless", patch=harmless, breaks="Nothing.", tests=MUTANTS["stop_prefix_emitted"].tests

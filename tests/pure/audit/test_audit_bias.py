@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.audit.bias import UNKNOWN, compare, length_class, rank_test, requests_of
-from paceline.core.classes import CLASSES
+from paceline.core.service_class import CLASSES
 from paceline.errors import InputError
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.audit.run_recorder import RunRecorder, check_run_log, keep_earlier
 from paceline.audit.runlog import read_run_log, run_header
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import StepRecord
@@ -20,7 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import InputError
 from paceline.factory import build_engine
-from paceline.sim.replay import replay
+from paceline.lab.sim.replay import replay
 from tests.fakes import FakeRunner
 
 HEADER = {"seed": 1}

@@ -18,8 +18,7 @@ import pytest
 from paceline import __version__
 from paceline.audit.codec import config_of, decode_decision, encode_decision, plain
 from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header
-from paceline.audit.timed_steps import timed_steps
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import (
     BlockAppends,
@@ -36,6 +35,7 @@ from paceline.core.recorder import StepRecord, StepRecorder
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
+from paceline.lab.sim.cost_files import timed_steps
 
 CONFIG = EngineConfig(
     kv=KVConfig(block_size=8, num_blocks=50, groups=(GroupSpec(), GroupSpec(window=64, num_blocks=20))),

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.audit.chrome_trace import trace_events, write_trace
+from paceline.audit.chrome_trace import Asked, Held, Span, TraceFold, trace_events, write_trace
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.audit.trace_fold import Asked, Held, Span, TraceFold
 from paceline.cli.main import run
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan

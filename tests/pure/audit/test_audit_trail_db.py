@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.audit.trail_db import NO_HASH, Retention, TrailDb, TrailReader, chained, trail_files, verify
+from paceline.audit.trail import NO_HASH, Retention, TrailDb, TrailReader, chained, trail_files, verify
 from paceline.errors import InputError
 
 SMALL = Retention(max_bytes=1, max_files=3)
@@ -137,7 +137,7 @@ def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
 
 DIES = """
 import os, signal, sys
-from paceline.audit.trail_db import TrailDb
+from paceline.audit.trail import TrailDb
 db = TrailDb(sys.argv[1])
 db.append([("first", 1), ("second", 1)])
 db._connection.execute("PRAGMA cache_size=1")  # what a transaction changes goes to the file before it is complete

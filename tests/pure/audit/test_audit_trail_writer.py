@@ -14,9 +14,16 @@ import pytest
 
 from paceline.audit.bias import requests_of
 from paceline.audit.codec import decode_decision
-from paceline.audit.page_text import page_text, standard_text
-from paceline.audit.trail_db import TrailDb, TrailReader, verify
-from paceline.audit.trail_writer import PAGE, TrailWriter, make_pages
+from paceline.audit.trail import (
+    PAGE,
+    TrailDb,
+    TrailReader,
+    TrailWriter,
+    make_pages,
+    page_text,
+    standard_text,
+    verify,
+)
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import BothRecorders, NoRecorder, StepRecord

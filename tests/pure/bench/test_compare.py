@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.compare import compare, differing, worse_than
-from paceline.bench.samples import _percentile
+from paceline.lab.bench.compare import _percentile, compare, differing, worse_than
 
 
 def result(*, ttft_s: float = 0.2, gap_s: float = 0.02, count: int = 200, seed: int = 0) -> dict[str, Any]:

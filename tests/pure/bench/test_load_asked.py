@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.load.asked import LoadPoint, ask_load, parse_bounds, parse_percentiles
-from paceline.bench.load.generator import LoadPlan
-from paceline.bench.load.pacing import Pace, Ramp, parse_ramp
-from paceline.bench.serve_options import LoadOptions
 from paceline.errors import InputError
-from paceline.workload.arrivals import parse_arrivals
+from paceline.lab.bench.load.asked import LoadPoint, ask_load, parse_bounds, parse_percentiles
+from paceline.lab.bench.load.generator import LoadPlan
+from paceline.lab.bench.load.pacing import Pace, Ramp, parse_ramp
+from paceline.lab.bench.options import LoadOptions
+from paceline.lab.workload.arrivals import parse_arrivals
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:00:{second:02}.0,{20 + second},4\n" for second in range(0, 40, 10)

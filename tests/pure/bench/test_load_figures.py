@@ -7,12 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from paceline.bench.load.block import LoadShape, block_lines
-from paceline.bench.load.figures import figures, run_record
-from paceline.bench.load.generator import LoadRun
-from paceline.bench.load.results import result_json
-from paceline.bench.load.seen import Kind, Seen
-from paceline.report.summary import summarize
+from paceline.lab.bench.load.figures import LoadShape, block_lines, figures, result_json, run_record
+from paceline.lab.bench.load.generator import LoadRun
+from paceline.lab.bench.load.reader import Kind, Seen
+from paceline.lab.report.summary import summarize
 
 ORIGIN_S = 100.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from paceline.bench.load.page import Picture, make_page
-from paceline.bench.tables import Grid
+from paceline.lab.bench.load.sweep_page import Picture, make_page
+from paceline.lab.bench.tables import Grid
 
 
 def test_pictures_are_inside_and_words_are_escaped(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.load.reader import AnswerReader, error_text
-from paceline.bench.load.seen import Kind, Seen
+from paceline.lab.bench.load.reader import AnswerReader, Kind, Seen, error_text
 
 STREAM = {b"content-type": b"text/event-stream; charset=utf-8"}
 

@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.bench.load.bodies import BodyForm
-from paceline.bench.load.source import WORDS, LoadRequest, RandomSource, TraceSource
-from paceline.bench.load.text_files import is_trace, read_prompts
 from paceline.errors import InputError
-from paceline.workload.model import Workload
+from paceline.lab.bench.load.source import (
+    WORDS,
+    BodyForm,
+    LoadRequest,
+    RandomSource,
+    TraceSource,
+    is_trace,
+    read_prompts,
+)
+from paceline.lab.workload.model import Workload
 
 
 def words_of(request: LoadRequest) -> list[str]:

@@ -9,9 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.bench.latency import Seen, summarize
-from paceline.bench.recheck import Difference, Recheck, choose, first_difference
-from paceline.bench.tables import (
+from paceline.cli.bench.view import show
+from paceline.core.sampling import SamplingParams
+from paceline.errors import EngineFailed
+from paceline.lab.bench.latency import Seen, summarize
+from paceline.lab.bench.recheck import Difference, Recheck, choose, first_difference
+from paceline.lab.bench.tables import (
     Grid,
     latency_json,
     latency_table,
@@ -21,13 +24,10 @@ from paceline.bench.tables import (
     throughput_json,
     throughput_table,
 )
-from paceline.bench.throughput import ThroughputResult, check_complete, sampling_of, warm_up_requests
-from paceline.bench.workloads import LARGEST_TOKEN, OFFLINE, BenchRequest, BenchWorkload, make_workload
-from paceline.cli.bench_output import show
-from paceline.core.sampling import SamplingParams
-from paceline.errors import EngineFailed
+from paceline.lab.bench.throughput import ThroughputResult, check_complete, sampling_of, warm_up_requests
+from paceline.lab.bench.workloads import LARGEST_TOKEN, OFFLINE, BenchRequest, BenchWorkload, make_workload
+from paceline.lab.report.summary import distribution
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from paceline.report.summary import distribution
 
 TWO = BenchWorkload(
     name="two", requests=(BenchRequest(prompt=[1], num_output=4), BenchRequest(prompt=[2], num_output=4))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.shapes import SHAPES, write_shape
-from paceline.bench.workloads import OFFLINE, check_fits, check_vocabulary, make_workload
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.stored import tensor_names
+from paceline.lab.bench.shapes import SHAPES, write_shape
+from paceline.lab.bench.workloads import OFFLINE, check_fits, check_vocabulary, make_workload
+from paceline.models.files.open import open_checkpoint
+from paceline.models.files.stored import tensor_names
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.workloads import (
+from paceline.errors import InputError
+from paceline.lab.bench.workloads import (
     LONGEST_OUTPUT,
     LONGEST_PROMPT,
     OFFLINE,
@@ -20,7 +21,6 @@ from paceline.bench.workloads import (
     read_lengths,
     select,
 )
-from paceline.errors import InputError
 
 # Of every arrival, prompt and output, and how many requests, prompt tokens and output tokens there are. Figures that
 # were measured on these workloads are compared with ours: none of this may ever change.

@@ -6,9 +6,9 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.request import Cost
+from paceline.server.access.caller import Prices
 from paceline.server.billing.ledger_db import COMPLETE, Closing, Opening
-from paceline.server.call import RequestRecord
-from paceline.server.tenant import Prices
+from paceline.server.generate.record import RequestRecord
 
 PRICES = Prices(
     prompt=Decimal("0.15"),

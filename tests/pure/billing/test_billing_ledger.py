@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from paceline.server.billing import sent_marks
-from paceline.server.billing.charge import Charge, Entry
+from paceline.server.billing import ledger_db
+from paceline.server.billing.charge import Charge, LedgerEntry
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import BadLedger, LedgerDb, Voiding, reading
 from paceline.server.billing.pricing import Pricing
-from paceline.server.failures import LedgerUnavailable
+from paceline.server.errors import LedgerUnavailable
 from tests.pure.billing.billing_helpers import PRICES, ended, opening, record
 
 
@@ -92,7 +92,7 @@ def test_marks_that_say_nothing_void_nothing(path: Path, case: str, monkeypatch:
     left = killed(db, path)
     db.close()
     if case == "another boot":
-        monkeypatch.setattr(sent_marks, "_BOOT_ID", path.parent / "no such file")
+        monkeypatch.setattr(ledger_db, "_BOOT_ID", path.parent / "no such file")
     if case == "no marks":
         Path(f"{left}.sent").unlink()
     after = LedgerDb(path if case == "ended" else left)
@@ -152,7 +152,7 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 def open_charge(ledger: Ledger, number: int = 1) -> Charge:
     seq = ledger.open(opening(0, id=f"r{number}"))
-    return Charge(Pricing().quote(PRICES, "standard", 0), Entry(ledger, seq))
+    return Charge(Pricing().quote(PRICES, "standard", 0), LedgerEntry(ledger, seq))
 
 
 def test_many_that_end_together_share_a_write(ledger: Ledger, path: Path) -> None:

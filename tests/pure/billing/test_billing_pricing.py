@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, InvalidRequest
 from paceline.server.billing.charge import Charge, receipt
 from paceline.server.billing.money import LARGEST_AMOUNT, MILLION, decimal_of, scaled, shown
 from paceline.server.billing.pricing import Pricing, Quote, Rates, engine_load, read_factors
-from paceline.server.failures import PriceAboveMaximum
+from paceline.server.errors import PriceAboveMaximum
 from tests.pure.billing.billing_helpers import PRICES, record
 
 
@@ -44,7 +44,7 @@ def test_amounts_are_exact_fractions_rounded_down(tokens: int, rate: int, factor
 def test_a_receipt_says_everything_and_bills_nothing_twice() -> None:
     done = record()
     done.charge = Charge(Pricing().quote(PRICES, "batch", 0))
-    told = receipt(done)
+    told = receipt(done, done.charge)
     assert told == {
         "service_class": "batch",
         "prompt_tokens_computed": 60,

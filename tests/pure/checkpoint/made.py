@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.gguf_layout import PARTS, SANDWICH_PARTS, WHOLE
-from paceline.checkpoint.hf_config import spec_from_config
-from paceline.checkpoint.spec import ModelSpec
-from paceline.checkpoint.stored import tensor_names
+from paceline.models.files.hf_config import spec_from_config
+from paceline.models.files.layout import PARTS, SANDWICH_PARTS, WHOLE
+from paceline.models.files.stored import tensor_names
+from paceline.models.spec import ModelSpec
 
 Arrays = dict[str, NDArray[np.float32]]
 

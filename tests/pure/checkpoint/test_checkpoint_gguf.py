@@ -7,9 +7,8 @@ import gguf
 import numpy as np
 import pytest
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.ggml_types import FLOATS, NOT_WEIGHTS, TYPES
-from paceline.checkpoint.gguf import GgufFile
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.gguf import FLOATS, NOT_WEIGHTS, TYPES, GgufFile
 from tests.pure.checkpoint.made import ARRAY, F32, STRING, UINT8, UINT32, Gguf, entry, text
 
 

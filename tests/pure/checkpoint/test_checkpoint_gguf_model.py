@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.generation import FALLBACK, GenerationDefaults
-from paceline.checkpoint.gguf_model import llama3_factors
-from paceline.checkpoint.layout import Piece
-from paceline.checkpoint.open import Checkpoint, open_checkpoint
-from paceline.checkpoint.spec import RopeSpec
-from paceline.checkpoint.stored import StoredTensor
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.gguf_model import llama3_factors
+from paceline.models.files.layout import Piece
+from paceline.models.files.open import Checkpoint, open_checkpoint
+from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
+from paceline.models.files.stored import StoredTensor
+from paceline.models.spec import RopeSpec
 from tests.pure.checkpoint.made import (
     Arrays,
     Gguf,

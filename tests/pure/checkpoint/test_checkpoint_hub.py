@@ -11,12 +11,17 @@ import pytest
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import filter_repo_objects
 
-from paceline.checkpoint import hub, names
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.hub import HubName, fetch_from_hub, parse_hub_name
-from paceline.checkpoint.names import resolve
-from paceline.checkpoint.open import open_checkpoint
-from paceline.checkpoint.store import find_kept, kept_models
+from paceline.models.files import fetch as files_fetch
+from paceline.models.files.fetch import (
+    HubName,
+    fetch_from_hub,
+    find_kept,
+    kept_models,
+    parse_hub_name,
+    resolve,
+)
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.open import open_checkpoint
 from tests.pure.checkpoint.made import LLAMA, write_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -146,7 +151,7 @@ def http_error(kind: Any) -> Exception:
     ],
 )
 def test_failures_are_one_sentence(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_offline", lambda: False)
+    monkeypatch.setattr(files_fetch, "_offline", lambda: False)
     with pytest.raises(CheckpointError, match=told) as caught:
         fetch_from_hub(HubName(repository="org/model"), revision="v9", snapshot=FakeSnapshot(error))
     assert "\n" not in str(caught.value)
@@ -189,8 +194,8 @@ def test_resolving_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.append(folder)
         return tmp_path / "default"
 
-    monkeypatch.setattr(names, "fetch_from_hub", fetch)
-    monkeypatch.setattr(names, "default_model", default)
+    monkeypatch.setattr(files_fetch, "fetch_from_hub", fetch)
+    monkeypatch.setattr(files_fetch, "default_model", default)
     assert resolve(folder) == folder
     assert resolve(str(folder / "model.safetensors")) == folder / "model.safetensors"
     assert not asked
@@ -217,7 +222,7 @@ def test_the_library_reads_its_own_variables(tmp_path: Path) -> None:
     """HF_HOME and HF_HUB_OFFLINE are read when the library is imported, so in a process of its own."""
     snapshot = cache_repository(tmp_path / "hub")
     code = (
-        "from paceline.checkpoint.names import resolve\n"
+        "from paceline.models.files.fetch import resolve\n"
         "from paceline.errors import InputError\n"
         "print(resolve('org/model'))\n"
         "try: resolve('org/absent')\n"

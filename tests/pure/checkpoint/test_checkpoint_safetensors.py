@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.safetensors import SafetensorsFile, SafetensorsFiles
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.safetensors import SafetensorsFile, SafetensorsFiles
 from tests.pure.checkpoint.made import packed, safetensors
 
 

@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.completion import FILES, SCRIPTS, complete
 from paceline.cli.main import app, run
-from paceline.config import POLICIES
+from paceline.config.engine import POLICIES
 
 ROOT = typer.main.get_command(app)
 

@@ -7,9 +7,9 @@ import re
 import pytest
 import typer
 
+from paceline.cli.flags import MANY, first_line, spec_of
 from paceline.cli.main import Commands, app, run
-from paceline.cli.options import MANY, first_line, spec_of
-from paceline.config import flag_of
+from paceline.config.options import flag_of
 from tools.option_pages import COMMANDS
 
 COLUMNS = 80

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from paceline.cli.main import run
 from paceline.cli.remote import Connection
-from paceline.cli.top import Watcher
-from paceline.cli.top_picture import RECOMPUTE, SWAP, Picture, percentile
-from paceline.cli.top_view import frame
-from paceline.serving.sight import cut_values
+from paceline.cli.top.picture import RECOMPUTE, SWAP, Picture, percentile
+from paceline.cli.top.run import Watcher
+from paceline.cli.top.view import frame
+from paceline.process.live_view import cut_values
 from paceline.watch.film import Film
 from tests.dst.world import World
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.clock import ManualClock, MonotonicClock
-from paceline.core.hooks import NoHooks
 from paceline.core.plan import EMPTY, StepPlan, i32
 from paceline.core.recorder import NoRecorder
-from paceline.core.request import Request, RequestId
+from paceline.core.request import NoHooks, Request, RequestId
 from paceline.core.sampling import SamplingParams
 
 moves = st.lists(st.tuples(st.booleans(), st.floats(0, 1e6)))

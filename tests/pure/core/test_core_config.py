@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    Capacity,
-    EngineConfig,
-    GroupSpec,
-    KVConfig,
-    SchedulerConfig,
-    flag_of,
-)
+from paceline.config.engine import Capacity, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.options import flag_of
 from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.llm.arguments import split_arguments
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.told import told_time
+from paceline.core.dial import told_time
 
 
 @pytest.mark.parametrize(

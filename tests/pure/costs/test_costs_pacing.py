@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 
 from paceline.costs.model import StepShape
-from paceline.costs.pacing import SIZES, step_costs
 from paceline.costs.presets import device_spec, model_shape
-from paceline.costs.roofline import Roofline
+from paceline.costs.roofline import SIZES, Roofline, step_costs
 
 
 class Linear:

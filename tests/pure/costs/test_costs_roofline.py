@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.costs.matmul import MatmulCurve
-from paceline.costs.model import StepShape, span_context_products
-from paceline.costs.piecewise import PiecewiseLinear
+from paceline.costs.model import PiecewiseLinear, StepShape, span_context_products
 from paceline.costs.presets import (
     DEVICES,
     H200_BULK_FLOPS,
@@ -16,6 +14,7 @@ from paceline.costs.presets import (
     H200_STEP_ROWS,
     MODELS,
     DeviceSpec,
+    MatmulCurve,
     device_spec,
     matmul_curves,
     model_shape,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.costs.running_line import RunningLine
+from paceline.costs.step_speed import RunningLine
 
 
 def test_a_line_is_found() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import serve_run
 from paceline.cli.main import run
-from paceline.config_serve import ServerConfig
+from paceline.cli.serve import run as serve_run
+from paceline.config.server import ServerConfig
+from paceline.server.access.auth import Keyring
 from paceline.server.app import Application
-from paceline.server.auth import Keyring
 from paceline.server.lifecycle import GRACE_S
 from tests.documented import ROOT
 from tools.api_pages import all_routes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from paceline.server.batches.results import NOT_RUN
+from paceline.server.access.keys import FIELDS, PRICES
+from paceline.server.batches.line_run import NOT_RUN
 from paceline.server.billing.charge import receipt
-from paceline.server.keys_entry import FIELDS, PRICES
 from tests.documented import ROOT, Command, resembles
 from tests.pure.billing.billing_helpers import record
 
@@ -22,7 +22,8 @@ def test_keys_has_every_field() -> None:
 
 
 def test_billing_names_everything_a_receipt_says() -> None:
-    told = receipt(record())
+    done = record()
+    told = receipt(done, done.charge)
     assert all(f'"{name}"' in guide("billing") for name in (*told, *told["price"]))
 
 

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
-from paceline.core.classes import Urgency
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
-from paceline.core.hooks import RequestHooks
 from paceline.core.plan import Pending, Runner, StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
-from paceline.core.request import BlockKey, FinishReason, Request, RequestId, RequestState
+from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import Urgency
 from paceline.engine.engine import Engine
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.factory import build_engine
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.prefix import KeyMaker

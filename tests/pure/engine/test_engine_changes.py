@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from paceline.config import PreemptionCosts
-from paceline.core.changes import Change, ChangeOutcome
+from paceline.config.engine import PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
-from paceline.core.request import BlockReason, RequestId, RequestState
-from paceline.engine.changes import apply_change, resume_all
+from paceline.core.request import BlockReason, Change, ChangeOutcome, RequestId, RequestState
+from paceline.engine.engine import apply_change, resume_all
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 PAUSE, GO_ON = Change(paused=True), Change(paused=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.core.request import FinishReason
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

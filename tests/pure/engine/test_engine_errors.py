@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.events import DecisionKind
 from paceline.core.request import BlockKey, FinishReason, Request, RequestId
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import EngineFailed
 from paceline.kv.prefix import KeyMaker
 from tests.dst.injected import HookFault

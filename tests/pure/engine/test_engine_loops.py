@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config import EngineConfig, GroupSpec
+from paceline.config.engine import EngineConfig, GroupSpec
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
 from tests.fakes import VOCAB, FakeRunner, Faults

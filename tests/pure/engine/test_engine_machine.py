@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.core.request import BlockReason, Request, RequestId, RequestState
 from paceline.errors import InvalidTransition, NeverFits, QueueFull
 from tests.fakes import VOCAB, FakeRunner, Faults

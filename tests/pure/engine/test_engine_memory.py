@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import StepRecorder
@@ -13,7 +13,7 @@ from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.sim.replay import replay
+from paceline.lab.sim.replay import replay
 from tests.fakes import FakeRunner
 
 CONFIG = EngineConfig(

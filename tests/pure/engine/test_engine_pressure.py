@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.core.request import FinishReason
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.scheduler.invariants import InvariantChecker
 from tests.dst.injected import CollidingKeyMaker, Shortage
 from tests.fakes import FakeRunner, Faults

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

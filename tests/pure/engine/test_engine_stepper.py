@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.request import RequestId

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.kv.manager import Blocks
 from tests.pure.kv.kv_helpers import FULL, SIZE, check_conservation, free, keys, make_kv
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from tests.pure.kv.kv_helpers import (
     FULL,
     SIZE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.kv.swap import HostPlaces, Tickets
 from tests.pure.kv.kv_helpers import (
     FULL,

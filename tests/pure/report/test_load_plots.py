@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.report.load_plots import MOST_BARS, GoodputPoint, plot_gantt, plot_goodput
-from paceline.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.load_plots import MOST_BARS, GoodputPoint, plot_gantt, plot_goodput
+from paceline.lab.report.record import OUTCOMES, RunRecord
 
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"

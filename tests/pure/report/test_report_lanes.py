@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.report.lane_plot import LaneRun, plot_lanes
-from paceline.report.lanes import DECODE, EMPTY, PADDING, PROMPT, Lanes
-from paceline.report.record import RunRecord
-from paceline.report.summary import summarize
+from paceline.lab.report.lane_plot import LaneRun, plot_lanes
+from paceline.lab.report.lanes import DECODE, EMPTY, PADDING, PROMPT, Lanes
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import summarize
 
 
 def lanes(*rows: str) -> Lanes:

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.report import plots
-from paceline.report.knee import find_knee
-from paceline.report.record import RunRecord
-from paceline.report.summary import summarize
-from paceline.report.timeline import make_timeline
+from paceline.lab.report import plots
+from paceline.lab.report.plots import find_knee, make_timeline
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import summarize
 
 NAN = math.nan
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.report.record import OUTCOMES, RunRecord
-from paceline.report.summary import Slo, distribution, summarize
+from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.summary import Slo, distribution, summarize
 
 NAN = math.nan
 

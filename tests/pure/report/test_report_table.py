@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.report.record import RunRecord
-from paceline.report.summary import Slo, Summary, summarize
-from paceline.report.table import compact_table, comparison_table, format_number, format_share, to_json
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import Slo, Summary, summarize
+from paceline.lab.report.table import compact_table, comparison_table, format_number, format_share, to_json
 
 NAN = math.nan
 

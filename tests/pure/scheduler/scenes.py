@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import StepCosts
+from paceline.config.engine import StepCosts
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import INVARIANTS
-from paceline.scheduler.invariants.pictures import Underway
+from paceline.scheduler.invariants.frames import Underway
 from paceline.scheduler.invariants.registry import Look
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.core.request import SALT, account_of
 from paceline.scheduler.policy.fair import FairShare
-from paceline.scheduler.service import Service
+from paceline.scheduler.tenants import Service
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from paceline.config import GroupSpec
+from paceline.config.engine import GroupSpec
 from paceline.core.request import NO_ROW, RequestId
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt

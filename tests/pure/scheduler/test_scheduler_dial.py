@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import SchedulerConfig, StepCosts
+from paceline.config.engine import SchedulerConfig, StepCosts
 from paceline.core.dial import (
     OFF,
     DialKind,
@@ -23,9 +23,8 @@ from paceline.core.dial import (
 )
 from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.scheduler.dial.dial import Dial
-from paceline.scheduler.dial.limits import ROWS_PART, Range
-from paceline.scheduler.dial.window import NUM_SLICES, Window
+from paceline.scheduler.dial.control import ROWS_PART, Range
+from paceline.scheduler.dial.dial import NUM_SLICES, Dial, Window
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SIZES = (256, 512, 1024, 2048)

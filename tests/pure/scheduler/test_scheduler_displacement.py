@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from paceline.config import PreemptionCosts
-from paceline.core.classes import LEVELS
+from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestState
+from paceline.core.service_class import LEVELS
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # Waiting never pays, and neither does a copy.

@@ -11,10 +11,11 @@ import pytest
 from paceline.core.request import Request
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
-from paceline.scheduler.forecast import FEWEST, Forecast
+from paceline.costs.step_speed import FEWEST
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.workload.model import Workload
+from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.workload.model import Workload
 from tests.pure.sim.sim_helpers import make_workload
 
 

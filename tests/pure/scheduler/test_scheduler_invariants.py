@@ -9,9 +9,9 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import i32
 from paceline.core.request import RequestId, RequestState
-from paceline.scheduler.dial.limits import Limits
+from paceline.scheduler.dial.control import Limits
 from paceline.scheduler.invariants import INVARIANTS
-from paceline.scheduler.invariants.pictures import Underway
+from paceline.scheduler.invariants.frames import Underway
 from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import prompt
 from tests.pure.scheduler import broken_places

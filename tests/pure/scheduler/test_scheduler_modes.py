@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.request import RequestState
 from paceline.core.sampling import SamplingParams

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import SchedulerConfig, StepCosts
+from paceline.config.engine import SchedulerConfig, StepCosts
 from paceline.core.plan import StepTimes, StepWork
 from paceline.errors import ConfigError
-from paceline.scheduler.pace import FASTEST, SLOWEST, Pace, make_pace, step_budget
+from paceline.scheduler.step.pace import FASTEST, SLOWEST, Pace, make_pace, step_budget
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 FRESH = (0, 0)  # nobody computes a prompt

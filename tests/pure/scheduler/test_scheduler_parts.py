@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import SchedulerConfig
-from paceline.core.classes import Urgency
+from paceline.config.engine import SchedulerConfig
 from paceline.core.policy import RequestView, Victim
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import Urgency
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.policy.priority import PriorityWithAgeing

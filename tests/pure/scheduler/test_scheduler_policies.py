@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import POLICIES, SchedulerConfig, StepCosts
+from paceline.config.engine import POLICIES, SchedulerConfig, StepCosts
 from paceline.core.policy import Accounting, RequestView
 from paceline.errors import ConfigError
 from paceline.scheduler.policy import make_policy

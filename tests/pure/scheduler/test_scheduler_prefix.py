@@ -4,7 +4,7 @@ import pytest
 
 from paceline.core.events import DecisionKind
 from paceline.core.request import RequestState
-from paceline.engine.keys import PrefixKeyHooks
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from tests.dst.injected import CollidingKeyMaker
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine

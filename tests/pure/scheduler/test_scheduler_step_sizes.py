@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.audit.codec import config_of, plain
-from paceline.config import EngineConfig, LearnedSteps, SchedulerConfig
+from paceline.config.engine import EngineConfig, LearnedSteps, SchedulerConfig
 from paceline.core.plan import StepTimes, StepWork
 from paceline.errors import ConfigError
 from paceline.scheduler.step_sizes import FORGOTTEN_S, LONG_CONTEXT, TOLERATED, StepSizes

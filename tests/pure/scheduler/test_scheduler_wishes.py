@@ -12,14 +12,14 @@ from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import FinishReason, Request, RequestId, sooner
 from paceline.core.sampling import MAX_WISH_MS, SamplingParams
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, PacelineError
-from paceline.report.record import OUTCOMES, RunRecord
-from paceline.scheduler.feasibility import CERTAIN, LATE, late_objection
+from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.sim import SimConfig, engine_config, simulate
+from paceline.lab.sim.replay import replay
+from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.policy.deadline import HOPELESS_S, LeastSlack
+from paceline.scheduler.rejections import CERTAIN, LATE, late_objection
 from paceline.scheduler.scheduler import Scheduler
-from paceline.sim import SimConfig, engine_config, simulate
-from paceline.sim.replay import replay
-from paceline.workload.model import Workload
 from tests.pure.engine.engine_helpers import Bench, prompt
 from tests.pure.engine.engine_helpers import engine_config as small_engine
 from tests.pure.scheduler.test_scheduler_pace import FRESH, pace

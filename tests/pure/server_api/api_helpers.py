@@ -11,15 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline.checkpoint.generation import GenerationDefaults
-from paceline.core.classes import PLAIN, Urgency
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import PLAIN, Urgency
 from paceline.errors import NeverFits
-from paceline.server.api.routes import Route, routes
-from paceline.server.call import Answer, Call, Caller, Download, Events, RequestRecord
-from paceline.server.service import ServedModel, Service, ServiceSettings
-from paceline.serving.client import (
+from paceline.models.files.sampling_defaults import GenerationDefaults
+from paceline.process.client import (
     BranchNews,
     Ending,
     EngineInfo,
@@ -28,6 +25,11 @@ from paceline.serving.client import (
     EngineUnavailable,
     Prospect,
 )
+from paceline.server.access.caller import Caller
+from paceline.server.api.routes import Route, routes
+from paceline.server.call import Answer, Call, Download, Events
+from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.service import ServedModel, Service, ServiceSettings
 from paceline.text.tokenizer import Tokenizer
 from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
 

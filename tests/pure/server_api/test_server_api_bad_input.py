@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
+from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route
-from paceline.server.call import Answer, Caller
+from paceline.server.call import Answer
 from paceline.server.errors import problem_of
 from tests.pure.server_api.api_helpers import Api, ids
 
@@ -286,7 +287,7 @@ def test_every_route_is_described() -> None:
 
 def test_lowered_limits_hold() -> None:
     from paceline.errors import ConfigError
-    from paceline.server.limits import SERVER_LIMITS
+    from paceline.server.api.limits import SERVER_LIMITS
 
     api = Api(limits=SERVER_LIMITS.lowered(branches=2, stops=1))
     assert refusal(api, CHAT, {**GOOD[CHAT], "n": 3}) == (400, VALUE, "n")

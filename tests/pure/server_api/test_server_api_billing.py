@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
+from paceline.server.access.caller import Caller, Prices
 from paceline.server.billing.counter import Counter
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb, reading
 from paceline.server.billing.pricing import Pricing
-from paceline.server.call import Caller, Events
-from paceline.server.failures import LedgerUnavailable, PriceAboveMaximum, UnsupportedRoute
-from paceline.server.tenant import Prices
+from paceline.server.call import Events
+from paceline.server.errors import LedgerUnavailable, PriceAboveMaximum, UnsupportedRoute
 from tests.pure.server_api.api_helpers import Api, chunks, says
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = (

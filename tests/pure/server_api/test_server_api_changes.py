@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.core.changes import Change, ChangeOutcome
-from paceline.core.classes import CLASSES, LEVELS
+from paceline.core.request import Change, ChangeOutcome
+from paceline.core.service_class import CLASSES, LEVELS
 from paceline.errors import InvalidRequest
-from paceline.server.call import Caller
-from paceline.server.failures import (
+from paceline.process.client import EngineUnavailable
+from paceline.server.access.caller import Caller
+from paceline.server.errors import (
     NotPermitted,
     PriorityNotPermitted,
     RequestBusy,
@@ -22,8 +23,7 @@ from paceline.server.failures import (
     UnknownParameter,
     UnknownRequestId,
 )
-from paceline.server.live_requests import LiveRequests
-from paceline.serving.client import EngineUnavailable
+from paceline.server.generate.requests import LiveRequests
 from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
 
 ROUTE = "/v1/requests/{id}"

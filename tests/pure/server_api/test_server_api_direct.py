@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config_process import ProcessConfig
+from paceline.config.process import ProcessConfig
+from paceline.process import frames
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.client import EngineUnavailable
 from paceline.server.call import Events
-from paceline.server.failures import GenerationFailed
-from paceline.serving import frames
-from paceline.serving.async_engine import AsyncEngine
-from paceline.serving.client import EngineUnavailable
+from paceline.server.errors import GenerationFailed
 from tests.pure.server_api.api_helpers import INFO, Api, chunks, ids
 
 CHAT = "/v1/chat/completions"

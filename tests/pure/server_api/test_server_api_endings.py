@@ -11,9 +11,10 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError, QueueFull
-from paceline.server.call import Caller, Events
+from paceline.process.client import BranchNews, EngineState, EngineUnavailable
+from paceline.server.access.caller import Caller
+from paceline.server.call import Events
 from paceline.server.errors import problem_of
-from paceline.serving.client import BranchNews, EngineState, EngineUnavailable
 from tests.pure.server_api.api_helpers import Api, Script, chunks, ending, ids, says
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

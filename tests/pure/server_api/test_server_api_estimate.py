@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
+from paceline.process.client import Prospect
 from paceline.server.call import Events
-from paceline.serving.client import Prospect
 from tests.pure.server_api.api_helpers import Api, says
 
 CHAT = "/v1/chat/completions"

@@ -10,11 +10,10 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 from paceline.errors import QueueFull
-from paceline.server.call import Caller
-from paceline.server.explanations import Explanations
-from paceline.server.failures import UnknownRequestId
-from paceline.server.recent_requests import RecentRequests
-from paceline.serving.client import EngineUnavailable, Told
+from paceline.process.client import EngineUnavailable, Told
+from paceline.server.access.caller import Caller
+from paceline.server.errors import UnknownRequestId
+from paceline.server.generate.requests import Explanations, RecentRequests
 from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
 
 ROUTE = "/v1/requests/{id}/explain"

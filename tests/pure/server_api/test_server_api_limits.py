@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.server.call import Answer, Caller, Download, Events
+from paceline.process.client import EngineUnavailable
+from paceline.server.access.caller import Caller
+from paceline.server.access.rate_limits import RateLimits
+from paceline.server.call import Answer, Download, Events
 from paceline.server.errors import problem_of
-from paceline.server.rate_limits import RateLimits
-from paceline.serving.client import EngineUnavailable
 from tests.pure.server_api.api_helpers import Api, Script, ids, says
 
 TEXT = "/v1/completions"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.generation import GenerationDefaults
-from paceline.server.failures import UnsupportedParameter
+from paceline.models.files.sampling_defaults import GenerationDefaults
+from paceline.server.errors import UnsupportedParameter
 from tests.pure.server_api.api_helpers import Api, chunks, ids, says, tokenizer
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = (

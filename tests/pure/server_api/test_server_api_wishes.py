@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, QueueFull
-from paceline.server.call import Caller, RequestRecord
-from paceline.server.errors import LONGEST_RETRY_S, problem_of, whole_seconds
-from paceline.server.failures import DeadlineExceeded, QueueTimeout, TooBusy
-from paceline.server.goodput import Times, is_met, wishes_of
-from paceline.server.promise_metrics import PromiseMetrics
-from paceline.server.tenant import Prices
-from paceline.serving.client import BranchNews, Prospect
-from paceline.serving.refusals import error_of, refusal_of
+from paceline.process.client import BranchNews, Prospect
+from paceline.process.frames import error_of, refusal_of
+from paceline.server.access.caller import Caller, Prices
+from paceline.server.errors import (
+    LONGEST_RETRY_S,
+    DeadlineExceeded,
+    QueueTimeout,
+    TooBusy,
+    problem_of,
+    whole_seconds,
+)
+from paceline.server.generate.record import RequestRecord
+from paceline.server.metrics.goodput import Times, is_met, wishes_of
+from paceline.server.metrics.requests import PromiseMetrics
 from tests.pure.server_api.api_helpers import Api, ending, ids, says
 
 CHAT, COMPLETIONS, ESTIMATE = "/v1/chat/completions", "/v1/completions", "/v1/estimate"

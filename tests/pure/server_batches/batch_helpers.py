@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config_serve import BatchConfig
+from paceline.config.server import BatchConfig
+from paceline.process.client import EngineStats
+from paceline.server.access.caller import Caller
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.routes import routes
-from paceline.server.batches.desk import Wanted
+from paceline.server.batches.batch_api import Wanted
 from paceline.server.batches.line_run import EndedLine
 from paceline.server.batches.open import Batches, BatchSettings
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import Store
-from paceline.server.call import Caller
-from paceline.serving.client import EngineStats
 from tests.pure.server_api.api_helpers import Api, FakeClient, Script
 
 BOUNDARY = "----a-boundary"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.batches.multipart import (
+from paceline.server.batches.upload import (
     MAX_FIELD,
     MAX_NAME,
     MAX_PART_HEADER,

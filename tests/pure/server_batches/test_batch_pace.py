@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.batches.gate import Gate
-from paceline.server.batches.pace import Load, Pace
+from paceline.server.batches.pace import Gate, Load, Pace
 
 IDLE = Load(rows=64, queue=256, waiting=0, own=0, others=0, others_unstarted=0)
 

@@ -13,14 +13,12 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import QueueFull
+from paceline.process.client import BranchNews, EngineState, EngineUnavailable
+from paceline.server.access.caller import BATCH_CLASS, Caller
+from paceline.server.batches.batch_api import MAX_OPEN_BATCHES
 from paceline.server.batches.database import Database
-from paceline.server.batches.desk import MAX_OPEN_BATCHES
-from paceline.server.batches.failures import FileInUse, TooManyBatches, UnknownBatch, UnknownFile
-from paceline.server.batches.records import LineResult
+from paceline.server.batches.records import FileInUse, LineResult, TooManyBatches, UnknownBatch, UnknownFile
 from paceline.server.batches.work import MAX_LOSSES
-from paceline.server.call import Caller
-from paceline.server.tenant import BATCH_CLASS
-from paceline.serving.client import BranchNews, EngineState, EngineUnavailable
 from tests.pure.server_api.api_helpers import INFO, FakeStream, Script, says
 from tests.pure.server_batches.batch_helpers import TENANT, LoadedClient, World, jsonl, request, until
 

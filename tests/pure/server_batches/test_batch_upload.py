@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.server.batches.failures import FileTooLarge, QuotaExceeded, TooManyFiles
-from paceline.server.batches.folder import NewFile
-from paceline.server.batches.multipart import BadMultipart
-from paceline.server.batches.store import StorageFailed, Store
-from paceline.server.batches.upload import Upload, Uploads
+from paceline.server.batches.records import FileTooLarge, QuotaExceeded, TooManyFiles
+from paceline.server.batches.store import NewFile, StorageFailed, Store
+from paceline.server.batches.upload import BadMultipart, Upload, Uploads
 from paceline.server.errors import problem_of
 from tests.pure.server_batches.batch_helpers import BOUNDARY, CONTENT_TYPE, form, pieces
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.spec import ExpertsSpec, ModelSpec, RopeSpec
-from paceline.checkpoint.work import model_work
 from paceline.core.plan import StepPlan, StepWork
+from paceline.costs.model import work_done
 from paceline.costs.presets import MODELS, published_peak
-from paceline.costs.work import work_done
+from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec, model_work
 from paceline.scheduler.counters import STEP_TOKEN_BOUNDS, Counters
-from paceline.server.recent import WINDOW_S, Limits, Recent, Totals, recent_costs, recent_figures
+from paceline.server.metrics.batching import WINDOW_S, Limits, Recent, Totals, recent_costs, recent_figures
 
 
 def test_a_step_adds_what_it_carries() -> None:

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from paceline.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, QueueFull
-from paceline.server import failures
+from paceline.process.client import EngineUnavailable
+from paceline.server import errors
 from paceline.server.errors import CATALOGUE, Refusal, anthropic_body, openai_body, problem_of
-from paceline.serving.client import EngineUnavailable
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from paceline.serving.client import EngineUnavailable
         (EngineFailed("x"), 503, "server_error", "engine_unavailable"),
         (EngineUnavailable("x", code="starting"), 503, "server_error", "starting"),
         (EngineUnavailable("x", code="made-up"), 503, "server_error", "engine_unavailable"),
-        (failures.UnknownRequestId("x"), 404, "not_found_error", "request_not_found"),
-        (failures.UnknownModel("x"), 404, "not_found_error", "model_not_found"),
-        (failures.ConcurrencyExceeded("x"), 429, "rate_limit_error", "concurrency_exceeded"),
-        (failures.QueueTimeout("x"), 503, "server_error", "queue_timeout"),
-        (failures.DeadlineExceeded("x"), 504, "server_error", "deadline_exceeded"),
-        (failures.GenerationFailed("x", code="numerical_error"), 500, "server_error", "numerical_error"),
-        (failures.NotPermitted("x"), 403, "permission_error", "not_permitted"),
+        (errors.UnknownRequestId("x"), 404, "not_found_error", "request_not_found"),
+        (errors.UnknownModel("x"), 404, "not_found_error", "model_not_found"),
+        (errors.ConcurrencyExceeded("x"), 429, "rate_limit_error", "concurrency_exceeded"),
+        (errors.QueueTimeout("x"), 503, "server_error", "queue_timeout"),
+        (errors.DeadlineExceeded("x"), 504, "server_error", "deadline_exceeded"),
+        (errors.GenerationFailed("x", code="numerical_error"), 500, "server_error", "numerical_error"),
+        (errors.NotPermitted("x"), 403, "permission_error", "not_permitted"),
         (ConfigError("x"), 500, "server_error", "internal_error"),
         (RuntimeError("x"), 500, "server_error", "internal_error"),
         (MemoryError(), 503, "server_error", "out_of_memory"),
@@ -39,8 +39,8 @@ def test_every_error_has_its_answer(error: Exception, status: int, kind: str, co
 
 
 def test_every_failure_of_the_server_is_in_the_catalogue() -> None:
-    kinds = [kind for kind in vars(failures).values() if isinstance(kind, type) and "code" in vars(kind)]
-    codes = [vars(kind)["code"] for kind in kinds]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    codes = [vars(kind)["code"] for kind in kinds if "code" in vars(kind)]
     assert codes
     assert set(codes) <= set(CATALOGUE)
 
@@ -73,8 +73,8 @@ def test_busy_answers_say_when_to_come_back() -> None:
             code
         )
         assert len(entry.message) <= 512
-    assert problem_of(failures.QueueTimeout("x")).retry_after_s == 5
-    assert problem_of(failures.TooBusy("x")).retry_after_s == 1
+    assert problem_of(errors.QueueTimeout("x")).retry_after_s == 5
+    assert problem_of(errors.TooBusy("x")).retry_after_s == 1
 
 
 def test_anthropic_errors_have_their_shape() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace, Past
-from paceline.serving.client import EngineStats
+from paceline.process.client import EngineStats
+from paceline.server.live.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace, Past
 
 
 def settled(look_s: float, busy: float) -> float:

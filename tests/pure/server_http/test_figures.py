@@ -11,17 +11,17 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.serve_card import LoadingLine, card_lines, show_card
-from paceline.server.batching_metrics import BatchingMetrics
-from paceline.server.call import RequestRecord
-from paceline.server.histogram import Histogram
+from paceline.cli.serve.view import LoadingLine, card_lines, show_card
+from paceline.process.client import EngineState, EngineStats
+from paceline.process.frames import Loading
+from paceline.server.generate.record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import FACTS, LogOutput, escaped
-from paceline.server.metrics import FINISH_REASONS, HttpMetrics, RequestMetrics
-from paceline.server.metrics_page import MetricsPage
+from paceline.server.metrics.batching import BatchingMetrics
+from paceline.server.metrics.histogram import Histogram
+from paceline.server.metrics.page import MetricsPage
+from paceline.server.metrics.requests import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
-from paceline.serving.client import EngineState, EngineStats
-from paceline.serving.frames import Loading
 from tests.serve_fake import INFO, FakeClient
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
+from paceline.server.access.auth import Keyring
+from paceline.server.access.caller import CLASSES, Prices
+from paceline.server.access.keys import BadKeysFile, parse_keys, read_keys
 from paceline.server.app import Api, Application
-from paceline.server.auth import Keyring
-from paceline.server.keys_file import BadKeysFile, parse_keys, read_keys
-from paceline.server.tenant import CLASSES, Prices
 from tests.serve_fake import FakeClient
 
 HASH = hashlib.sha256(b"k").hexdigest()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import flag_of
-from paceline.config_serve import ApiConfig, BatchConfig, ServerConfig
-from paceline.server.limits import SERVER_LIMITS
+from paceline.config.options import flag_of
+from paceline.config.server import ApiConfig, BatchConfig, ServerConfig
+from paceline.server.api.limits import SERVER_LIMITS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "reference" / "limits.md").read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.server.batching_metrics import PREEMPTIONS
-from paceline.server.call import RequestRecord
-from paceline.server.metrics import FINISH_REASONS, METHODS
-from paceline.server.metrics_page import name_prefix
-from paceline.server.tenant import CLASSES, LIMITS
+from paceline.server.access.caller import CLASSES, LIMITS
+from paceline.server.generate.record import RequestRecord
+from paceline.server.metrics.batching import PREEMPTIONS
+from paceline.server.metrics.page import name_prefix
+from paceline.server.metrics.requests import FINISH_REASONS, METHODS
 from tools import dashboards, metric_pages
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ModelConfig
-from paceline.config_serve import ApiConfig
+from paceline.config.engine import ModelConfig
+from paceline.config.server import ApiConfig
 from paceline.server.open_api import model_names
 
 

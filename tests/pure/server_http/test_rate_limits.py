@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequest
-from paceline.server.call import Caller
-from paceline.server.errors import problem_of
-from paceline.server.failures import RateLimited
-from paceline.server.rate_limits import Allowance, RateLimits, duration
+from paceline.server.access.caller import Caller
+from paceline.server.access.rate_limits import Allowance, RateLimits, duration
+from paceline.server.errors import RateLimited, problem_of
 
 
 class Clock:

@@ -12,15 +12,14 @@ import pytest
 
 from paceline.core.events import Finished, TokenEvents
 from paceline.core.request import FinishReason, RequestId
-from paceline.report.record import RunRecord
-from paceline.server.call import Caller
-from paceline.server.explanations import Explanations
-from paceline.server.failures import UnknownRequestId
-from paceline.server.race import Race
-from paceline.server.recent_requests import RecentRequests
-from paceline.server.recording import BUNDLE, Recording
-from paceline.server.show import about_values, show_routes
-from paceline.sim import simulate
+from paceline.lab.report.record import RunRecord
+from paceline.lab.sim import simulate
+from paceline.server.access.caller import Caller
+from paceline.server.errors import UnknownRequestId
+from paceline.server.generate.requests import Explanations, RecentRequests
+from paceline.server.live.race import Race
+from paceline.server.live.recording import BUNDLE, Recording
+from paceline.server.live.replay_server import about_values, show_routes
 from paceline.watch.told import told_steps
 from tests.pure.sim.sim_helpers import make_workload, random_workload, sim_config
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.server.access.auth import Key, Keyring
+from paceline.server.access.keys import BadKeysFile, read_keys
 from paceline.server.api.route import Route
-from paceline.server.auth import Key, Keyring
 from paceline.server.call import Answer, Call
 from paceline.server.errors import Refusal
+from paceline.server.http.door import RouteTable
 from paceline.server.http.request import HostCheck, check_content, echoed_id, new_id
-from paceline.server.http.routing import RouteTable
-from paceline.server.keys_file import BadKeysFile, read_keys
 
 HASH = hashlib.sha256(b"k").hexdigest()
 

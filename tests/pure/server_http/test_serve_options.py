@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.serve import PANELS
-from paceline.cli.serve_options import merged
-from paceline.config import check_options, flag_of
-from paceline.config_process import ProcessConfig
-from paceline.config_serve import ApiConfig, ServerConfig
+from paceline.cli.serve.flags import PANELS, merged
+from paceline.config.options import check_options, flag_of
+from paceline.config.process import ProcessConfig
+from paceline.config.server import ApiConfig, ServerConfig
 from paceline.errors import ConfigError
+from paceline.server.access.auth import Key, Keyring
 from paceline.server.app import check_exposure
-from paceline.server.auth import Key, Keyring
 
 
 def test_every_option_has_a_flag_and_flags_are_unique() -> None:

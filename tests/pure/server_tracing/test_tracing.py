@@ -13,9 +13,9 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
-from paceline.server import tracing as module
-from paceline.server.call import RequestRecord
-from paceline.server.tracing import Tracing, attributes, open_tracing
+from paceline.server.generate.record import RequestRecord
+from paceline.server.metrics import tracing as module
+from paceline.server.metrics.tracing import Tracing, attributes, open_tracing
 from tests.pure.server_tracing.collector import Collector
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
@@ -150,7 +150,7 @@ def test_what_is_no_address_is_refused(endpoint: str) -> None:
 
 def test_nothing_is_imported_when_it_is_off() -> None:
     code = (
-        "import sys, paceline.cli.serve_parts; from paceline.server.tracing import open_tracing; "
+        "import sys, paceline.cli.serve.run; from paceline.server.metrics.tracing import open_tracing; "
         "assert open_tracing(None) is None; sys.exit('opentelemetry' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

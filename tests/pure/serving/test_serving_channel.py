@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.serving.channel import (
-    Channel,
-    ChannelBroken,
-    ChannelClosed,
-    FrameReader,
-    Rejects,
-    make_header,
-)
+from paceline.process.channel import Channel, ChannelBroken, ChannelClosed, FrameReader, Rejects, make_header
 
 LIMIT = 1000
 

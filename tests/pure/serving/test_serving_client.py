@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config_process import ProcessConfig
-from paceline.core.classes import Urgency
+from paceline.config.process import ProcessConfig
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import Urgency
 from paceline.errors import ConfigError, InvalidRequest, NeverFits, PacelineError, QueueFull
-from paceline.serving import frames
-from paceline.serving.async_engine import AsyncEngine
-from paceline.serving.client import EngineState, EngineStats, EngineUnavailable
-from paceline.serving.restarts import RestartBudget
+from paceline.process import frames
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.client import EngineState, EngineStats, EngineUnavailable
+from paceline.process.supervisor import RestartBudget
 from tests.pure.serving.test_serving_frames import INFO
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -267,7 +267,7 @@ def test_times_that_contradict_each_other_are_refused() -> None:
 def test_the_http_process_loads_no_engine() -> None:
     heavy = ["torch", "paceline.factory", "paceline.engine", "paceline.scheduler", "paceline.models"]
     program = (
-        f"import sys, paceline.serving.supervisor; print([name for name in {heavy} if name in sys.modules])"
+        f"import sys, paceline.process.supervisor; print([name for name in {heavy} if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"

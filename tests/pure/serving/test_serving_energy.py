@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.serving import energy
-from paceline.serving.energy import Energy
+from paceline.process import live_view
+from paceline.process.live_view import Energy
 
 
 class FakeLibrary:
@@ -33,7 +33,7 @@ class FakeLibrary:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "device_identity", lambda: "GPU-1234")
+    monkeypatch.setattr(live_view, "device_identity", lambda: "GPU-1234")
 
 
 def found(monkeypatch: pytest.MonkeyPatch, library: object) -> Energy:

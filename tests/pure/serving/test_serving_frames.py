@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.config import ModelConfig
+from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.serving import frames
-from paceline.serving.client import EngineInfo, EngineStats
+from paceline.process import frames
+from paceline.process.client import EngineInfo, EngineStats
 
 SAMPLING = SamplingParams(
     max_tokens=7,

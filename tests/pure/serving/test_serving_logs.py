@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.serving import frames
-from paceline.serving.channel import Channel, FrameReader, Rejects, make_header
-from paceline.serving.engine_logs import MAX_CHARS, MOST_RECORDS, LogQueue
+from paceline.process import frames
+from paceline.process.channel import Channel, FrameReader, Rejects, make_header
+from paceline.process.engine_logs import MAX_CHARS, MOST_RECORDS, LogQueue
 
 
 @pytest.fixture

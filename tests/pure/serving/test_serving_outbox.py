@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paceline.core.events import Finished, LogprobEvent, StepEvents, TokenEvents
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
-from paceline.serving import frames
-from paceline.serving.client import EngineStats
-from paceline.serving.outbox import Outbox
+from paceline.process import frames
+from paceline.process.client import EngineStats
+from paceline.process.outbox import Outbox
 
 SMALLEST_FRAME = 64 << 10
 

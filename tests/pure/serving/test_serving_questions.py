@@ -11,8 +11,8 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 from paceline.errors import QueueFull
-from paceline.serving import frames, questions
-from paceline.serving.client import EngineUnavailable
+from paceline.process import async_engine, frames
+from paceline.process.client import EngineUnavailable
 from tests.pure.serving.test_serving_client import connected
 
 DECISION = Decision(DecisionKind.FINISH, RequestId(7), Rule.STOP, 3, 9, 1.5, detail="why")
@@ -59,7 +59,7 @@ def test_an_engine_that_is_lost_answers_everybody() -> None:
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(async_engine, "PATIENCE_S", 0.01)
 
     async def test() -> None:
         client, _ = connected()
@@ -72,7 +72,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_so_many_ask_at_a_time() -> None:
     async def test() -> None:
         client, _ = connected()
-        asked = [asyncio.ensure_future(client.explain(7)) for _ in range(questions.MOST_QUESTIONS)]
+        asked = [asyncio.ensure_future(client.explain(7)) for _ in range(async_engine.MOST_QUESTIONS)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="too many questions"):
             await client.explain(7)
@@ -80,7 +80,7 @@ def test_only_so_many_ask_at_a_time() -> None:
         await asyncio.gather(asked[0], return_exceptions=True)
         again = asyncio.ensure_future(client.explain(8))
         await asyncio.sleep(0)
-        client.answered(answer(questions.MOST_QUESTIONS + 1, DECISION))
+        client.answered(answer(async_engine.MOST_QUESTIONS + 1, DECISION))
         assert await again == ([DECISION], True)
         for one in asked[1:]:
             one.cancel()

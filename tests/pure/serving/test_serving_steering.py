@@ -10,13 +10,13 @@ import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.core.dial import OFF, DialKind, DialSetting, DialWord
-from paceline.core.hooks import NoHooks
+from paceline.core.request import NoHooks
 from paceline.errors import InvalidRequest
 from paceline.factory import build_scheduler
+from paceline.process import frames
+from paceline.process.client import PolicyChange
+from paceline.process.service import steer, steering_of
 from paceline.scheduler.scheduler import Scheduler
-from paceline.serving import frames
-from paceline.serving.client import PolicyChange
-from paceline.serving.steering import steer, steering_of
 from tests.pure.engine.engine_helpers import engine_config
 from tests.pure.serving.test_serving_client import FakeSender, connected
 from tests.pure.serving.test_serving_frames import INFO

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
-from paceline.sim.settings import Machine, SimConfig
-from paceline.workload.model import Workload
+from paceline.lab.sim.settings import Machine, SimConfig
+from paceline.lab.workload.model import Workload
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.audit.timed_steps import timed_steps
 from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts, Spread
 from paceline.costs.model import StepShape
 from paceline.errors import InputError
-from paceline.report.record import OUTCOMES, RunRecord
-from paceline.sim.compare import compare, deviations, sim_config
-from paceline.sim.cost_files import calibrate, load_cost_model, step_errors
-from paceline.sim.recorded import read_recorded
-from paceline.sim.replay import replay
-from paceline.sim.settings import Machine, SimConfig
-from paceline.sim.simulation import simulate
-from paceline.sim.spread import StepSpread
-from paceline.workload.model import Workload
+from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.sim.compare import compare, deviations, sim_config
+from paceline.lab.sim.cost_files import calibrate, load_cost_model, step_errors, timed_steps
+from paceline.lab.sim.recorded import read_recorded
+from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replica import StepSpread
+from paceline.lab.sim.settings import Machine, SimConfig
+from paceline.lab.sim.simulation import simulate
+from paceline.lab.workload.model import Workload
 from tests.pure.sim import sim_helpers
 from tests.pure.sim.sim_helpers import machine, make_workload, random_workload, small_engine
 
@@ -173,7 +172,7 @@ def test_requests_that_were_refused_are_refused_again(tmp_path: Path) -> None:
 
 def test_a_measure_that_is_missing_is_no_error(tmp_path: Path) -> None:
     made = record(tmp_path / "run.jsonl", config(), make_workload([0.0], output=1))
-    from paceline.report.summary import summarize
+    from paceline.lab.report.summary import summarize
 
     summary = summarize(made)
     by_name = {each.name: each for each in deviations(summary, summary)}
@@ -271,7 +270,7 @@ def test_a_log_that_is_still_being_written_is_read_as_far_as_it_was(
         growing.write_text("".join(lines))
         return replay(*given, **more)
 
-    monkeypatch.setattr("paceline.sim.recorded.replay", later)
+    monkeypatch.setattr("paceline.lab.sim.recorded.replay", later)
     after = read_recorded(str(growing)).record
     assert len(before.step_start_s) == half - 1  # the header is no step
     assert after.step_start_s.tolist() == before.step_start_s.tolist()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InputError
-from paceline.report.summary import summarize
-from paceline.sim.client_run import read_client_run
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim.client_run import read_client_run
 
 RESULT: dict[str, Any] = {
     "input_lens": [10, 20, 30, 40],

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.dial import OFF, DialKind, DialSetting
 from paceline.core.recorder import StepRecorder
 from paceline.core.sampling import SamplingParams
 from paceline.costs.presets import device_spec, model_shape
-from paceline.report.record import RunRecord
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.sim.replay import replay
-from paceline.workload import load_workload
+from paceline.lab.report.record import RunRecord
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.sim.replay import replay
+from paceline.lab.workload import load_workload
 from tests.traffic import engine_with_log, lines_of, run_until_idle, small_config
 
 MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from paceline.core.clock import ManualClock
-from paceline.core.hooks import NoHooks
+from paceline.core.request import NoHooks
 from paceline.errors import InputError
 from paceline.factory import build_scheduler
-from paceline.sim.faults import (
+from paceline.lab.sim.faults import (
     BURST_SIZE,
     NEVER,
     FaultSpec,
@@ -16,7 +16,7 @@ from paceline.sim.faults import (
     parse_faults,
     with_bursts,
 )
-from paceline.sim.requests import RequestSource
+from paceline.lab.sim.simulation import RequestSource
 from tests.pure.sim.sim_helpers import make_workload, random_workload, small_engine
 
 

@@ -7,14 +7,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline.cli.lists import split_list
-from paceline.cli.options import Flag, Panel, add_command
-from paceline.cli.sim_options import PANELS, SimOptions
-from paceline.cli.sim_plan import parse_rates, parse_slo, plan_runs
-from paceline.config import EngineConfig, KVConfig, SchedulerConfig, option
+from paceline.cli.flags import Flag, Panel, add_command, split_list
+from paceline.cli.sim.flags import PANELS, SimOptions
+from paceline.cli.sim.run import parse_rates, parse_slo, plan_runs
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.options import option
 from paceline.errors import ConfigError, InputError
-from paceline.report.summary import Slo
-from paceline.sim.settings import HOST_STEP_S
+from paceline.lab.report.summary import Slo
+from paceline.lab.sim.settings import HOST_STEP_S
 
 
 def test_every_option_of_the_scheduler_and_of_sim_has_a_flag() -> None:

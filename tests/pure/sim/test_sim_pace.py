@@ -8,12 +8,12 @@ import pytest
 
 from paceline.audit.codec import config_of, plain
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config import EngineConfig
-from paceline.costs.pacing import step_costs
-from paceline.report.record import RunRecord
-from paceline.sim import Machine, SimConfig, engine_config, simulate
-from paceline.sim.replay import replay
-from paceline.workload.model import Workload
+from paceline.config.engine import EngineConfig
+from paceline.costs.roofline import step_costs
+from paceline.lab.report.record import RunRecord
+from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from paceline.lab.sim.replay import replay
+from paceline.lab.workload.model import Workload
 from tests.pure.sim.sim_helpers import machine, make_workload
 
 TARGET_MS = 25.0

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.config import POLICIES
+from paceline.config.engine import POLICIES
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "policies.md"

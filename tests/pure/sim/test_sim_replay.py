@@ -18,11 +18,11 @@ from paceline.core.policy import RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import EngineFailed, InputError, NeverFits, QueueFull
+from paceline.lab.sim import simulate
+from paceline.lab.sim.replay import replay
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.state import SchedulerState
-from paceline.server.recording import Recording
-from paceline.sim import simulate
-from paceline.sim.replay import replay
+from paceline.server.live.recording import Recording
 from tests.fakes import FakeRunner, Faults
 from tests.pure.sim.sim_helpers import make_workload, sim_config
 from tests.traffic import (

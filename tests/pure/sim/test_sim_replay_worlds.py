@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.recorder import StepRecorder
-from paceline.sim.replay import replay
+from paceline.lab.sim.replay import replay
 from tests.dst.world import World
 
 # Worlds whose block keys all collide are left out: what tells such blocks apart are tokens, and a log holds none.

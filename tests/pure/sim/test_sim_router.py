@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from paceline.cli.sim_options import ROUTER_NAMES
-from paceline.sim.router import ROUTERS, LeastLoaded, Loads, PrefixAware, RoundRobin
+from paceline.cli.sim.flags import ROUTER_NAMES
+from paceline.lab.sim.router import ROUTERS, LeastLoaded, Loads, PrefixAware, RoundRobin
 
 
 def loads(*tokens: int) -> Loads:

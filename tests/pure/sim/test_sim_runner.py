@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.config import Capacity, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import Capacity, EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import (
     AT_LENGTH,
@@ -24,7 +24,7 @@ from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.costs.model import StepShape
 from paceline.factory import build_engine
-from paceline.sim.runner import TimedRunner
+from paceline.lab.sim.runner import TimedRunner
 from tests.fakes import FakeRunner
 
 

@@ -10,13 +10,13 @@ import pytest
 from paceline.core.recorder import NoRecorder
 from paceline.core.request import RequestId
 from paceline.errors import EngineFailed, InputError
-from paceline.report.record import OUTCOMES, RunRecord
-from paceline.report.summary import summarize
+from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import FaultSpec, engine_config, simulate
+from paceline.lab.sim.replica import Replica
+from paceline.lab.sim.router import ROUTERS, LeastLoaded, Loads, PrefixIds
+from paceline.lab.sim.simulation import Simulation
 from paceline.scheduler.invariants import InvariantViolation
-from paceline.sim import FaultSpec, engine_config, simulate
-from paceline.sim.replica import Replica
-from paceline.sim.router import ROUTERS, LeastLoaded, Loads, PrefixIds
-from paceline.sim.simulation import Simulation
 from tests.pure.sim.sim_helpers import (
     PerToken,
     Seconds,
@@ -364,7 +364,7 @@ def test_a_checked_run_checks_every_half_of_every_step(monkeypatch: pytest.Monke
 
 
 def test_an_engine_that_never_moves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.sim.replica.MAX_RETRIES", 50)
+    monkeypatch.setattr("paceline.lab.sim.replica.MAX_RETRIES", 50)
     with pytest.raises(EngineFailed, match="does not move on"):
         simulate(sim_config(faults=FaultSpec(alloc=1.0)), make_workload([0.0]))
 

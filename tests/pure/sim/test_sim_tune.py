@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import run
-from paceline.cli.tune_options import TuneOptions
-from paceline.cli.tune_run import Task, knobs_for, parse_bounds, serve_flags, share_of_slo
+from paceline.cli.tune.flags import TuneOptions
+from paceline.cli.tune.run import Task, knobs_for, parse_bounds, serve_flags, share_of_slo
 from paceline.errors import ConfigError, InputError
-from paceline.report.summary import Distribution, Slo, Summary, summarize
-from paceline.sim.simulation import simulate
-from paceline.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, pressure_of
+from paceline.lab.report.summary import Distribution, Slo, Summary, summarize
+from paceline.lab.sim.simulation import simulate
+from paceline.lab.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, pressure_of
 from tests.pure.sim.sim_helpers import PerToken, machine, make_workload, sim_config
 
 BOUNDS = (
@@ -209,7 +209,7 @@ def test_without_an_slo_there_is_nothing_to_keep() -> None:
 
 
 def test_flags_are_those_of_serve() -> None:
-    from paceline.cli.serve import PANELS
+    from paceline.cli.serve.flags import PANELS
 
     known = {flag.name for panel in PANELS for flag in panel.flags}
     start: Settings = {"max_num_batched_tokens": 24, "max_num_prompt_tokens": 72, "step_target_ms": 0.0}

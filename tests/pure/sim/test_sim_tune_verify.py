@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cli import tune_verify
-from paceline.cli.tune_run import parse_bounds
-from paceline.cli.tune_verify import conclusion, differences, settings_of, slo_lines
-from paceline.report.summary import summarize
-from paceline.sim import SimConfig, engine_config, simulate
+from paceline.cli.tune import run as tune_run
+from paceline.cli.tune.run import conclusion, differences, parse_bounds, settings_of, slo_lines
+from paceline.lab.report.summary import summarize
+from paceline.lab.sim import SimConfig, engine_config, simulate
 from tests.pure.sim.sim_helpers import machine, random_workload
 
 
@@ -39,7 +38,7 @@ LIMITS = {"max_step_tokens": 512, "max_rows": 64, "prompt_share": 0.5, "step_tar
 
 
 def told(monkeypatch: pytest.MonkeyPatch, answers: dict[str, object]) -> dict[str, int | float | str]:
-    monkeypatch.setattr(tune_verify, "told_by", lambda connection, path: answers.get(path.rpartition("/")[2]))
+    monkeypatch.setattr(tune_run, "told_by", lambda connection, path: answers.get(path.rpartition("/")[2]))
     return settings_of("http://127.0.0.1:9")
 
 

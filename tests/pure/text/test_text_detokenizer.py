@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequest
-from paceline.text.detokenizer import Detokenizer
+from paceline.text.stream import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 from tests.pure.text.text_helpers import (
     BYTE_KINDS,

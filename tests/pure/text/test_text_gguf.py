@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from paceline.checkpoint.open import Checkpoint
-from paceline.checkpoint.text_parts import TextParts
 from paceline.errors import InputError
+from paceline.models.files.folder import TextParts
+from paceline.models.files.open import Checkpoint
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 from tests.pure.text.text_helpers import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.text.stop import StopMatcher
+from paceline.text.stream import StopMatcher
 
 stop_lists = st.lists(st.text("ab🙂", min_size=1, max_size=4), min_size=1, max_size=4)
 texts = st.text("abc🙂", max_size=30)

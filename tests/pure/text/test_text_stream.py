@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
+from paceline.llm.prompts import bad_word_ids
 from paceline.text.stream import TextDelta, TextStream
-from paceline.text.words import bad_word_ids
 from tests.pure.text.test_text_stop import cut_at, first_stop
 from tests.pure.text.text_helpers import BYTE_KINDS, tokenizer
 

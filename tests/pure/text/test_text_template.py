@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InputError, InvalidRequest
-from paceline.text.chat_template import ChatTemplate
-from paceline.text.controls import ControlFinder
-from paceline.text.render_budget import RenderLimits
+from paceline.text.chat_template import ChatTemplate, ControlFinder
+from paceline.text.sandbox import RenderLimits
 from paceline.text.tokenizer import RenderedPrompt
 from tests.pure.text.text_helpers import BYTE_KINDS, CHATML, CONTROLS, tokenizer
 

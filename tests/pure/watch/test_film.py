@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.core.events import DecisionKind
-from paceline.serving.sight import cut_values
+from paceline.process.live_view import cut_values
 from paceline.watch.film import Cut, Film
 from paceline.watch.scene import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, scene_of
 from paceline.watch.told import told_steps

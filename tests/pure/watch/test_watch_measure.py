@@ -6,11 +6,11 @@ import pytest
 from paceline.core.events import Finished, TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import FinishReason, RequestId
-from paceline.report.record import OUTCOMES
+from paceline.lab.measure import Meter, kv_slots
+from paceline.lab.report.record import OUTCOMES
+from paceline.lab.sim.replica import Replica
+from paceline.lab.sim.simulation import RequestSource
 from paceline.scheduler.state import SchedulerState
-from paceline.sim.replica import Replica
-from paceline.sim.requests import RequestSource
-from paceline.watch.measure import Meter, kv_slots
 from tests.pure.sim.sim_helpers import make_workload, random_workload, sim_config, small_engine
 
 
@@ -34,7 +34,7 @@ def test_gaps_are_between_tokens_of_one_request() -> None:
 
 
 def test_many_gaps_fill_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.watch.measure._GAP_CHUNK", 5)
+    monkeypatch.setattr("paceline.lab.measure._GAP_CHUNK", 5)
     meter = Meter(make_workload([0.0] * 8))
     for step in range(6):
         meter.tokens(tokens(float(step), *range(3 if step % 2 else 8)))

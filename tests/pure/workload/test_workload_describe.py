@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from paceline.workload import Workload, describe
-from paceline.workload.describe import block_reuse, dispersion, gap_variation, rank_correlation
+from paceline.lab.workload import Workload, describe
+from paceline.lab.workload.describe import block_reuse, dispersion, gap_variation, rank_correlation
 
 
 def at(times: list[float], ids: tuple[tuple[int, ...], ...] | None = None) -> Workload:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.workload import load_workload
-from paceline.workload.distributions import QuantileTable, draw_lengths, normal_levels
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.arrivals import QuantileTable, draw_lengths, normal_levels
 
 NAMES = ["azure-conv", "azure-code", "mooncake", "multi-tenant"]
 

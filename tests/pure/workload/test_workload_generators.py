@@ -1,6 +1,6 @@
 """The built-in generators: statistics against those of the traces, structure of sessions.
 
-The targets were measured on the published files, with the definitions of `paceline.workload.describe`. With
+The targets were measured on the published files, with the definitions of `paceline.lab.workload.describe`. With
 PACELINE_DATA naming a folder that holds the files, they are measured again and compared directly.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.workload import Workload, WorkloadSummary, describe, load_workload
+from paceline.lab.workload import Workload, WorkloadSummary, describe, load_workload
 
 SEEDS = range(5)
 

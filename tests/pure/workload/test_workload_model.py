@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.workload import Workload
+from paceline.lab.workload import Workload
 
 
 def make(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InputError
-from paceline.workload import load_workload
-from paceline.workload.arrivals import draw_arrivals, parse_arrivals
+from paceline.lab.workload import load_workload
+from paceline.lab.workload.arrivals import draw_arrivals, parse_arrivals
 
 
 @pytest.fixture

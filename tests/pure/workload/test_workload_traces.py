@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InputError
-from paceline.workload import load_workload
+from paceline.lab.workload import load_workload
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 TENANTS = "req_id,client,arrival_s,prompt_len,output_len\n"

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.kernels.attention_merge import merge_attention
-from paceline.kernels.decode_attention import (
+from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.kernels.attention_merge import merge_attention
+from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     Partials,
     allocate_partials,
     decode_attention,
     decode_tuning,
 )
-from paceline.kernels.decode_plan import DecodePlan, allocate_plan, plan_decode
-from paceline.kernels.paged_kv import PagedKV
-from paceline.kernels.prefill_attention import PrefillTuning, prefill_attention
-from paceline.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_plan, plan_prefill
-from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kernels.decode_plan import DecodePlan, allocate_plan, plan_decode
+from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning, prefill_attention
+from paceline.runner.gpu.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_plan, plan_prefill
+from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kv_pools import KVPools
 
 FEW_ROWS = 64  # up to here a kernel is shorter than its launch, and the next one may start early

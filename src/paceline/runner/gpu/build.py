@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.open import Checkpoint
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import EngineConfig, ModelConfig
+from paceline.config.engine import EngineConfig, ModelConfig
 from paceline.errors import ConfigError
-from paceline.kernels import BLOCK_SIZE
 from paceline.models.decoder import Parts
+from paceline.models.files.open import Checkpoint
 from paceline.models.load import build_decoder
+from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.gpu.runner import GPUOptions, GPURunner
 from paceline.runner.gpu.weights import DeviceStorage

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.plan import RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.kernels.logit_rules import (
+from paceline.runner.gpu.kernels.logit_rules import (
     EVERYTHING,
     LIST_ENTRIES,
     NO_PLACE,
@@ -27,12 +27,17 @@ from paceline.kernels.logit_rules import (
     fill_seen,
     note_drawn,
 )
-from paceline.kernels.row_update import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
-from paceline.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
-from paceline.kernels.truncation import MAX_VOCABULARY, TruncationColumns, allocate_floor_search, truncate
+from paceline.runner.gpu.kernels.row_update import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
+from paceline.runner.gpu.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
+from paceline.runner.gpu.kernels.truncation import (
+    MAX_VOCABULARY,
+    TruncationColumns,
+    allocate_floor_search,
+    truncate,
+)
 from paceline.runner.gpu.row_memory import RowMemory
-from paceline.runner.noise import key_of
 from paceline.runner.sampling import Sampler
+from paceline.runner.sampling.noise import key_of
 from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
 
 I64 = NDArray[np.int64]

@@ -14,19 +14,28 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.kernels.expert_product import (
+from paceline.models.decoder import Layer, Parts
+from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
+from paceline.models.rope import inverse_frequencies
+from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.attention import DeviceAttention, Step
+from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
     ExpertWeights,
     allocate_expert_buffers,
     expert_product,
 )
-from paceline.kernels.gated_activation import Activation, gated_activation
-from paceline.kernels.gated_product import SHARED_BYTES, can_be_gated, gated_product, is_worth_gating
-from paceline.kernels.residual_norm import residual_norm
-from paceline.kernels.rope_kv_write import HeadNorm, TokenPlaces
-from paceline.kernels.row_product import RowNorm, row_product
-from paceline.kernels.skinny_product import (
+from paceline.runner.gpu.kernels.gated_activation import Activation, gated_activation
+from paceline.runner.gpu.kernels.gated_product import (
+    SHARED_BYTES,
+    can_be_gated,
+    gated_product,
+    is_worth_gating,
+)
+from paceline.runner.gpu.kernels.residual_norm import residual_norm
+from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
+from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from paceline.runner.gpu.kernels.skinny_product import (
     MAX_GATED_ROWS,
     MAX_PARTS,
     MAX_ROWS,
@@ -36,11 +45,7 @@ from paceline.kernels.skinny_product import (
     skinny_product,
     wide_tuning,
 )
-from paceline.kernels.step_inputs import StepTokens
-from paceline.models.decoder import Layer, Parts
-from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
-from paceline.models.rope import inverse_frequencies
-from paceline.runner.gpu.attention import DeviceAttention, Step
+from paceline.runner.gpu.kernels.step_inputs import StepTokens
 from paceline.runner.gpu.weights import Embedding
 
 

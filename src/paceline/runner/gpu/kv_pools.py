@@ -7,17 +7,20 @@ read, so nothing is wiped.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import KVConfig
-from paceline.core.plan import BlockCopies
-from paceline.kernels import BLOCK_SIZE
-from paceline.kernels.paged_kv import PagedKV
+from paceline.config.engine import KVConfig
+from paceline.core.plan import EMPTY, BlockCopies, Swaps
+from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from paceline.runner.gpu.queue import DeviceQueue, Mark
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -60,3 +63,104 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
     """Numbers that go where a tensor lies, without waiting for what that device is doing."""
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=where.is_cuda)
     return pinned.to(where.device, non_blocking=True)
+
+
+# Blocks that are swapped out
+
+
+# Copied in one piece: long enough for the bus to be busy, short enough for a step's tokens, which leave by the same
+# way, not to be held up for long.
+STAGED_BYTES = 16 << 20
+
+
+class HostPlaces:
+    """Places in host memory for blocks of all groups, and the copies under way."""
+
+    def __init__(self, blocks: Sequence[Tensor], num_places: int, steps: DeviceQueue) -> None:
+        """`blocks`: per group [blocks, parts of a block ...]. Nothing is taken where there are no places."""
+        self._steps, self._copies = steps, DeviceQueue(steps.device)
+        self._blocks = list(blocks) if num_places else []
+        self._places = [
+            torch.empty((num_places, *group.shape[1:]), dtype=group.dtype, pin_memory=steps.is_gpu)
+            for group in self._blocks
+        ]
+        self._staged = [
+            torch.empty(
+                (_at_once(group, num_places), *group.shape[1:]), dtype=group.dtype, device=steps.device
+            )
+            for group in self._blocks
+        ]
+        self._under_way: deque[tuple[NDArray[np.int32], Mark]] = deque()
+
+    def swap(self, out: Swaps, back: Swaps) -> None:
+        """Queue the swaps of a plan."""
+        for swaps, move in ((out, self._move_out), (back, self._move_back)):
+            if not len(swaps.ticket):
+                continue
+            self._copies.follow(self._steps)
+            with self._copies.entered():
+                for group in np.unique(swaps.group).tolist():
+                    mine = swaps.group == group
+                    move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
+            self._under_way.append((np.unique(swaps.ticket), self._copies.mark()))
+
+    def completed(self, *, wait: bool) -> NDArray[np.int32]:
+        """Tickets of the swaps that are done; with `wait` at least one of them, if any is under way."""
+        done: list[NDArray[np.int32]] = []
+        while self._under_way:
+            tickets, mark = self._under_way[0]
+            if wait and not done:
+                mark.wait()
+            elif not mark.is_reached():
+                break
+            done.append(tickets)
+            self._under_way.popleft()
+        return np.concatenate(done) if done else EMPTY
+
+    def forget(self) -> None:
+        """The device has been drained, and nobody asks for the swaps that were under way."""
+        self._under_way.clear()
+
+    def copy_out_and_back(self, count: int) -> None:
+        """Copy so many blocks of the first group out and back and wait for it; only while nobody uses them."""
+        blocks, places = list(range(1, count + 1)), list(range(count))
+        self._copies.follow(self._steps)
+        with self._copies.entered():
+            self._move_out(0, blocks, places)
+            self._move_back(0, blocks, places)
+        self._copies.mark().wait()
+
+    def _move_out(self, group: int, blocks: list[int], places: list[int]) -> None:
+        staged, host = self._staged[group], self._places[group]
+        for start in range(0, len(blocks), len(staged)):
+            taken = blocks[start : start + len(staged)]
+            part = staged[: len(taken)]
+            torch.index_select(self._blocks[group], 0, on_device(taken, staged), out=part)
+            for first, place, count in _runs(places[start : start + len(staged)]):
+                host[place : place + count].copy_(part[first : first + count], non_blocking=True)
+
+    def _move_back(self, group: int, blocks: list[int], places: list[int]) -> None:
+        staged, host = self._staged[group], self._places[group]
+        for start in range(0, len(blocks), len(staged)):
+            given = blocks[start : start + len(staged)]
+            part = staged[: len(given)]
+            for first, place, count in _runs(places[start : start + len(staged)]):
+                part[first : first + count].copy_(host[place : place + count], non_blocking=True)
+            self._blocks[group].index_copy_(0, on_device(given, staged), part)
+
+
+def _at_once(group: Tensor, num_places: int) -> int:
+    """Blocks of a group that are copied in one piece."""
+    return max(1, min(num_places, STAGED_BYTES // (group[0].numel() * group.itemsize)))
+
+
+def _runs(places: list[int]) -> list[tuple[int, int, int]]:
+    """Places that lie behind one another, as (index of the first, its place, how many): each is one copy."""
+    found: list[tuple[int, int, int]] = []
+    for index, place in enumerate(places):
+        if found and place == found[-1][1] + found[-1][2]:
+            start, first, count = found[-1]
+            found[-1] = (start, first, count + 1)
+        else:
+            found.append((index, place, 1))
+    return found

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.config.engine import PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_RUNGS
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take

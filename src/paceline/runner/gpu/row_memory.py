@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config import Capacity, EngineConfig
-from paceline.kernels.row_update import MAX_STOP_IDS, RowColumns
-from paceline.kernels.step_inputs import write_words
+from paceline.config.engine import Capacity, EngineConfig
+from paceline.runner.gpu.kernels.row_update import MAX_STOP_IDS, RowColumns
+from paceline.runner.gpu.kernels.step_inputs import write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

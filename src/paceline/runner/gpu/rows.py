@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.config import EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.core.plan import RowJoins, StepPlan
-from paceline.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.row_memory import RowMemory
 
 # Computing a shared beginning apart costs two more kernels a layer: it must spare enough reading.

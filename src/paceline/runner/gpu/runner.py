@@ -15,16 +15,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.checkpoint.spec import ModelSpec
-from paceline.config import EngineConfig
-from paceline.core.plan import RowLogprobs, StepPlan
-from paceline.kernels.prefill_plan import Spans
-from paceline.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
+from paceline.config.engine import EngineConfig
+from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
 from paceline.models.decoder import Parts
+from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefix, StepShape
-from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.drawing import DeviceDraw
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
@@ -35,17 +33,80 @@ from paceline.runner.gpu.graphs import (
     Key,
     MixedKey,
     StepGraphs,
+    compiling_only,
     decode_keys,
     mixed_key,
     mixed_keys,
     rung_of,
+    watch_compilations,
 )
-from paceline.runner.gpu.host_places import HostPlaces
-from paceline.runner.gpu.kv_pools import KVPools
-from paceline.runner.gpu.queue import DeviceQueue
-from paceline.runner.gpu.results import Computing
+from paceline.runner.gpu.kernels.prefill_plan import Spans
+from paceline.runner.gpu.kernels.row_update import NOT_FINITE
+from paceline.runner.gpu.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kv_pools import HostPlaces, KVPools
+from paceline.runner.gpu.queue import DeviceQueue, Mark
 from paceline.runner.gpu.rows import DeviceBatch, HostRows
 from paceline.runner.sampling import prompt_logprobs
+
+# What comes back from the device
+
+
+_CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
+
+
+class Computing:
+    """A submitted step. `swapped` tells, when the step is done, the tickets of swaps that are done too."""
+
+    def __init__(
+        self,
+        seq: int,
+        batch: DeviceBatch,
+        ring: NDArray[np.int32],
+        done: Mark,
+        swapped: Callable[[], NDArray[np.int32]],
+        logprobs: tuple[RowLogprobs, ...],
+        started_s: float,
+    ) -> None:
+        self._seq, self._batch, self._ring, self._done = seq, batch, ring, done
+        self._swapped, self._logprobs, self._started_s = swapped, logprobs, started_s
+
+    def wait(self) -> StepResult:
+        self._done.wait()
+        batch = self._batch
+        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
+        token, code = self._ring[0, :drawn].copy(), self._ring[1, :drawn]
+        took_part = code >= 0
+        known = np.where(took_part, code, 0)
+        finite, finished = known != NOT_FINITE, _CODES[known]
+        count = took_part.astype(np.int32)
+        token[~took_part] = 0
+        rows = batch.decode.astype(np.int32)
+        if len(batch.spans):
+            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
+            at = np.concatenate([np.arange(slots), slots + batch.finishing])
+            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
+            finished = _spread(finished, at, len(rows))
+            finite = _spread(finite, at, len(rows), True)
+        return StepResult(
+            seq=self._seq,
+            rows=rows,
+            generation=batch.generation,
+            tokens=token[:, None],
+            count=count,
+            finished=finished,
+            finite=finite,
+            copies_done=self._swapped(),
+            logprobs=self._logprobs,
+            times=StepTimes(start_s=self._started_s, end_s=time.perf_counter()),
+        )
+
+
+def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
+    """Values at their places among rows of which some have none."""
+    whole = np.full(size, rest, values.dtype)
+    whole[at] = values
+    return whole
+
 
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of so many tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.checkpoint.dummy import MADE_UP, SPREAD
-from paceline.checkpoint.stored import StoredTensor
+from paceline.models.files.open import MADE_UP, SPREAD
+from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -9,6 +9,8 @@ it asks for raises, it alone has no token.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +19,185 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling.draw import Draws, draw
 from paceline.runner.sampling.logprobs import token_logprobs
-from paceline.runner.sampling.parameters import NO_LOGPROBS, RowParameters
-from paceline.runner.sampling.processors import LogitRules, always_needs_rules
-from paceline.runner.sampling.truncation import floors
+from paceline.runner.sampling.noise import LANES, MAX_NOISE, gumbel, key_of, lane_words, token_words
+from paceline.runner.sampling.processors import LogitRules, always_needs_rules, floors
+
+# Sampling parameters as columns over rows, so that a step asks about all of its rows at once.
+
+
+GREEDY_BELOW = 1e-5  # a temperature below this is 0: dividing by it would only overflow
+NO_LOGPROBS = -2  # -1 asks for all of them
+NO_TOKEN = -1
+
+
+class RowParameters:
+    """One entry per row in each column."""
+
+    def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos = eos_token_ids
+        self.temperature: NDArray[np.float64] = np.zeros(num_rows)
+        self.random: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # False: greedy
+        self.key: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
+        self.top_k: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # 0: off
+        self.top_p: NDArray[np.float64] = np.ones(num_rows)
+        self.min_p: NDArray[np.float64] = np.zeros(num_rows)
+        self.num_logprobs: NDArray[np.int64] = np.full(num_rows, NO_LOGPROBS, dtype=np.int64)
+        self.has_rules: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
+        self.stop_from: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # first position that may stop
+        self.stops: NDArray[np.int32] = np.full((num_rows, 1), NO_TOKEN, dtype=np.int32)
+
+    def write(self, row: int, params: SamplingParams, num_prompt: int, has_rules: bool) -> None:
+        self.temperature[row] = params.temperature
+        self.random[row] = params.temperature >= GREEDY_BELOW
+        assert params.seed is not None or not self.random[row], "a row that draws has a seed"
+        self.key[row] = key_of(params.seed or 0)
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.has_rules[row] = has_rules
+        self.stop_from[row] = num_prompt + params.min_tokens
+        self._write_stops(row, params.stop_token_ids + (() if params.ignore_eos else self._eos))
+
+    def _write_stops(self, row: int, stops: tuple[int, ...]) -> None:
+        missing = len(stops) - self.stops.shape[1]
+        if missing > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stops[row] = NO_TOKEN
+        self.stops[row, : len(stops)] = stops
+
+
+# The draw
+
 
 F32 = NDArray[np.float32]
-I32 = NDArray[np.int32]
+F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+BATCH = 4096  # groups: smaller rows share a call of the generator, larger ones get their own
+SLACK = np.float32(1e-3)  # far more than what float32 rounds away in the bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draws:
+    """The draws of one step, a row each; every row's top is finite."""
+
+    logits: F32  # [rows, vocabulary]
+    best: I64  # the token with the largest logit
+    floor: F32  # tokens with a lower logit are out
+    temperature: F64  # above 0
+    key: U64
+    position: I64
+
+
+def draw(draws: Draws) -> I64:
+    """The token of each row."""
+    race = _Race(draws)
+    tokens = draws.best.copy()
+    for owners, groups in race.batches():
+        winners, drawn = race.run(owners, groups)
+        tokens[winners] = drawn
+    return tokens
+
+
+class _Race:
+    """The tokens that can win, by groups of four that share one call of the generator."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self._logits = _whole_groups(draws.logits)
+        self._top = draws.logits[np.arange(len(draws.best)), draws.best].astype(np.float64)
+        self._bar = gumbel(token_words(draws.key, draws.position, draws.best))
+        reach = _largest_below(self._top + draws.temperature * (self._bar - MAX_NOISE))
+        self._lowest = np.maximum(draws.floor, reach)
+
+    def batches(self) -> Iterator[tuple[I64, I64]]:
+        """Rows and groups to compute together: one owner for each group, or one for all of them."""
+        small: list[tuple[int, I64]] = []
+        size = 0
+        for i, lowest in enumerate(self._lowest):
+            in_reach = (self._logits[i] >= lowest).view(np.uint32) != 0  # four flags at once
+            groups = np.flatnonzero(in_reach)
+            if len(groups) >= BATCH:
+                yield np.array([i]), groups
+                continue
+            small.append((i, groups))
+            size += len(groups)
+            if size >= BATCH:
+                yield _joined(small)
+                small, size = [], 0
+        if small:
+            yield _joined(small)
+
+    def run(self, owners: I64, groups: I64) -> tuple[I64, I64]:
+        """The rows of a batch and their winning tokens."""
+        draws = self._draws
+        values = self._values(owners, groups)
+        words = lane_words(draws.key[owners], draws.position[owners], groups)
+        at, lane = np.divmod(np.flatnonzero(self._may_win(values, words, owners)), LANES)
+        owner = np.broadcast_to(owners, groups.shape)[at]
+        offset = (values[at, lane] - self._top[owner]) / draws.temperature[owner]
+        scores = offset + gumbel(words[at, lane])
+        tokens = groups[at] * LANES + lane
+        # Entries are in order of row, then token, so the first of equal scores has the lowest id.
+        starts = np.flatnonzero(np.diff(owner, prepend=-1))
+        best = np.maximum.reduceat(scores, starts)
+        lengths = np.diff(starts, append=len(owner))
+        places = np.flatnonzero(scores == np.repeat(best, lengths))
+        winners, first = np.unique(owner[places], return_index=True)
+        return winners, tokens[places[first]]
+
+    def _values(self, owners: I64, groups: I64) -> F32:
+        """The logits of each group."""
+        by_group = self._logits.reshape(len(self._logits), -1, LANES)
+        if len(owners) > 1:
+            return by_group[owners, groups]
+        row: F32 = by_group[owners[0]]
+        return row if len(groups) == len(row) else row.take(groups, axis=0)
+
+    def _may_win(self, values: F32, words: U32, owners: I64) -> NDArray[np.bool_]:
+        """Whether a token is kept and its noise can lift it over the bar."""
+        top, bar = self._top[owners].astype(np.float32), self._bar[owners].astype(np.float32)
+        temperature = self._draws.temperature[owners].astype(np.float32)
+        offset = (values - top[:, None]) / temperature[:, None]
+        can_reach = offset + noise_bound(words) >= (bar - SLACK)[:, None]
+        return can_reach & (values >= self._lowest[owners][:, None])
+
+
+def noise_bound(words: U32) -> F32:
+    """Nearly the noise of each word, and never below it, without a logarithm.
+
+    With v = 1 - u the noise -log(-log(1 - v)) is at most -log(v), and the bits of a float32, read as an
+    integer, are a piecewise linear function of its logarithm that is never above it.
+    """
+    distance = (~words).astype(np.float32)  # v in units of 2^-32, at most half a unit short
+    log2 = distance.view(np.int32).astype(np.float32) * np.float32(2.0**-23) - np.float32(127 + 32)
+    return log2 * np.float32(-math.log(2))
+
+
+def _joined(parts: list[tuple[int, I64]]) -> tuple[I64, I64]:
+    owners = np.repeat([i for i, _ in parts], [len(groups) for _, groups in parts])
+    return owners, np.concatenate([groups for _, groups in parts])
+
+
+def _whole_groups(logits: F32) -> F32:
+    """The logits, with tokens that cannot be drawn added where the last group is not whole."""
+    missing = -logits.shape[1] % LANES
+    if missing == 0:
+        return np.ascontiguousarray(logits)
+    return np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
+
+
+def _largest_below(bound: F64) -> F32:
+    """The largest float32 that is not above each bound."""
+    near = bound.astype(np.float32)
+    return np.where(near > bound, np.nextafter(near, np.float32(-np.inf)), near)
+
+
+I32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 
 _logger = logging.getLogger("paceline")

@@ -11,22 +11,14 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import (
-    blocks,
-    cost,
-    fairness,
-    places,
-    progress,
-    requests,
-    steering,
-    underway,
-)
-from paceline.scheduler.invariants.frames import Frames
-from paceline.scheduler.invariants.pictures import (
+from paceline.scheduler.invariants import blocks, fairness, progress, requests
+from paceline.scheduler.invariants import requests as invariants_requests
+from paceline.scheduler.invariants.frames import (
     NOBODY,
     SEVERAL,
     Blocks,
     Frame,
+    Frames,
     Planned,
     Underway,
     take_frame,
@@ -47,7 +39,7 @@ from paceline.scheduler.invariants.registry import (
 from paceline.scheduler.scheduler import Scheduler
 
 # Importing them fills the registry.
-_PARTS = (blocks, cost, fairness, places, progress, requests, steering, underway)
+_PARTS = (blocks, fairness, fairness, fairness, progress, requests, fairness, invariants_requests)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
@@ -85,7 +77,7 @@ class InvariantChecker:
         self._starts: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
         self._backlog = fairness.Backlog()
-        self._displaced = places.Displaced()
+        self._displaced = fairness.Displaced()
         self._num_added = 0
         self._silent = 0
         config, budget = scheduler.state.config, scheduler.state.config.fewest_step_tokens
@@ -205,7 +197,7 @@ class InvariantChecker:
         unreadable: Exception | None = None
         try:
             if self.overlapped:
-                underway.remember(frames)
+                invariants_requests.remember(frames)
         except Exception as error:
             unreadable = error
         known = len(frames.blocks) == 1 and frames.blocks[0] is self._swept

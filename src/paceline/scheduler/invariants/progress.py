@@ -7,11 +7,11 @@ import numpy as np
 from paceline.core.events import DecisionKind
 from paceline.core.policy import RequestView, is_relative
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
-from paceline.scheduler.admission import PASSABLE
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
-from paceline.scheduler.preemption import first_in_order
 from paceline.scheduler.queue import first
 from paceline.scheduler.rows import Rows
+from paceline.scheduler.step.admission import PASSABLE
+from paceline.scheduler.step.preemption import first_in_order
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
 

@@ -9,12 +9,11 @@ from functools import cached_property, wraps
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import MODES
+from paceline.config.engine import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants.frames import Frames
-from paceline.scheduler.invariants.pictures import Planned, Underway, take_frame, take_owners
+from paceline.scheduler.invariants.frames import Frames, Planned, Underway, take_frame, take_owners
 from paceline.scheduler.scheduler import Scheduler
 
 # When an invariant is looked at: after every half-step, or after every schedule. BLOCKS, CHANGES and HOST are after

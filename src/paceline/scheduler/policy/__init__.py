@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from paceline.config import POLICIES, SchedulerConfig
+from paceline.config.engine import POLICIES, SchedulerConfig
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds

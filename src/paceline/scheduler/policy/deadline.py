@@ -14,7 +14,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import SchedulerConfig
+from paceline.config.engine import SchedulerConfig
 from paceline.core.policy import RequestView
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from paceline.config import SchedulerConfig
+from paceline.config.engine import SchedulerConfig
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 

@@ -6,21 +6,22 @@ on record. What is asked for is checked here by name, and by the engine once mor
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from paceline.config import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES
+from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, chosen_setting, status_sentences
 from paceline.errors import InvalidRequest
-from paceline.server.api.describe import operation
-from paceline.server.api.fields import Field, FieldTable
-from paceline.server.api.kinds import Choice, Flag, Number, Shaped
+from paceline.process.client import EngineUnavailable, PolicyChange, Steering, SteeringClient
+from paceline.server.api.fields import Choice, Field, FieldTable, Flag, Number, Shaped, operation, read_query
 from paceline.server.api.route import Route
-from paceline.server.call import Answer, Call
-from paceline.server.service import Service
-from paceline.serving.client import EngineUnavailable, PolicyChange, Steering, SteeringClient
+from paceline.server.billing.usage import read_by, read_time, read_usage
+from paceline.server.call import Answer, Call, Events
+from paceline.server.errors import UnsupportedRoute
+from paceline.server.generate.service import Service
 
 DIAL_ROUTE, POLICY_ROUTE = "/v1/admin/dial", "/v1/admin/policy"
 _TARGET = Number(LEAST_TARGET_MS, MOST_TARGET_MS)
@@ -135,3 +136,36 @@ def policy_values(steering: Steering) -> dict[str, Any]:
 
 def _json(values: Mapping[str, Any]) -> Answer:
     return Answer(body=msgspec.json.encode(values), headers={"cache-control": "no-store"})
+
+
+# GET /v1/admin/usage
+
+
+USAGE = "/v1/admin/usage"
+
+
+def usage_routes(service: Service) -> list[Route]:
+    async def usage(call: Call) -> Answer | Events:
+        ledger = service.counter.ledger_path
+        if ledger is None:
+            raise UnsupportedRoute("this server keeps no ledger; start it with --ledger FILE")
+        asked = read_query(call.query, ("by", "since", "until"))
+        by = read_by(asked.get("by", "key"))
+        since, until = (
+            read_time(asked[name], name) if name in asked else None for name in ("since", "until")
+        )
+        # A ledger may be long: it is read beside the event loop.
+        rows = await asyncio.get_running_loop().run_in_executor(None, read_usage, ledger, by, since, until)
+        body = {"object": "usage", "by": by, "since_ms": since, "until_ms": until, "data": rows}
+        return Answer(body=msgspec.json.encode(body))
+
+    return [
+        Route(
+            methods=("GET",),
+            path=USAGE,
+            handler=usage,
+            takes_body=False,
+            needs_admin=True,
+            openapi=operation("Sum up the ledger: by=key,class,model,day, since=24h, until=DATE"),
+        )
+    ]

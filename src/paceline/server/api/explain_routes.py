@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.server.api.describe import operation
+from paceline.server.api.fields import operation
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
-from paceline.server.explanations import Explanations
-from paceline.server.service import Service
+from paceline.server.generate.requests import Explanations
+from paceline.server.generate.service import Service
 
 ANY_PATH = "/v1/admin/requests/{id}/explain"
 

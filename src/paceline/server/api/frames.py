@@ -10,8 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from paceline.server.call import Events
-from paceline.server.generation import Delta, Generation
+from paceline.server.errors import anthropic_body, openai_body, problem_of
+from paceline.server.generate.generation import Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
 
@@ -118,3 +121,26 @@ def stream_events(
     frames = EventStream(generation, writer)
     sent = generation.headers(headers)
     return Events(frames=frames, error_frame=error_frame(writer), headers=sent, divert=frames.divert)
+
+
+# Errors inside a stream that has begun
+
+
+def openai_error_frame(error: BaseException) -> bytes:
+    return b"data: %b\n\n" % openai_body(problem_of(error))
+
+
+def anthropic_error_frame(error: BaseException) -> bytes:
+    return b"event: error\ndata: %b\n\n" % anthropic_body(problem_of(error))
+
+
+def responses_error_frame(error: BaseException, sequence_number: int) -> bytes:
+    problem = problem_of(error)
+    event = {
+        "type": "error",
+        "sequence_number": sequence_number,
+        "code": problem.code,
+        "message": problem.message,
+        "param": problem.param,
+    }
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from paceline.llm.defaults import described_sampling
-from paceline.server.api.describe import operation
-from paceline.server.api.openai_requests import checked_model
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest
+from paceline.models.files.sampling_defaults import described_sampling
+from paceline.server.api.fields import (
+    Field,
+    FieldTable,
+    Flag,
+    ListOf,
+    MapOf,
+    Shaped,
+    Text,
+    Whole,
+    ignored_header,
+    operation,
+)
+from paceline.server.api.limits import RequestLimits
+from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, model_field
+from paceline.server.api.openai_requests import ParsedBody, TemplateOptions, checked_model
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
-from paceline.server.service import Service
+from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 
 
 class ModelRoutes:
@@ -62,5 +78,146 @@ def model_routes(service: Service) -> list[Route]:
             handler=routes.one,
             takes_body=False,
             openapi=operation("Tell about one model", parameters=("id",)),
+        ),
+    ]
+
+
+# POST /tokenize and /detokenize, GET /tokenizer_info
+
+
+MAX_IDS = 65_536  # in one request to /detokenize
+
+
+def tokenize_table(limits: RequestLimits) -> FieldTable:
+    described = {"type": "array", "items": MESSAGE_SCHEMA, "maxItems": limits.messages}
+    return FieldTable(
+        "/tokenize",
+        [
+            model_field(),
+            Field(name="prompt", kind=Text(), help="a text; or give messages"),
+            Field(name="messages", kind=Shaped((list,), MESSAGES_MUST, described)),
+            Field(name="add_special_tokens", kind=Flag(), help="tokens around a prompt (default)"),
+            Field(name="return_token_strs", kind=Flag(), help="give the tokens' spelling too"),
+            Field(name="add_generation_prompt", kind=Flag(), help="begin the assistant's turn (default)"),
+            Field(name="continue_final_message", kind=Flag(), help="go on with the last message"),
+            Field(name="chat_template_kwargs", kind=MapOf(Flag(), limits.switches)),
+        ],
+    )
+
+
+def detokenize_table() -> FieldTable:
+    ids = ListOf(Whole(0, LARGEST), MAX_IDS)
+    return FieldTable(
+        "/detokenize",
+        [
+            model_field(),
+            Field(name="tokens", kind=ids, help="token ids", required=True),
+        ],
+    )
+
+
+class TokenRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.tokenize_table = tokenize_table(service.settings.limits)
+        self.detokenize_table = detokenize_table()
+
+    async def tokenize(self, call: Call) -> Answer | Events:
+        service = self._service
+        read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
+        body = self._body(read.fields)
+        most = service.facts.max_model_len
+        # An empty text has tokens too: none, or those around it.
+        size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
+        special = read.fields.get("add_special_tokens", True)
+
+        def encode() -> bytes:
+            if body.messages is not None:
+                ids = service.prompt_ids(body)
+            else:
+                ids = service.tokenizer.encode(str(body.prompts[0]), add_special_tokens=special)
+            names = None
+            if read.fields.get("return_token_strs"):
+                names = [service.tokenizer.token_name(index) for index in ids]
+            found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
+            return msgspec.json.encode(found)
+
+        data = await service.work(encode, inline=size <= INLINE_CHARS)
+        return Answer(body=data, headers=ignored_header(read.ignored))
+
+    async def detokenize(self, call: Call) -> Answer | Events:
+        service = self._service
+        read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
+        checked_model(read.fields.get("model"), service.facts)
+        ids = read.fields["tokens"]
+        service.tokenizer.check_ids(ids, param="tokens")
+        text = await service.work(
+            lambda: service.tokenizer.decode(ids, skip_special_tokens=False), inline=len(ids) <= INLINE_CHARS
+        )
+        return Answer(body=msgspec.json.encode({"prompt": text}), headers=ignored_header(read.ignored))
+
+    async def info(self, call: Call) -> Answer | Events:
+        """What evaluation tools ask for before they tokenise at a distance."""
+        tokenizer = self._service.tokenizer
+        described: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": self._service.facts.max_model_len,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_ids": list(tokenizer.eos_token_ids),
+            "chat_template": tokenizer.chat_template,
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+        }
+        for name, value in tokenizer.template_tokens.items():
+            described[name] = value
+        if described["eos_token"] is None and tokenizer.eos_token_ids:
+            described["eos_token"] = tokenizer.token_name(tokenizer.eos_token_ids[0])
+        return Answer(body=msgspec.json.encode(described))
+
+    def _body(self, given: Mapping[str, Any]) -> ParsedBody:
+        """What is to be tokenised, in the form generating routes have it."""
+        if ("prompt" in given) == ("messages" in given):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        model = checked_model(given.get("model"), self._service.facts)
+        if "prompt" in given:
+            return ParsedBody(model=model, sampling=SamplingParams(), prompts=(given["prompt"],))
+        messages = given["messages"]
+        if not 1 <= len(messages) <= self._service.settings.limits.messages:
+            most = self._service.settings.limits.messages
+            raise InvalidRequest(f"messages must have 1 to {most} entries", param="messages")
+        goes_on = given.get("continue_final_message", False)
+        options = TemplateOptions(
+            switches=given.get("chat_template_kwargs"),
+            add_generation_prompt=given.get("add_generation_prompt", not goes_on),
+            continue_final_message=goes_on,
+        )
+        return ParsedBody(model=model, sampling=SamplingParams(), messages=messages, template=options)
+
+
+def token_routes(service: Service) -> list[Route]:
+    routes = TokenRoutes(service)
+    return [
+        Route(
+            methods=("POST",),
+            path="/tokenize",
+            handler=routes.tokenize,
+            takes_body=True,
+            openapi=operation("Tokens of a text or a conversation", routes.tokenize_table.schema()),
+        ),
+        Route(
+            methods=("POST",),
+            path="/detokenize",
+            handler=routes.detokenize,
+            takes_body=True,
+            openapi=operation("Text of tokens", routes.detokenize_table.schema()),
+        ),
+        Route(
+            methods=("GET", "HEAD"),
+            path="/tokenizer_info",
+            handler=routes.info,
+            takes_body=False,
+            openapi=operation("The model's tokenizer"),
         ),
     ]

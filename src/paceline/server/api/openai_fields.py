@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.core.classes import TIERS
 from paceline.core.sampling import MAX_WISH_MS, ON_INFEASIBLE, SEED_HIGH, SEED_LOW
-from paceline.server.api.fields import Field, FieldTable, Group
-from paceline.server.api.kinds import (
+from paceline.core.service_class import TIERS
+from paceline.server.access.caller import LARGEST_PRICE
+from paceline.server.api.fields import (
     Choice,
+    Field,
+    FieldTable,
     Flag,
+    Group,
     ListOf,
     MapOf,
     Number,
@@ -18,8 +21,7 @@ from paceline.server.api.kinds import (
     Text,
     Whole,
 )
-from paceline.server.limits import OWN_LIMITS, RequestLimits
-from paceline.server.tenant import LARGEST_PRICE
+from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.llm.outputs import Logprob, RequestOutput
 from paceline.server.api.openai_requests import ParsedBody
-from paceline.server.generation import Usage
+from paceline.server.generate.generation import Usage
 from paceline.text.tokenizer import Tokenizer
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity

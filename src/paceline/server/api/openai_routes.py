@@ -2,21 +2,222 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import msgspec
 
 from paceline.llm.outputs import RequestOutput
-from paceline.server.api.describe import operation
-from paceline.server.api.error_frames import openai_error_frame
-from paceline.server.api.fields import ignored_header
-from paceline.server.api.frames import stream_events
+from paceline.llm.prompts import PreparedRequest
+from paceline.server.api.fields import ignored_header, operation
+from paceline.server.api.frames import DONE, openai_error_frame, stream_events
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
-from paceline.server.api.openai_frames import ChatChunks, CompletionChunks
 from paceline.server.api.openai_requests import BodyParser, ParsedBody
-from paceline.server.api.openai_responses import chat_body, completion_body
+from paceline.server.api.openai_responses import (
+    Entry,
+    LogprobLists,
+    chat_body,
+    chat_logprob_entries,
+    completion_body,
+    usage_body,
+)
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events
-from paceline.server.generation import Generation
-from paceline.server.service import Service
+from paceline.server.generate.generation import Delta, Generation, Usage
+from paceline.server.generate.service import Service
+from paceline.text.tokenizer import Tokenizer
+
+# Chunks of /v1/chat/completions and /v1/completions.
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkWriter:
+    """What chat and completions share: one id for all chunks, usage, the end."""
+
+    prefix = ""
+    kind = ""
+    before_text = b""
+    after_text = b""  # closes what `before_text` opened
+
+    def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
+        self._generation = generation
+        self._body = body
+        self._tokenizer = tokenizer
+        head = {
+            "id": f"{self.prefix}-{id}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._head = b'data: %b,"choices":[' % _encode(head)[:-1]
+        self._tail = b'],"usage":null}\n\n' if body.streaming.include_usage else b"]}\n\n"
+        self._runs_usage = body.streaming.continuous_usage
+        num_top = body.sampling.logprobs
+        self._num_top = num_top
+        self._is_plain = num_top is None and not body.shows_token_ids and not self._runs_usage
+        self._before: list[bytes] = []  # by the index of the choice
+        for index in range(body.num_branches):
+            self._before.append(b'%b{"index":%d,%b' % (self._head, index, self.before_text))
+        self._after = b'%b,"logprobs":null,"finish_reason":null}%b' % (self.after_text, self._tail)
+        self._has_begun = False
+        self._echoes = body.echo.prompt
+
+    def write(self, deltas: list[Delta]) -> bytes:
+        frames: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(frames)
+        for delta in deltas:
+            if self._echoes:
+                self._echo_before(delta, frames)
+            if self._is_plain:
+                if delta.text:
+                    frames += (self._before[delta.index], _encode(delta.text), self._after)
+            elif delta.text or delta.tokens:
+                frames.append(self._full_chunk(delta))
+            if delta.has_ended:
+                frames.append(self._last_chunk(delta))
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        if not self._body.streaming.include_usage:
+            return DONE
+        usage = _encode(usage_body(self._usage()))
+        return b'%b],"usage":%b}\n\n%b' % (self._head, usage, DONE)
+
+    def _begin(self, frames: list[bytes]) -> None:
+        """What comes before the first delta."""
+
+    def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
+        """The prompt of a choice that begins with it."""
+
+    def _full_chunk(self, delta: Delta) -> bytes:
+        logprobs = b"null"
+        if delta.logprobs is not None:
+            logprobs = self._logprobs(delta)
+        ids = b',"token_ids":%b' % _encode(delta.tokens) if self._body.shows_token_ids else b""
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
+            *(self._before[delta.index], _encode(delta.text), self.after_text),
+            *(logprobs, ids, self._end_of_chunk()),
+        )
+
+    def _last_chunk(self, delta: Delta) -> bytes:
+        output = delta.output
+        reasons = b'"finish_reason":%b,"stop_reason":%b' % (
+            _encode(output.finish_reason),
+            _encode(output.stop_reason),
+        )
+        return b'%b{"index":%d,%b,"logprobs":null,%b}%b' % (
+            *(self._head, delta.index, self._nothing(), reasons),
+            self._end_of_chunk(),
+        )
+
+    def _end_of_chunk(self) -> bytes:
+        if not self._runs_usage:
+            return self._tail
+        return b'],"usage":%b}\n\n' % _encode(usage_body(self._usage()))
+
+    def _usage(self) -> Usage:
+        return self._generation.usage
+
+    def _nothing(self) -> bytes:
+        raise NotImplementedError
+
+    def _logprobs(self, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+
+class ChatChunks(ChunkWriter):
+    """Chunks of a chat: the role, text, then why it ended."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion.chunk"
+    before_text = b'"delta":{"content":'
+    after_text = b"}"
+
+    def _begin(self, frames: list[bytes]) -> None:
+        ids = b""
+        if self._body.shows_token_ids:
+            ids = b',"prompt_token_ids":%b' % _encode(self._generation.prompts[0].token_ids)
+        for index in range(self._body.num_branches):
+            role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            frames.append(b'%b{"index":%d,%b}' % (self._head, index, role))
+            end = self._end_of_chunk()
+            frames.append(end if not ids else b"]%b%b" % (ids, end[1:]))
+
+    def _nothing(self) -> bytes:
+        return b'"delta":{}'
+
+    def _logprobs(self, delta: Delta) -> bytes:
+        entries = chat_logprob_entries(
+            delta.tokens, delta.logprobs or [], self._tokenizer, self._num_top or 0
+        )
+        return _encode({"content": entries, "refusal": None})
+
+
+class CompletionChunks(ChunkWriter):
+    """Chunks of a completion: the prompt where it is echoed, text, then why it ended."""
+
+    prefix = "cmpl"
+    kind = "text_completion"
+    before_text = b'"text":'
+
+    def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
+        super().__init__(generation, body, tokenizer, id)
+        self._lists: dict[int, LogprobLists] = {}  # of each choice: they go on where the last chunk ended
+        self._echoed: set[int] = set()
+
+    def write(self, deltas: list[Delta]) -> bytes:
+        if not self._body.echo.nothing_else:
+            return super().write(deltas)
+        frames: list[bytes] = []
+        for delta in deltas:
+            if delta.has_ended:  # the one token it took to read the prompt is nobody's business
+                self._echo(delta.index, frames)
+                delta.output.finish_reason, delta.output.stop_reason = "length", None
+                frames.append(self._last_chunk(delta))
+        return b"".join(frames)
+
+    def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
+        # With the first token everything is known of the prompt; news without one are about a part of it.
+        if delta.index not in self._echoed and (delta.tokens or delta.has_ended):
+            self._echoed.add(delta.index)
+            self._echo(delta.index, frames)
+
+    def _echo(self, index: int, frames: list[bytes]) -> None:
+        number = index // self._body.sampling.n
+        prepared: PreparedRequest = self._generation.prompts[number]
+        text = prepared.text
+        if text is None:
+            text = self._tokenizer.decode(prepared.token_ids)
+        logprobs = b"null"
+        if self._num_top is not None:
+            entries: list[Entry] = list(self._generation.prompt_logprobs(number) or [])
+            lists = self._lists_of(index)
+            logprobs = _encode(lists.take(prepared.token_ids, entries))
+        frames.append(
+            b'%b%b,"logprobs":%b,"finish_reason":null}%b'
+            % (self._before[index], _encode(text), logprobs, self._end_of_chunk())
+        )
+
+    def _usage(self) -> Usage:
+        usage = self._generation.usage
+        return replace(usage, num_output=0) if self._body.echo.nothing_else else usage
+
+    def _nothing(self) -> bytes:
+        return b'"text":""'
+
+    def _logprobs(self, delta: Delta) -> bytes:
+        entries: list[Entry] = list(delta.logprobs or [])
+        return _encode(self._lists_of(delta.index).take(delta.tokens, entries))
+
+    def _lists_of(self, index: int) -> LogprobLists:
+        if index not in self._lists:
+            self._lists[index] = LogprobLists(self._tokenizer, self._num_top or 0)
+        return self._lists[index]
+
 
 INLINE_ENTRIES = 500  # logprobs of more tokens are written beside the event loop
 

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.server.api.admin_routes import admin_routes
-from paceline.server.api.anthropic_routes import anthropic_routes
+from paceline.server.api.admin_routes import admin_routes, usage_routes
+from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.change_routes import change_routes
-from paceline.server.api.estimate_routes import estimate_routes
 from paceline.server.api.explain_routes import explain_routes
-from paceline.server.api.missing_routes import missing_routes
-from paceline.server.api.model_routes import model_routes
+from paceline.server.api.model_routes import model_routes, token_routes
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
-from paceline.server.api.responses_routes import responses_routes
+from paceline.server.api.request_routes import change_routes, estimate_routes
+from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
-from paceline.server.api.token_routes import token_routes
 from paceline.server.api.traffic_routes import traffic_routes
-from paceline.server.api.usage_routes import usage_routes
-from paceline.server.service import Service
+from paceline.server.call import Answer, Call, Events
+from paceline.server.errors import UnsupportedRoute
+from paceline.server.generate.service import Service
+
+# Routes of the OpenAI API that are not here
+
+
+MISSING = (
+    *("/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/edits"),
+    *("/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/videos", "/v1/videos/{rest:path}"),
+    *("/v1/uploads", "/v1/uploads/{rest:path}", "/v1/fine_tuning/{rest:path}"),
+    *("/v1/assistants", "/v1/assistants/{rest:path}", "/v1/threads", "/v1/threads/{rest:path}"),
+    *("/v1/vector_stores", "/v1/vector_stores/{rest:path}", "/v1/realtime", "/v1/realtime/{rest:path}"),
+    *("/v1/conversations", "/v1/conversations/{rest:path}", "/v1/responses/{rest:path}"),
+    *("/v1/messages/batches", "/v1/messages/batches/{rest:path}"),
+)
+METHODS = ("GET", "POST", "DELETE")
+
+
+async def refuse_route(call: Call) -> Answer | Events:
+    shown = call.route.partition("/{")[0]
+    raise UnsupportedRoute(f"{shown} is not supported by this server; GET /docs lists what is")
+
+
+def missing_routes() -> list[Route]:
+    """`openapi` stays empty: what does not exist is not described."""
+    return [Route(methods=METHODS, path=path, handler=refuse_route, takes_body=False) for path in MISSING]
+
 
 __all__ = ["Route", "routes"]
 

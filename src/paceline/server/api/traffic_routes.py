@@ -15,17 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from paceline.server.api.describe import operation
-from paceline.server.api.error_frames import openai_error_frame
-from paceline.server.api.fields import Field, FieldTable
-from paceline.server.api.frames import DONE
-from paceline.server.api.kinds import Text, Whole
+from paceline.server.api.fields import Field, FieldTable, Text, Whole, operation
+from paceline.server.api.frames import DONE, openai_error_frame
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Download, Events, Handler
 from paceline.server.errors import openai_body, problem_of
+from paceline.server.generate.service import Service
 from paceline.server.http.request import new_id
-from paceline.server.service import Service
 
 TRAFFIC_ROUTE = "/v1/admin/traffic"
 MOST_AT_ONCE = 256

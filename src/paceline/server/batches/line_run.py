@@ -6,19 +6,164 @@ once of its key do not count, and its class is `batch`. Knows neither files nor 
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from paceline.server.batches.attempts import Attempts, Withdrawn
-from paceline.server.batches.records import Batch, Line, LineResult
-from paceline.server.batches.results import OK, answered, refused
-from paceline.server.call import Answer, Call, Caller, Events, Handler
-from paceline.server.errors import Problem, problem_of
-from paceline.server.failures import UnsupportedParameter
+import msgspec
+
+from paceline.server.access.caller import BATCH_CLASS, Caller
+from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, Line, LineResult
+from paceline.server.call import Answer, Call, Events, Handler
+from paceline.server.errors import Problem, UnsupportedParameter, openai_body, problem_of
+from paceline.server.generate.record import Observer, RequestRecord
 from paceline.server.http.request import new_id
-from paceline.server.tenant import BATCH_CLASS
+
+# Lines under way, and which of them the engine has begun to answer
+
+
+class Withdrawn(Exception):
+    """The line was taken back because somebody else waits; it has to be run again."""
+
+
+class _Attempt:
+    __slots__ = ("has_begun", "is_withdrawn", "task")
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.task = task
+        self.has_begun = False
+        self.is_withdrawn = False
+
+
+class Attempts:
+    """An observer of generations that knows lines by the ids of their requests."""
+
+    def __init__(self, inner: Observer) -> None:
+        self._inner = inner
+        self._under_way: dict[str, _Attempt] = {}
+        # Every piece of news passes these; without a stop on the way.
+        self.started = inner.started
+        self.tokens = inner.tokens
+        self.finished = inner.finished
+
+    def first_token(self, record: RequestRecord) -> None:
+        if record.batch_id and record.id in self._under_way:
+            self._under_way[record.id].has_begun = True
+        self._inner.first_token(record)
+
+    @contextmanager
+    def attempt(self, request_id: str) -> Iterator[None]:
+        """A line under way in this task. Raises Withdrawn in it when it is taken back."""
+        task = asyncio.current_task()
+        assert task is not None
+        own = self._under_way[request_id] = _Attempt(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if own.is_withdrawn and task.uncancel() == 0:  # and nobody else has cancelled it
+                raise Withdrawn from None
+            raise
+        finally:
+            del self._under_way[request_id]
+
+    def withdraw(self, *, keep: int) -> int:
+        """Take back what has not begun, the newest first, until so many lines are left; returns how many."""
+        left, withdrawn = len(self._under_way), 0
+        for attempt in reversed(self._under_way.values()):
+            if left - withdrawn <= keep:
+                break
+            if not attempt.has_begun and not attempt.is_withdrawn:
+                attempt.is_withdrawn = True
+                attempt.task.cancel()
+                withdrawn += 1
+        return withdrawn
+
+
+# Lines of output and error files, in the shape of the OpenAI Batch API.
+
+
+OK = 200
+NOT_RUN = {
+    EXPIRED: ("batch_expired", "This request was not run before the completion window ended."),
+    CANCELLED: ("batch_cancelled", "This request was not run before the batch was cancelled."),
+}
+NEVER_RUN = ("batch_failed", "This request was not run; the batch failed.")
+_encode = msgspec.json.encode
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    """The usage of any endpoint: completions and responses call the same things differently."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _Details | None = None
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_read_answer = msgspec.json.Decoder(_Answered).decode
+
+
+def result_id(batch_id: str, number: int) -> str:
+    """The id of a line's result: the same whenever it is made."""
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
+
+
+def answered(batch_id: str, line: Line, request_id: str, body: bytes) -> LineResult:
+    """A request that got its answer."""
+    usage = _read_answer(body).usage or _Usage()
+    details = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    return LineResult(
+        batch_id=batch_id,
+        number=line.number,
+        is_ok=True,
+        data=_data(batch_id, line, _response(OK, request_id, body)),
+        prompt_tokens=usage.prompt_tokens or usage.input_tokens,
+        cached_tokens=details.cached_tokens,
+        output_tokens=usage.completion_tokens or usage.output_tokens,
+    )
+
+
+def refused(batch_id: str, line: Line, request_id: str, problem: Problem) -> LineResult:
+    """A request that got an error."""
+    response = _response(problem.status, request_id, openai_body(problem))
+    data = _data(batch_id, line, response)
+    return LineResult(batch_id=batch_id, number=line.number, is_ok=False, data=data)
+
+
+def not_run(batch_id: str, line: Line, status: str) -> bytes:
+    """A request nobody got to before the batch ended with that status."""
+    code, message = NOT_RUN.get(status, NEVER_RUN)
+    return _data(batch_id, line, None, {"code": code, "message": message})
+
+
+def _response(status: int, request_id: str, body: bytes) -> dict[str, Any]:
+    return {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+
+
+def _data(
+    batch_id: str, line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None = None
+) -> bytes:
+    result = {
+        "id": result_id(batch_id, line.number),
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
+    return bytes(_encode(result)) + b"\n"
+
 
 AGAIN = (429, 503)  # not the request's fault: it is run again
 ENGINE_LOST = "engine_unavailable"

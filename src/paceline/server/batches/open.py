@@ -6,25 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config_serve import BatchConfig
-from paceline.server.api.batch_routes import batch_routes
-from paceline.server.api.file_routes import FILES, file_routes
+from paceline.config.server import BatchConfig
+from paceline.process.client import EngineState
+from paceline.server.access.caller import Caller
+from paceline.server.api.batch_routes import FILES, batch_routes, file_routes
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
-from paceline.server.api.responses_requests import RESPONSES
+from paceline.server.api.responses import RESPONSES
 from paceline.server.api.route import Route
-from paceline.server.batches.attempts import Attempts
-from paceline.server.batches.desk import Desk
-from paceline.server.batches.gate import Gate
-from paceline.server.batches.line_run import LineLog, LineRunner
-from paceline.server.batches.pace import Load
+from paceline.server.batches.batch_api import Desk
+from paceline.server.batches.line_run import Attempts, LineLog, LineRunner
+from paceline.server.batches.pace import Gate, Load
 from paceline.server.batches.recorder import RETRY_S, Recorder
 from paceline.server.batches.runner import TICK_S, BatchRunner
 from paceline.server.batches.store import Store
 from paceline.server.batches.upload import Uploads
 from paceline.server.batches.work import Bench
-from paceline.server.call import Caller
-from paceline.server.service import Service
-from paceline.serving.client import EngineState
+from paceline.server.generate.service import Service
 
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 FORM_BYTES = 64 * 1024  # of a form, beside its file

@@ -7,15 +7,226 @@ nothing behind.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
 
 from paceline.errors import InvalidRequest
-from paceline.server.batches.failures import FileTooLarge, QuotaExceeded, TooManyFiles
-from paceline.server.batches.folder import NewFile
-from paceline.server.batches.multipart import BadMultipart, FormReader, PartStart, boundary_of
-from paceline.server.batches.records import INPUT_PURPOSE, StoredFile, new_file_id
-from paceline.server.batches.store import Store
+from paceline.server.batches.records import (
+    INPUT_PURPOSE,
+    FileTooLarge,
+    QuotaExceeded,
+    StoredFile,
+    TooManyFiles,
+    new_file_id,
+)
+from paceline.server.batches.store import NewFile, Store
+
+# multipart/form-data read piece by piece, strictly
+
+
+MAX_PARTS = 16
+MAX_PART_HEADER = 4096  # bytes of a part's header
+MAX_FIELD = 1024  # bytes of a field that is no file
+MAX_NAME = 256  # characters of a field's or a file's name
+_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+_PARAMETER = re.compile(r';[ \t]*([A-Za-z0-9*_-]+)=("((?:[^"\\\r\n]|\\.)*)"|[^\s;"]+)[ \t]*')
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_PLAIN_ENCODINGS = ("binary", "8bit", "7bit")
+
+
+class BadMultipart(InvalidRequest):
+    """The body is not the form it says it is (400)."""
+
+    code = "invalid_multipart"
+
+
+def boundary_of(content_type: str) -> bytes:
+    """The boundary that a Content-Type names."""
+    kind, _, rest = content_type.partition(";")
+    if kind.strip().lower() != "multipart/form-data":
+        raise BadMultipart("send the file as multipart/form-data, with the fields purpose and file")
+    given = _parameters(";" + rest).get("boundary", "") if rest else ""
+    if not _BOUNDARY.fullmatch(given):
+        raise BadMultipart(
+            "the boundary of multipart/form-data is missing, or not 1 to 70 allowed characters"
+        )
+    return given.encode("ascii")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStart:
+    """A part begins; `filename` is None for a plain field."""
+
+    name: str
+    filename: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartData:
+    """More bytes of the part that began last."""
+
+    data: bytes
+
+
+Event = PartStart | PartData
+
+
+class FormReader:
+    """Turns the bytes of a body into the parts of a form."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._delimiter = b"\r\n--" + boundary
+        # The first boundary has no line before it; with one, it is found like all others.
+        self._buffer = b"\r\n"
+        self._state: Callable[[], Iterator[Event]] = self._read_start
+        self._num_parts = 0
+        self._is_plain = False  # the part under way is a field and not a file
+        self._left = 0  # bytes that a field may still have
+        self._is_waiting = False
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        """What more bytes bring. Raises BadMultipart."""
+        self._buffer += data
+        self._is_waiting = False
+        while not self._is_waiting:
+            yield from self._state()
+
+    def finish(self) -> None:
+        """The body is over. Raises BadMultipart when the form is not."""
+        if self._state != self._read_end:
+            raise BadMultipart("the body ends before its last boundary; it was cut off")
+
+    # -- one method for each place in the form ------------------------------------------------------------
+
+    def _read_start(self) -> Iterator[Event]:
+        size = len(self._delimiter)
+        if self._buffer[:size] != self._delimiter[: len(self._buffer)]:
+            raise BadMultipart("the body does not begin with the boundary that its Content-Type names")
+        if len(self._buffer) < size:
+            self._is_waiting = True
+        else:
+            self._buffer = self._buffer[size:]
+            self._state = self._read_after_boundary
+        yield from ()
+
+    def _read_after_boundary(self) -> Iterator[Event]:
+        if len(self._buffer) < 2:
+            self._is_waiting = True
+        elif self._buffer.startswith(b"--"):
+            self._buffer = self._buffer[2:]
+            self._state = self._read_end
+        elif self._buffer.startswith(b"\r\n"):
+            self._buffer = self._buffer[2:]
+            self._state = self._read_header
+        else:
+            raise BadMultipart("a boundary is followed by neither a line end nor the end of the form")
+        yield from ()
+
+    def _read_header(self) -> Iterator[Event]:
+        if self._buffer.startswith(b"\r\n"):
+            raise BadMultipart("a part of the form has no header")
+        end = self._buffer.find(b"\r\n\r\n")
+        if end > MAX_PART_HEADER or (end < 0 and len(self._buffer) > MAX_PART_HEADER + 3):
+            raise BadMultipart(f"the header of a part is larger than {MAX_PART_HEADER} bytes")
+        if end < 0:
+            self._is_waiting = True
+            return
+        header, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise BadMultipart(f"the form has more than {MAX_PARTS} parts")
+        start = _part_start(header)
+        self._is_plain, self._left = start.filename is None, MAX_FIELD
+        self._state = self._read_content
+        yield start
+
+    def _read_content(self) -> Iterator[Event]:
+        end = self._buffer.find(self._delimiter)
+        if end < 0:
+            kept = len(self._delimiter) - 1
+            data, self._buffer = self._buffer[:-kept], self._buffer[-kept:]
+            self._is_waiting = True
+        else:
+            data, self._buffer = self._buffer[:end], self._buffer[end + len(self._delimiter) :]
+            self._state = self._read_after_boundary
+        if self._is_plain:
+            self._left -= len(data)
+            if self._left < 0:
+                raise BadMultipart(f"a field of the form is longer than {MAX_FIELD} bytes; only file may be")
+        if data:
+            yield PartData(data)
+
+    def _read_end(self) -> Iterator[Event]:
+        if self._buffer.strip(b"\r\n"):
+            raise BadMultipart("there is something behind the end of the form")
+        self._buffer = b""
+        self._is_waiting = True
+        yield from ()
+
+
+def _part_start(header: bytes) -> PartStart:
+    found: dict[str, str] = {}
+    for line in header.split(b"\r\n"):
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            raise BadMultipart("a part of the form has a header that cannot be read")
+        name = match.group(1).decode("ascii").lower()
+        if name in found:
+            raise BadMultipart("a part of the form has the same header twice")
+        try:
+            found[name] = match.group(2).decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise BadMultipart("a header of the form is not UTF-8") from None
+    if found.get("content-transfer-encoding", "binary").lower() not in _PLAIN_ENCODINGS:
+        raise BadMultipart("content-transfer-encoding is not supported; send the file as it is")
+    kind, separator, rest = found.get("content-disposition", "").partition(";")
+    parameters = _parameters(separator + rest) if separator else {}
+    if kind.strip().lower() != "form-data" or not parameters.get("name"):
+        raise BadMultipart("a part of the form needs the header Content-Disposition: form-data with a name")
+    filename = parameters.get("filename")
+    if "filename*" in parameters:
+        filename = _extended(parameters["filename*"])
+    return PartStart(
+        name=_checked(parameters["name"]), filename=None if filename is None else _checked(filename)
+    )
+
+
+def _parameters(text: str) -> dict[str, str]:
+    """The parameters of a header's value, from its first semicolon on."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        match = _PARAMETER.match(text, at)
+        if match is None:
+            if text[at:].strip(" \t;") == "":
+                break
+            raise BadMultipart("a header of the form has parameters that cannot be read")
+        name = match.group(1).lower()
+        if name in found:
+            raise BadMultipart(f"a header of the form has the parameter {name} twice")
+        quoted = match.group(3)
+        found[name] = match.group(2) if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
+        at = match.end()
+    return found
+
+
+def _extended(value: str) -> str:
+    charset, _, rest = value.partition("'")
+    if charset.lower() != "utf-8":
+        raise BadMultipart("filename* must be UTF-8; send filename instead")
+    try:
+        return unquote_to_bytes(rest.partition("'")[2]).decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadMultipart("filename* is not UTF-8; send filename instead") from None
+
+
+def _checked(name: str) -> str:
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise BadMultipart(f"names in the form must be printable and of at most {MAX_NAME} characters")
+    return name
+
 
 MAX_FILES = 10_000  # of one key
 WRITE_BYTES = 1 << 18  # collected before a thread is asked to write them

@@ -11,20 +11,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.request import NO_COST, Cost
+from paceline.server.access.caller import DEFAULT_CLASS
 from paceline.server.billing.ledger_db import COMPLETE, INCOMPLETE, Closing, now_ms
 from paceline.server.billing.pricing import NOTHING, Amounts, Quote, Rates
-from paceline.server.failures import LedgerUnavailable
-from paceline.server.tenant import DEFAULT_CLASS
+from paceline.server.errors import LedgerUnavailable
 
 if TYPE_CHECKING:
     from paceline.server.billing.ledger import Ledger
-    from paceline.server.call import RequestRecord
 
 ABORT = "abort"  # the finish reason of a request whose client has left
 
 
+@dataclass(slots=True, kw_only=True)
+class Consumption:
+    """What one request has taken so far, and how it ended: all that its price depends on."""
+
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    # Of the output tokens, those whose frames were written; whole answers are sent at once.
+    num_sent: int = 0
+    queue_s: float | None = None
+    preemptions: int = 0
+    cost: Cost = NO_COST  # of all branches that have ended
+    finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
+    error_code: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """An entry of a ledger that was opened."""
 
     ledger: Ledger
@@ -36,7 +52,7 @@ class Charge:
 
     __slots__ = ("_entry", "_hides_output", "_is_over", "_is_settled", "amounts", "quote")
 
-    def __init__(self, quote: Quote, entry: Entry | None = None, *, hides_output: bool = False) -> None:
+    def __init__(self, quote: Quote, entry: LedgerEntry | None = None, *, hides_output: bool = False) -> None:
         """`hides_output`: only the prompt was asked for, and the token it takes to read one is not shown."""
         self.quote = quote
         self.amounts: Amounts = NOTHING  # what it was charged in the end
@@ -45,13 +61,13 @@ class Charge:
         self._is_settled = False  # its entry is on the disk, or could not get there
         self._is_over = False
 
-    def price(self, record: RequestRecord) -> Amounts:
+    def price(self, used: Consumption) -> Amounts:
         """What the request costs if it ends here and well."""
-        cost = record.cost
+        cost = used.cost
         return self.quote.amounts(
-            computed=max(0, record.num_prompt - record.num_cached),
-            cached=min(record.num_cached, record.num_prompt),
-            output=self._output(record.num_output),
+            computed=max(0, used.num_prompt - used.num_cached),
+            cached=min(used.num_cached, used.num_prompt),
+            output=self._output(used.num_output),
             block_us=max(0, cost.block_us - cost.redone_block_us),
         )
 
@@ -60,49 +76,49 @@ class Charge:
         """Whether the last frame has to wait for the ledger."""
         return self._entry is not None and not self._is_settled
 
-    async def settle(self, record: RequestRecord) -> None:
+    async def settle(self, used: Consumption) -> None:
         """Everything but the last frame is sent: put the request into the ledger. Raises LedgerUnavailable."""
         if not self.waits:
             return
         assert self._entry is not None
         self._is_settled = True
-        output = self._output(record.num_output)
-        reason = record.finish_reason
-        closing = _closing(record, self._entry.seq, COMPLETE, reason, output, self.price(record))
+        output = self._output(used.num_output)
+        reason = used.finish_reason
+        closing = _closing(used, self._entry.seq, COMPLETE, reason, output, self.price(used))
         try:
             await self._entry.ledger.complete(closing)
         except LedgerUnavailable:
             self._is_over = True  # the ledger knows that it was not completed
             raise
 
-    def release(self, record: RequestRecord) -> None:
+    def release(self, used: Consumption) -> None:
         """The last frame is about to be sent: from now on the request is paid for. Raises LedgerUnavailable."""
         if self._entry is not None:
             assert self._is_settled, "written before it is sent"
             self._entry.ledger.release(self._entry.seq)
         self._is_over = True
-        self.amounts = self.price(record)
+        self.amounts = self.price(used)
 
-    def give_up(self, record: RequestRecord) -> None:
+    def give_up(self, used: Consumption) -> None:
         """The request is over; if it was not released, it came to no good end."""
         if self._is_over:
             return
         self._is_over = True
         if self._is_settled and self._entry is not None:
-            self._entry.ledger.void(self._entry.seq, record.error_code or "not_sent")
+            self._entry.ledger.void(self._entry.seq, used.error_code or "not_sent")
             return
-        is_ours = record.finish_reason != ABORT or bool(record.error_code)
-        sent = 0 if is_ours else self._output(min(record.num_sent, record.num_output))
+        is_ours = used.finish_reason != ABORT or bool(used.error_code)
+        sent = 0 if is_ours else self._output(min(used.num_sent, used.num_output))
         if sent:
-            self.amounts = self._sent_price(record, sent)
+            self.amounts = self._sent_price(used, sent)
         if self._entry is not None:
-            reason = record.error_code or record.finish_reason or "client_left"
-            closing = _closing(record, self._entry.seq, INCOMPLETE, reason, sent, self.amounts)
+            reason = used.error_code or used.finish_reason or "client_left"
+            closing = _closing(used, self._entry.seq, INCOMPLETE, reason, sent, self.amounts)
             self._entry.ledger.give_up(closing)
 
-    def _sent_price(self, record: RequestRecord, sent: int) -> Amounts:
-        """Nobody heard how much of the prompt was cached: it counts as whichever is cheaper."""
-        rates, prompt = self.quote.rates, record.num_prompt
+    def _sent_price(self, used: Consumption, sent: int) -> Amounts:
+        """The answer ended before it said how much of the prompt was cached: the cheaper of both is charged."""
+        rates, prompt = self.quote.rates, used.num_prompt
         is_cheaper = rates.cached_prompt < rates.prompt
         computed, cached = (0, prompt) if is_cheaper else (prompt, 0)
         return self.quote.amounts(computed=computed, cached=cached, output=sent, block_us=0)
@@ -112,23 +128,22 @@ class Charge:
 
 
 def no_charge() -> Charge:
-    """Of a request nobody has quoted a price for."""
+    """Of a request for which no price was quoted."""
     return Charge(Quote(service_class=DEFAULT_CLASS, rates=Rates()))
 
 
-def receipt(record: RequestRecord) -> Mapping[str, Any]:
+def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
     """What `usage.paceline` says of a request that has ended well."""
-    cost, charge = record.cost, record.charge
-    quote, amounts = charge.quote, charge.price(record)
+    cost, quote, amounts = used.cost, charge.quote, charge.price(used)
     return {
         "service_class": quote.service_class,
-        "prompt_tokens_computed": max(0, record.num_prompt - record.num_cached),
-        "prompt_tokens_cached": record.num_cached,
+        "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached),
+        "prompt_tokens_cached": used.num_cached,
         "recomputed_tokens": cost.redone,
-        "queue_ms": round((record.queue_s or 0.0) * 1e3, 3),
+        "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
         "kv_block_seconds": cost.block_us / 1e6,
         "recompute_kv_block_seconds": cost.redone_block_us / 1e6,
-        "preemptions": {"recompute": record.preemptions - cost.swaps, "swap": cost.swaps},
+        "preemptions": {"recompute": used.preemptions - cost.swaps, "swap": cost.swaps},
         "price": {**amount_values(amounts), **factor_values(quote)},
     }
 
@@ -150,21 +165,19 @@ def factor_values(quote: Quote) -> dict[str, float]:
     return found if quote.load is None else {**found, "load": quote.load / 1e6}
 
 
-def _closing(
-    record: RequestRecord, seq: int, state: str, reason: str, output: int, amounts: Amounts
-) -> Closing:
-    cost = record.cost
+def _closing(used: Consumption, seq: int, state: str, reason: str, output: int, amounts: Amounts) -> Closing:
+    cost = used.cost
     return Closing(
         seq=seq,
         closed_ms=now_ms(),
         state=state,
         reason=reason,
-        cached_tokens=record.num_cached,
+        cached_tokens=used.num_cached,
         output_tokens=output,
         recomputed_tokens=cost.redone,
-        preemptions=record.preemptions,
+        preemptions=used.preemptions,
         swaps=cost.swaps,
-        queue_us=round((record.queue_s or 0.0) * 1e6),
+        queue_us=round((used.queue_s or 0.0) * 1e6),
         block_us=cost.block_us,
         redone_block_us=cost.redone_block_us,
         prompt_nano=amounts.prompt,

@@ -8,13 +8,14 @@ from __future__ import annotations
 from decimal import Decimal
 from pathlib import Path
 
-from paceline.server.billing.charge import Charge, Entry
+from paceline.process.client import EngineClient
+from paceline.server.access.caller import FREE, Caller
+from paceline.server.billing.charge import Charge, LedgerEntry
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import Opening, now_ms
 from paceline.server.billing.pricing import Pricing, Quote, engine_load
-from paceline.server.call import Call, Caller, RequestRecord
-from paceline.server.tenant import FREE
-from paceline.serving.client import EngineClient
+from paceline.server.call import Call
+from paceline.server.generate.record import RequestRecord
 
 RECEIPT_HEADER = "x-paceline-receipt"  # "true" asks for a receipt
 
@@ -80,4 +81,4 @@ class Counter:
                 kv_rate=rates.kv_block_second,
             )
         )
-        return Charge(quote, Entry(self._ledger, seq), hides_output=hides_output)
+        return Charge(quote, LedgerEntry(self._ledger, seq), hides_output=hides_output)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.server.billing.ledger_db import INCOMPLETE, Closing, LedgerDb, Opening, Voiding, now_ms
-from paceline.server.failures import LedgerUnavailable
+from paceline.server.errors import LedgerUnavailable
 
 _logger = logging.getLogger("paceline.server")
 RETRY_S = 0.5

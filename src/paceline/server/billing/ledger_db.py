@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,52 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from paceline.errors import InputError
-from paceline.server.billing.sent_marks import SentMarks, boot_id
+
+# Which entries' last frames were handed to the network
+
+
+_MARK = struct.Struct("<q")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SentMarks:
+    """The marks beside one ledger, for the one server that writes them."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._path = Path(f"{ledger}.sent")
+        self.earlier = _read(self._path)  # of the server before; None where there is no file
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def forget_earlier(self) -> None:
+        """What they said has been written to the ledger."""
+        self.earlier = None
+        os.ftruncate(self._file, 0)
+
+    def note(self, seq: int) -> None:
+        """The last frame of this entry is about to be sent. Raises OSError."""
+        if os.write(self._file, _MARK.pack(seq)) != _MARK.size:
+            raise OSError("a mark was written in part")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def boot_id() -> str:
+    """Another one each time the machine starts; "" where there is none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> frozenset[int] | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    whole = len(data) - len(data) % _MARK.size
+    return frozenset(number for (number,) in _MARK.iter_unpack(data[:whole]))
+
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 SERVER_LOST = "server_lost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config_serve import BillingConfig
+from paceline.config.server import BillingConfig
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb
 from paceline.server.billing.pricing import Pricing

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from paceline.config_serve import BillingConfig
+from paceline.config.server import BillingConfig
 from paceline.errors import ConfigError, InvalidRequest
+from paceline.server.access.caller import CLASSES, Prices
 from paceline.server.billing.money import (
     BLOCK_DECIMALS,
     FACTOR_DECIMALS,
@@ -22,8 +23,7 @@ from paceline.server.billing.money import (
     shown,
     tokens_amount,
 )
-from paceline.server.failures import PriceAboveMaximum
-from paceline.server.tenant import CLASSES, Prices
+from paceline.server.errors import PriceAboveMaximum
 
 SPOT = "spot"
 DEFAULT_FACTORS = BillingConfig().price_factors

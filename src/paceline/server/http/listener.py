@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
 from paceline.server.http.protocol import ConnectionCounts, GuardedProtocol, guarded_protocol
 

@@ -20,7 +20,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from paceline.config_serve import ServerConfig
+from paceline.config.server import ServerConfig
 from paceline.server.errors import Refusal, openai_body, problem_of
 from paceline.server.http.request import CONNECTION, new_id
 

@@ -123,8 +123,8 @@ def same_hash(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
 
 def junk(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
     """Frames that make no sense, on their way to the engine before a good one; six of them are to be counted."""
-    from paceline.serving import frames
-    from paceline.serving.channel import make_header
+    from paceline.process import frames
+    from paceline.process.channel import make_header
 
     link = arguments[0]
     sampling = frames.Sampling(max_tokens=3)
@@ -142,7 +142,7 @@ def junk(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
 
 def babble(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
     """Frames that make no sense, from the engine, before what it has to say: two are to be counted by the client."""
-    from paceline.serving import frames
+    from paceline.process import frames
 
     service = arguments[0]
     ending = frames.BranchEnding(10**9, "stop", "", 1.0, 1, 1, 0, 0, 0.0)  # of nobody, and twice

@@ -1,0 +1,1 @@
+"""`paceline bench`: throughput, latency, load on servers, sweeps and comparisons."""

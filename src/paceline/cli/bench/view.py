@@ -1,0 +1,183 @@
+"""What `paceline bench` leaves behind: a table on standard output and, where asked for, a JSON file.
+
+Owns the layout of the file and the sentence above the table. The destination is checked before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.cli.doctor import gather
+from paceline.errors import InputError
+from paceline.factory import LoadedModel
+from paceline.lab.bench.machine import accelerator, engine_sizes, source_commit, triton_version
+from paceline.lab.bench.tables import Grid, rounded, split_grid
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = "paceline-bench"
+EDGES, GAP = 1, 3  # characters a table has beside its columns, and beside the text of each
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Everything one command found out, in the order it becomes known."""
+
+    kind: str  # throughput or latency
+    model: str
+    startup_s: float
+    engine: dict[str, Any]
+    seed: int = 0
+    facts: dict[str, Any] = field(default_factory=gather)
+    gpu: dict[str, Any] | None = field(default_factory=accelerator)
+    commit: str | None = field(default_factory=source_commit)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    further: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # engines behind the first: start-up and sizes
+    recheck: dict[str, Any] | None = None
+    error: str | None = None  # what ended the command early
+
+    @classmethod
+    def of(cls, kind: str, model: str, loaded: LoadedModel, startup_s: float) -> Report:
+        return cls(kind=kind, model=model, startup_s=startup_s, engine=engine_sizes(loaded))
+
+    @property
+    def title(self) -> str:
+        where = self.gpu["name"] if self.gpu is not None else self.facts["cpu"]["name"]
+        # Such figures stand beside others only with a word that says so.
+        is_own = self.engine["kv_cache_dtype"] == self.engine["dtype"]
+        kv = "" if is_own else f", KV cache in {self.engine['kv_cache_dtype']}"
+        starts = [self.startup_s, *(engine["startup_s"] for engine in self.further)]
+        seconds = " / ".join(f"{start:.2f}" for start in starts)
+        return f"{self.model} on {where}{kv}, ready after {seconds} s"
+
+    def plain(self) -> dict[str, Any]:
+        facts = self.facts
+        hardware = {
+            "gpu": self.gpu,
+            "cpu": facts["cpu"],
+            "memory": facts["memory"],
+            "system": facts["system"],
+        }
+        value = {
+            "format": FORMAT,
+            "kind": self.kind,
+            "command": shlex.join(["paceline", *sys.argv[1:]]),
+            "commit": self.commit,
+            "versions": {**facts["versions"], "triton": triton_version()},
+            "hardware": hardware,
+            "model": self.model,
+            "engine": self.engine,
+            "seed": self.seed,
+            "startup_s": self.startup_s,
+            "results": self.results,
+            "skipped": self.skipped,
+        }
+        if self.further:
+            value["further_engines"] = self.further
+        for name in ("recheck", "error"):
+            if getattr(self, name) is not None:
+                value[name] = getattr(self, name)
+        return rounded(value)
+
+
+def show(title: str, grid: Grid) -> None:
+    """On standard output, with the library for tables where it is installed."""
+    try:
+        _show_rich(title, grid)
+    except ModuleNotFoundError:
+        print(title, *plain_lines(grid), sep="\n")
+
+
+def plain_lines(grid: Grid) -> list[str]:
+    lines = [list(grid.headings), *map(list, grid.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(grid.headings))]
+    lines.insert(1, ["-" * width for width in widths])
+    return [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    ]
+
+
+def _show_rich(title: str, grid: Grid) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: lose nothing
+        console = Console(width=max(80, len(title), _natural_width(_rich_table(grid))))
+    console.print(Text(title, style="bold"))
+    for part in split_grid(grid, console.width, edge=EDGES, gap=GAP):
+        table = _rich_table(part)
+        is_wide = _natural_width(table) > console.width
+        console.print(_rich_table(part, is_narrow=True) if is_wide else table)
+
+
+def _natural_width(table: Table) -> int:
+    from rich.console import Console
+
+    return Console(width=10_000).measure(table).maximum
+
+
+def _rich_table(grid: Grid, *, is_narrow: bool = False) -> Table:
+    """Numbers are never broken; headings are, between words, where the table has to be narrow."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for column, heading in enumerate(grid.headings):
+        justify: Literal["left", "right"] = "left" if column == 0 else "right"
+        width = grid.least_width(column) if is_narrow else None
+        table.add_column(heading, justify=justify, width=width, overflow="fold")
+    for row in grid.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def note(text: str) -> None:
+    """A sentence beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def note_skipped(names: Sequence[str]) -> None:
+    for name in names:
+        note(f"{name} is left out: its lengths come from a trace; name the file with --trace")
+
+
+@contextmanager
+def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
+    """Write the report when this is left, also by an error, which it then names; and whenever what it gives is called,
+    since a long run may be killed."""
+
+    def save() -> None:
+        if target is not None:
+            write_json(report.plain(), target)
+
+    try:
+        yield save
+    except BaseException as error:
+        report.error = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise
+    finally:
+        save()
+        if target is not None:
+            print(f"Wrote {target}")
+
+
+def write_json(value: Mapping[str, Any], target: Path) -> None:
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {target}: {problem.strerror or problem}") from problem

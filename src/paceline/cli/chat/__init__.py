@@ -1,0 +1,1 @@
+"""`paceline chat`: a conversation on the terminal."""

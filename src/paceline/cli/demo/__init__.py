@@ -1,0 +1,1 @@
+"""`paceline demo`: the same requests under three batching modes."""

@@ -1,0 +1,1 @@
+"""`paceline run-batch`: a file of requests, without a server."""

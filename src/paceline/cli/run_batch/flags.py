@@ -1,0 +1,210 @@
+"""`paceline run-batch`: a file of OpenAI requests in, a file of responses out.
+
+Owns the command line, the progress shown and the summary; what happens to a line is in `batch_run`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.flags import (
+    BATCH,
+    ENGINE,
+    MODEL,
+    Flag,
+    Panel,
+    add_command,
+    engine_options,
+    find_model,
+    seed_panel,
+)
+from paceline.config.options import option
+from paceline.errors import InputError
+
+if TYPE_CHECKING:
+    from paceline.cli.run_batch.run import InputLine, ResultFile
+
+MOST_NAMED = 10  # failed lines in a message
+HELP = """
+Answer a file of requests in the OpenAI batch format.
+
+\b
+  paceline run-batch requests.jsonl results.jsonl
+  paceline run-batch -i requests.jsonl -o results.jsonl --model org/model
+
+A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body": {...}}.
+Results are written in the order they finish. A request that fails gets a result with an error, and the command exits
+with 1. Run the same command again after a crash or Ctrl-C: lines that have a result are skipped.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """What `paceline run-batch` takes beside the model's options."""
+
+    source: str | None = option(None, "file with a request on each line", kind=str)
+    target: str | None = option(None, "file the results are appended to", kind=str)
+    input_file: str | None = option(None, "same as INPUT", kind=str, basic=True)
+    output_file: str | None = option(None, "same as OUTPUT", kind=str, basic=True)
+    served_model_name: tuple[str, ...] | None = option(
+        None, "model name in requests; can be given several times", kind=tuple, basic=True
+    )
+
+
+PANELS = (
+    Panel(
+        title="Files",
+        config=BatchOptions,
+        flags=(
+            Flag(name="source", metavar="INPUT", is_argument=True),
+            Flag(name="target", metavar="OUTPUT", is_argument=True),
+            Flag(name="input_file", also=("-i",), metavar="INPUT"),
+            Flag(name="output_file", also=("-o",), metavar="OUTPUT"),
+            Flag(name="served_model_name", metavar="NAME", default="name of --model"),
+        ),
+    ),
+    MODEL,
+    seed_panel("0"),
+    *ENGINE,
+    BATCH,
+)
+
+
+def add_run_batch(app: typer.Typer) -> None:
+    add_command(app, "run-batch", _run_batch, PANELS, HELP)
+
+
+def _run_batch(values: Mapping[str, Any]) -> None:
+    engine = engine_options(values)
+    source = _path(values, "source", "input_file", "-i")
+    target = _path(values, "target", "output_file", "-o")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise InputError("the results would be written into the file of the requests; give another file")
+
+    from paceline.cli.run_batch.run import ResultFile, read_lines
+
+    with ResultFile(target) as results:
+        lines = [line.earlier_status for line in results.match(read_lines(source))]
+        progress = BatchProgress(len(lines))
+        try:
+            if None in lines:
+                find_model(engine)
+                _run_lines(engine, _names(values), source, results, progress)
+            else:  # nothing is left to do, and no model is needed to say so
+                for line in results.match(read_lines(source)):
+                    progress.on_skipped(line)
+        except KeyboardInterrupt:
+            print("Stopped; run the same command again to continue.", file=sys.stderr)
+            raise
+        finally:
+            progress.close()
+    print(progress.summary(), file=sys.stderr)
+    if progress.failed:
+        print(f"{_failures(progress.failed)}; see the errors in {target}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _run_lines(
+    engine: Mapping[str, Any],
+    names: tuple[str, ...],
+    source: Path,
+    results: ResultFile,
+    progress: BatchProgress,
+) -> None:
+    from paceline.cli.run_batch.run import BatchRun, read_lines
+    from paceline.llm.frontend import Frontend
+
+    front = Frontend(None, engine, interactive=False)
+    progress.start()
+    BatchRun(front, names, results, progress).run(results.match(read_lines(source)))
+
+
+def _failures(numbers: Sequence[int]) -> str:
+    """How many requests failed, and on which lines of the input."""
+    count = len(numbers)
+    shown = ", ".join(str(number) for number in sorted(numbers)[:MOST_NAMED])
+    more = f" and {count - MOST_NAMED:,} more" if count > MOST_NAMED else ""
+    return f"{count:,} request{'s' * (count != 1)} failed (input line{'s' * (count != 1)} {shown}{more})"
+
+
+def _path(values: Mapping[str, Any], place: str, name: str, flag: str) -> Path:
+    given = [values[key] for key in (place, name) if values[key] is not None]
+    if len(given) != 1:
+        problem = "twice" if given else "nowhere"
+        what = "input" if place == "source" else "output"
+        raise InputError(f"the {what} file is given {problem}; give it once, by its place or with {flag}")
+    return Path(given[0])
+
+
+def _names(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """What requests may call the model."""
+    from paceline.models.files.fetch import DEFAULT_MODEL, DEFAULT_NAME
+
+    if values["served_model_name"]:
+        return tuple(values["served_model_name"])
+    model = values["model"]
+    if model is None or model == DEFAULT_NAME:
+        return (DEFAULT_NAME, DEFAULT_MODEL.file_name.split(".")[0])
+    return tuple(dict.fromkeys((model, Path(model).name, Path(model).stem)))
+
+
+class BatchProgress:
+    """Counts results, and shows the progress on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self.failed: list[int] = []  # input lines whose result is an error, of this run or an earlier one
+        self._total = total
+        self._num_answered = self._num_failed = self._num_skipped = 0
+        self._num_input = self._num_output = 0
+        self._started_s = time.perf_counter()
+        self._bar: Any = None
+
+    def start(self) -> None:
+        """Begin to measure: the model is loaded."""
+        self._started_s = time.perf_counter()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, desc="Requests", unit="req", dynamic_ncols=True)
+
+    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None:
+        if status == 200:
+            self._num_answered += 1
+        else:
+            self._num_failed += 1
+            self.failed.append(number)
+        self._num_input += num_input
+        self._num_output += num_output
+        self._advance()
+
+    def on_skipped(self, line: InputLine) -> None:
+        self._num_skipped += 1
+        if line.earlier_status != 200:
+            self.failed.append(line.number)
+        self._advance()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def summary(self) -> str:
+        if self._num_skipped == self._total:
+            return f"Nothing to do: all {self._total:,} requests have a result"
+        skipped = f", {self._num_skipped} done before" if self._num_skipped else ""
+        return f"{self._num_answered} answered, {self._num_failed} failed{skipped}; {self._rates()}"
+
+    def _advance(self) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._rates(), refresh=False)
+            self._bar.update(1)
+
+    def _rates(self) -> str:
+        seconds = max(time.perf_counter() - self._started_s, 1e-9)
+        return f"{self._num_input / seconds:.1f} tokens/s in, {self._num_output / seconds:.1f} tokens/s out"

@@ -1,0 +1,1 @@
+"""`paceline serve`: flags, the run, the start card."""

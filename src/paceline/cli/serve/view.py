@@ -1,0 +1,140 @@
+"""What a server shows while its model is loaded, and the card when it is ready: what runs, how much fits, where it is
+and how to try it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from paceline.cli.terminal import is_dumb
+from paceline.process.client import EngineInfo
+from paceline.process.frames import Loading
+
+TYPICAL_TOKENS = 2048
+CLEAR_LINE = "\r\x1b[2K"
+BAR_WIDTH = 30
+Line = tuple[str, str]
+
+
+def card_lines(
+    info: EngineInfo,
+    *,
+    version: str,
+    names: Sequence[str],
+    base_url: str,
+    metrics_url: str,
+    curl_options: str = "",
+    needs_key: bool,
+) -> list[Line]:
+    """Label and value of each line."""
+    tokens = info.usable_blocks * info.block_size
+    kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
+    also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
+    lines = [
+        ("paceline", version),
+        ("model", names[0] + also),
+        (
+            "runs on",
+            f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}, loaded in {info.load_s:.1f} s",
+        ),
+        (
+            "KV cache",
+            f"{_size(info.kv_bytes)}{kind}: {info.usable_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
+        ),
+        ("concurrency", _concurrency(info, tokens)),
+        ("steps", _steps(info)),
+        ("chat", f"{base_url}/"),
+        ("API", f"{base_url}/v1"),
+        ("live page", f"{base_url}/ui"),
+        ("docs", f"{base_url}/docs"),
+        ("metrics", metrics_url),
+    ]
+    lines += [("note", notice) for notice in info.notices]
+    lines.append(("try", curl_line(base_url, names[0], curl_options, needs_key=needs_key)))
+    return lines
+
+
+def curl_line(base_url: str, name: str, options: str, *, needs_key: bool) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    quoted = body.replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if needs_key else ""
+    return (
+        f"curl {options}{base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+    )
+
+
+class LoadingLine:
+    """How far loading is: one line that changes on a terminal, a line for each stage elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._changes = stream.isatty() and not is_dumb()
+        self._shown = ""
+
+    def show(self, news: Loading | None) -> None:
+        """None: loading has ended."""
+        with suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
+            text = "" if news is None else _progress(news, with_bar=self._changes)
+            if text == self._shown:
+                return
+            if self._changes:
+                self._stream.write(f"{CLEAR_LINE}{text}")
+            elif text:
+                self._stream.write(f"{text}\n")
+            self._stream.flush()
+            self._shown = text
+
+
+def _progress(news: Loading, *, with_bar: bool) -> str:
+    if not news.stage:
+        return ""
+    if not news.total or not with_bar:
+        return f"{news.stage} ..."
+    filled = BAR_WIDTH * news.done // news.total
+    return f"{news.stage} {'━' * filled}{'╌' * (BAR_WIDTH - filled)} {news.done} of {news.total} layers"
+
+
+def show_card(lines: Sequence[Line], stream: TextIO) -> None:
+    """A box on a terminal that has room for it, plain lines elsewhere. The line to copy stays whole."""
+    try:
+        width = max(len(label) for label, _ in lines)
+        if not stream.isatty():
+            stream.write("".join(f"{label}: {value}\n" for label, value in lines))
+        else:
+            stream.write(_boxed(lines, width, shutil.get_terminal_size().columns))
+        stream.flush()
+    except (OSError, ValueError):
+        return  # nobody reads it
+
+
+def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:
+    framed = [f"{label:<{width}}  {value}" for label, value in lines if label != "try"]
+    outside = "".join(f"  {value}\n" for label, value in lines if label == "try")
+    inner = max(map(len, framed))
+    if inner + 4 > columns:
+        return "\n".join(framed) + "\n\n" + outside + "\n"
+    top, bottom = "╭" + "─" * (inner + 2) + "╮\n", "╰" + "─" * (inner + 2) + "╯\n"
+    return top + "".join(f"│ {line:<{inner}} │\n" for line in framed) + bottom + "\n" + outside + "\n"
+
+
+def _steps(info: EngineInfo) -> str:
+    told = f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"
+    if info.max_num_prompt_tokens > info.max_num_batched_tokens:
+        told += f", {info.max_num_prompt_tokens:,} while nobody decodes"
+    if info.learns_step_sizes:
+        told += "; follows how long steps take"
+    return told
+
+
+def _concurrency(info: EngineInfo, tokens: int) -> str:
+    parts = [f"{tokens / info.max_model_len:.2f}x for {info.max_model_len:,} tokens per request"]
+    if info.max_model_len > TYPICAL_TOKENS:
+        parts.append(f"{tokens / TYPICAL_TOKENS:.2f}x for {TYPICAL_TOKENS:,}")
+    return f"{', '.join(parts)}; at most {info.max_num_seqs} at once"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

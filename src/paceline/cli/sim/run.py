@@ -1,0 +1,279 @@
+"""Which simulations a command line asks for, and running them one after the other.
+
+Owns the meaning of the options together: modes times rates, the sweep behind a plot, the progress bar. What a
+simulation does is `sim`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.flags import split_list
+from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
+from paceline.core.recorder import StepRecorder
+from paceline.costs.presets import device_spec, model_shape
+from paceline.errors import InputError
+from paceline.lab.report.record import RunRecord
+from paceline.lab.report.summary import Slo, Summary, summarize
+from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
+from paceline.lab.sim.cost_files import load_cost_model
+from paceline.lab.workload import Workload, load_workload
+from paceline.lab.workload.generators import GENERATORS
+
+if TYPE_CHECKING:
+    from paceline.server.live.recording import Recording
+
+SLO_NAMES = ("ttft", "itl", "e2e")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One simulation to be made."""
+
+    label: str
+    mode: str
+    rate: float | None  # mean requests per second; None when all arrive at once
+    workload: Workload
+    config: SimConfig
+    asked: bool  # False: a point of the sweep behind a plot that nobody asked for by name
+    slo: Slo | None
+    device_hour_price: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A simulation that was made. The record is kept where a timeline may be drawn from it."""
+
+    run: Run
+    summary: Summary
+    record: RunRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The workload at one rate."""
+
+    rate: float | None
+    workload: Workload
+    asked: bool
+
+
+def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
+    """Every run of the command line, checked as far as it can be without running."""
+    machine = machine_of(options)
+    slo = parse_slo(options.slo)
+    faults = parse_faults(options.faults)
+    modes = split_list(options.modes, "--mode")
+    loads = _loads(options)
+    several = sum(load.asked for load in loads) > 1
+    runs = []
+    for mode in modes:
+        for load in loads:
+            label = rate_label(mode, load.rate) if several or not load.asked else mode
+            config = SimConfig(
+                machine=machine,
+                engine=engine_config(machine, load.workload, {**engine, "mode": mode}),
+                num_replicas=options.replicas,
+                router=options.router,
+                **host_costs(machine.cost, options.host_step_s),
+                priorities=options.priorities,
+                deadline_s=None if options.deadline_ms is None else (options.deadline_ms / 1e3, 0.0),
+                ttft_slo_ms=options.ttft_slo_ms,
+                itl_slo_ms=options.itl_slo_ms,
+                on_infeasible=options.on_infeasible,
+                forecasts=options.forecasts,
+                faults=faults,
+                seed=options.seed,
+                check=options.check,
+            )
+            run = Run(
+                label=label,
+                mode=mode,
+                rate=load.rate,
+                workload=load.workload,
+                config=config,
+                asked=load.asked,
+                slo=slo,
+                device_hour_price=options.device_hour_price,
+            )
+            runs.append(run)
+    if options.log and (sum(run.asked for run in runs) > 1 or options.replicas > 1):
+        raise InputError("--log records one engine in one run; give one mode, one rate and --replicas 1")
+    return runs
+
+
+def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:
+    """What the page will show of each run that was asked for, by its label."""
+    from paceline.server.live.recording import Recording
+
+    asked = [run for run in runs if run.asked]
+    if any(run.config.num_replicas > 1 for run in asked):
+        raise InputError("--ui shows one engine of a run; use --replicas 1")
+    return {
+        run.label: Recording(
+            run.label,
+            num_rows=run.config.engine.scheduler.max_num_seqs,
+            device=f"{run.config.machine.model.name} on {run.config.machine.device.name}, simulated",
+        )
+        for run in asked
+    }
+
+
+def run_all(
+    runs: Sequence[Run], log: Path | None, recordings: Mapping[str, Recording] | None = None
+) -> list[Result]:
+    """Run them in order, with a bar for each on a terminal."""
+    last_asked = {run.mode: run for run in runs if run.asked}
+    results = []
+    with _progress() as bar_for:
+        for run in runs:
+            record = simulate(
+                run.config,
+                run.workload,
+                label=run.label,
+                recorder=_recorder(run, log) if run.asked and log is not None else None,
+                watch=recordings[run.label].watch if recordings and run.asked else None,
+                on_progress=bar_for(run),
+            )
+            summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)
+            kept = record if last_asked[run.mode] is run else None
+            results.append(Result(run=run, summary=summary, record=kept))
+    return results
+
+
+def rate_label(mode: str, rate: float | None) -> str:
+    return mode if rate is None else f"{mode} {rate:.4g}/s"
+
+
+def parse_slo(text: str) -> Slo | None:
+    """`ttft=1.0,itl=0.05,e2e=30` as a value; None when nothing is bounded."""
+    bounds: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        seconds = _number(value)
+        if name not in SLO_NAMES or f"{name}_s" in bounds or seconds is None or not 0 < seconds < math.inf:
+            raise InputError(
+                f"--slo '{part}' is not understood; give each bound once, in seconds, "
+                "as in --slo ttft=1.0,itl=0.05,e2e=30"
+            )
+        bounds[f"{name}_s"] = seconds
+    return Slo(**bounds) if bounds else None
+
+
+def parse_rates(text: str) -> list[float]:
+    """`5,10,20` as numbers, in order; empty when the text is."""
+    rates = []
+    for part in split_list(text, "--rate") if text else []:
+        rate = _number(part)
+        if rate is None or not 0 < rate < math.inf:
+            raise InputError(f"--rate '{part}' is not a rate; give requests per second, as in --rate 5,10,20")
+        rates.append(rate)
+    return sorted(set(rates))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def machine_of(options: SimOptions) -> Machine:
+    """The model on its device, with step times from the cost model that was named."""
+    machine = Machine.of(model_shape(options.model), device_spec(options.device))
+    if not options.cost_model:
+        return machine
+    return replace(machine, cost=load_cost_model(options.cost_model, machine.kv_bytes_per_token))
+
+
+def _loads(options: SimOptions) -> list[Load]:
+    """The workload at every rate asked for, and around a single one if a curve is to be drawn."""
+    rates = parse_rates(options.rate)
+    if not rates:
+        return _recorded_loads(options)
+    asked = set(rates)
+    if options.plot and len(rates) == 1:
+        rates = [rates[0] * factor for factor in SWEEP_FACTORS]
+    return [Load(rate=rate, workload=_load(options, rate), asked=rate in asked) for rate in rates]
+
+
+def _recorded_loads(options: SimOptions) -> list[Load]:
+    """Arrivals as they are; around them, if a curve is to be drawn, the same with time compressed."""
+    workload = _load(options, None)
+    rate = workload.rate if 0 < workload.rate < math.inf else None
+    if not options.plot:
+        return [Load(rate=rate, workload=workload, asked=True)]
+    if rate is None:
+        raise InputError(
+            f"--plot draws curves over the rate, but the requests of {workload.name} all arrive at once; "
+            "give --rate"
+        )
+    return [
+        Load(
+            rate=rate * factor,
+            workload=replace(workload, arrival_s=workload.arrival_s / factor) if factor != 1.0 else workload,
+            asked=factor == 1.0,
+        )
+        for factor in SWEEP_FACTORS
+    ]
+
+
+def _load(options: SimOptions, rate: float | None) -> Workload:
+    num_requests = options.num_requests
+    if num_requests is None and options.trace in GENERATORS:
+        num_requests = BUILT_IN_REQUESTS
+    return load_workload(
+        options.trace,
+        num_requests=num_requests,
+        seed=options.seed,
+        rate=rate,
+        speed=options.speed,
+        arrivals=options.arrivals,
+    )
+
+
+def _recorder(run: Run, path: Path) -> StepRecorder:
+    from paceline.audit.runlog import BEGAN, RunLogWriter, run_header
+
+    named = {"seed": run.config.seed, "workload": run.workload.name, "label": run.label}
+    header = run_header(run.config.engine, **named, **{BEGAN: 0.0})
+    return RunLogWriter(path, header)
+
+
+Bar = Callable[[int, int, float], None]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Run], Bar]]:
+    """Bars on standard error; nothing at all when that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda run: lambda ended, total, now_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn(
+            "{task.completed:,.0f}/{task.total:,.0f} requests, {task.fields[virtual_s]:,.1f} s simulated in"
+        ),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def bar_for(run: Run) -> Bar:
+            task = progress.add_task(run.label, total=len(run.workload), virtual_s=0.0)
+
+            def update(ended: int, total: int, now_s: float) -> None:
+                progress.update(task, completed=ended, total=total, virtual_s=now_s)
+
+            return update
+
+        yield bar_for

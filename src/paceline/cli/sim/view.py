@@ -1,0 +1,184 @@
+"""What `paceline sim` leaves behind: tables on standard output, and the files it was asked for.
+
+Owns titles, the layout of the JSON file and the names of the pictures. Destinations are checked before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.flags import writable
+from paceline.cli.sim.flags import SimOptions
+from paceline.cli.sim.run import Result, rate_label
+from paceline.errors import InputError
+from paceline.lab.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
+from paceline.lab.report.table import compact_table, comparison_table, format_number, to_json
+from paceline.version import __version__
+
+MAX_COLUMNS = 6  # more runs than these are listed one per line
+FORMAT = "paceline-sim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go. All of it can be written, as far as one can tell beforehand."""
+
+    json: Path | None
+    plot: Path | None
+    log: Path | None
+
+    @classmethod
+    def checked(cls, options: SimOptions) -> Outputs:
+        if options.plot:
+            if not options.plot.lower().endswith(".png"):
+                raise InputError(
+                    f"--plot {options.plot}: pictures are PNG files; give a name that ends in .png"
+                )
+            if find_spec("matplotlib") is None:
+                raise InputError("--plot needs matplotlib: pip install matplotlib")
+        return cls(
+            json=writable("--json", options.json),
+            plot=writable("--plot", options.plot),
+            log=writable("--log", options.log),
+        )
+
+
+def print_results(results: Sequence[Result], options: SimOptions) -> None:
+    asked = [result for result in results if result.run.asked]
+    several = len({result.run.rate for result in asked}) > 1
+    show_table(_title(asked[0], options, several=several), _table(asked))
+    if len(asked) < len(results):
+        named = [
+            replace(result.summary, label=rate_label(result.run.mode, result.run.rate)) for result in results
+        ]
+        show_table("Around that rate", compact_table(named))
+    for line in _knee_lines(results):
+        print(line)
+    if options.check:
+        print(f"Every invariant held, in every step of {len(results)} run{'s' * (len(results) > 1)}.")
+
+
+def write_files(results: Sequence[Result], options: SimOptions, outputs: Outputs) -> None:
+    """Write what was asked for; the last line printed names it."""
+    written: list[Path] = []
+    if outputs.json is not None:
+        _write_json(results, options, outputs.json)
+        written.append(outputs.json)
+    if outputs.plot is not None:
+        written += _write_plots(results, outputs.plot)
+    if outputs.log is not None:
+        written.append(outputs.log)
+    if written:
+        print("Wrote " + ", ".join(str(path) for path in written))
+
+
+def _table(results: Sequence[Result]) -> Table:
+    summaries = [result.summary for result in results]
+    return (comparison_table if len(summaries) <= MAX_COLUMNS else compact_table)(summaries)
+
+
+def _title(result: Result, options: SimOptions, *, several: bool) -> str:
+    run = result.run
+    when = "all at once" if run.rate is None else f"at {format_number(run.rate)}/s"
+    replicas = f"{options.replicas} x " if options.replicas > 1 else ""
+    return (
+        f"{run.workload.name}: {sum(result.summary.requests.values()):,} requests "
+        f"{'at several rates' if several else when}, {run.config.machine.model.name} on "
+        f"{replicas}{run.config.machine.device.name}, seed {run.config.seed}"
+    )
+
+
+def show_table(title: str, table: Table) -> None:
+    """A title and its table on standard output."""
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: lose nothing
+        console = Console(width=max(80, len(title), Console(width=10_000).measure(table).maximum))
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _knee_lines(results: Sequence[Result]) -> list[str]:
+    lines = []
+    for curve in _curves(results):
+        rates = [point.rate for point in curve.points]
+        if len(rates) > 1:
+            knee = curve.knee
+            seen = f"not between {min(rates):.4g} and {max(rates):.4g}/s" if knee is None else f"{knee:.4g}/s"
+            lines.append(f"Knee of {curve.label} (the rate after which p99 TTFT doubles): {seen}")
+    return lines
+
+
+def _curves(results: Sequence[Result]) -> list[Curve]:
+    curves = []
+    for mode in dict.fromkeys(result.run.mode for result in results):
+        points = [
+            curve_point(result.run.rate, result.summary)
+            for result in results
+            if result.run.mode == mode and result.run.rate is not None
+        ]
+        curves.append(Curve(label=mode, points=points))
+    return curves
+
+
+def _write_json(results: Sequence[Result], options: SimOptions, path: Path) -> None:
+    value = {
+        "format": FORMAT,
+        "version": __version__,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "seed": options.seed,
+        "runs": [_run_json(result) for result in results],
+        "knees": _knees(results),
+    }
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+
+
+def _run_json(result: Result) -> dict[str, object]:
+    run = result.run
+    workload = run.workload
+    return {
+        "label": run.label,
+        "mode": run.mode,
+        "rate": run.rate,
+        "workload": {
+            "name": workload.name,
+            "num_requests": len(workload),
+            "prompt_tokens": int(workload.prompt_len.sum(dtype="int64")),
+            "output_tokens": int(workload.output_len.sum(dtype="int64")),
+        },
+        "config": run.config.described(),
+        "summary": to_json(result.summary),
+    }
+
+
+def _knees(results: Sequence[Result]) -> dict[str, float | None]:
+    return {curve.label: curve.knee for curve in _curves(results) if len(curve.points) > 1}
+
+
+def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:
+    run = results[0].run
+    machine = run.config.machine
+    title = f"{run.workload.name}: {machine.model.name} on {machine.device.name}"
+    plot_throughput_latency(_curves(results), path, title=title)
+    written = [path]
+    kept = [result for result in results if result.record is not None]
+    for result in kept:
+        name = ".timeline.png" if result is kept[0] else f".timeline.{result.run.mode}.png"
+        timeline = path.with_suffix(name)
+        assert result.record is not None
+        plot_timeline(result.record, timeline, title=f"{title}, {result.run.mode}")
+        written.append(timeline)
+    return written

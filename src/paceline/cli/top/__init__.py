@@ -1,0 +1,1 @@
+"""`paceline top`: a running server in a terminal."""

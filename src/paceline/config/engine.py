@@ -1,0 +1,351 @@
+"""Every option of the engine, declared once.
+
+An option is a dataclass field made with `option(...)`: default, help text, bounds and choices live there, and
+validation, command-line flags and the reference page are derived from it. A config is frozen: capacities that
+follow from it are values of their own (see `Capacity`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from paceline.config.options import OWN_CLASS, check_options, option
+from paceline.errors import ConfigError
+
+MODES = ("continuous", "dynamic", "static")
+POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "tail")
+PREEMPTION_KINDS = ("auto", "recompute", "swap")
+STATIC_ORDERS = ("fifo", "sorted")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
+QUANTIZATIONS = ("auto", "none")
+DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
+LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One group of layers that share a block table: full attention, or a sliding window of `window` tokens."""
+
+    window: int | None = None
+    num_blocks: int | None = None  # None: as many as KVConfig.num_blocks
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"a layer group's {name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """Size and shape of the paged KV cache."""
+
+    block_size: int = option(16, "tokens per KV block; 16 suits a CPU, 64 a GPU", low=1, high=1024)
+    num_blocks: int = option(
+        4096, "number of KV blocks on the device", low=2, flag="--num-gpu-blocks-override"
+    )
+    num_host_blocks: int = option(0, "KV blocks in host memory, for requests that are swapped out", low=0)
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.groups:
+            raise ConfigError("groups must name at least one layer group")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """How long a step takes, as plain numbers: what a pace is kept by. Part of the config, so that a run log has it.
+
+    A step runs as long as one of the next larger size, and longer for what its rows read.
+    """
+
+    sizes: tuple[
+        int, ...
+    ]  # tokens of a step, ascending; no step is held to fewer tokens of prompts than the first
+    seconds: tuple[float, ...]  # of a step of each size, attention left out
+    context_s: float = 0.0  # more, for each token of context that decoding rows read
+    product_s: float = 0.0  # more, for each pair of a prompt token and a token before it
+    row_s: float = 0.0  # more, for each decoding row
+
+    def __post_init__(self) -> None:
+        sizes, seconds = self.sizes, self.seconds
+        if not sizes or len(sizes) != len(seconds) or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ConfigError("the sizes of steps must ascend, and each needs its seconds")
+        numbers = (*seconds, self.context_s, self.product_s, self.row_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
+            raise ConfigError("what a step costs must be finite numbers that are not negative")
+        if list(seconds) != sorted(seconds):
+            raise ConfigError("a larger step cannot take less time than a smaller one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedSteps:
+    """Sizes of steps follow from how long steps take while serving. Part of the config, so that a run log has it.
+
+    The sizes of the config are those of the start. A step was measured to take `fixed_s`, and `token_s` for each token.
+    """
+
+    fixed_s: float
+    token_s: float
+    beside_s: float  # what a step beside decoding rows should take
+    alone_s: float  # and one in which nobody decodes
+    least: int = 16  # tokens for prompts, however slow steps are
+    most: int = 512  # tokens of a step, however quick
+    most_alone: int = 512
+
+    def __post_init__(self) -> None:
+        numbers = (self.fixed_s, self.token_s, self.beside_s, self.alone_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in numbers) or self.token_s <= 0.0:
+            raise ConfigError("what a step takes must be finite numbers that are not negative")
+        if self.least < 1 or self.most < 1 or self.most_alone < 1:
+            raise ConfigError("a step has at least one token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionCosts:
+    """What it takes to bring a request back that gave way, as measured on this machine when it was started."""
+
+    token_s: float  # to compute a token of a prompt again, in a large step
+    product_s: float = 0.0  # more, for each pair of a token and one before it
+    block_s: float = math.inf  # to copy a block to host memory, or back
+    step_s: float = 0.02  # a step in which everybody gets a token
+
+    def __post_init__(self) -> None:
+        finite = (self.token_s, self.product_s, self.step_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
+            raise ConfigError("what preemption costs must be numbers that are not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are composed and who goes first."""
+
+    max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536, basic=True)
+    max_num_batched_tokens: int = option(2048, "most tokens in one step", low=1, basic=True)
+    max_num_prompt_tokens: int = option(
+        0, "most tokens in a step without decoding requests; 0: as --max-num-batched-tokens", low=0
+    )
+    step_target_ms: float | None = option(
+        None,
+        "target duration of steps with prompts, in milliseconds; 0: no target",
+        low=0.0,
+        high=60_000.0,
+        kind=float,
+    )
+    step_stretch: float = option(
+        1.6, "factor by which steps may exceed their target while requests wait for a first token", low=1.0
+    )
+    step_patience_s: float = option(
+        0.35,
+        "seconds of waiting for a first token after which steps are stretched; fully at twice that",
+        low=1e-3,
+    )
+    dial: float | None = option(
+        None,
+        "0: least latency, 1: most throughput; can be changed while serving",
+        low=0.0,
+        high=1.0,
+        kind=float,
+        basic=True,
+    )
+    target_itl_p99_ms: float | None = option(
+        None,
+        "p99 between tokens to hold, in milliseconds, by moving the dial",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+        basic=True,
+    )
+    target_ttft_p99_ms: float | None = option(
+        None,
+        "p99 to the first token to hold, in milliseconds, by moving the dial",
+        low=LEAST_TARGET_MS,
+        high=MOST_TARGET_MS,
+        kind=float,
+    )
+    max_model_len: int = option(4096, "most tokens of a sequence, prompt and output", low=2, basic=True)
+    scheduling_policy: str = option("fcfs", "order of requests", choices=(*POLICIES, OWN_CLASS), basic=True)
+    ageing_s: float = option(
+        30.0,
+        "seconds; priority: waiting that counts as one level; shortest: longest delay of a long request; "
+        "deadline: time by which a request without one starts",
+        low=1e-6,
+    )
+    prompt_handicap_ms: float = option(
+        0.7, "shortest: milliseconds of waiting that one prompt token counts for", low=0.0, high=1e3
+    )
+    output_handicap_ms: float = option(
+        2.0, "shortest: milliseconds of waiting that one token of max_tokens counts for", low=0.0, high=1e4
+    )
+    first_token_s: float | None = option(
+        None,
+        "deadline: seconds after arrival by which a request should have its first token",
+        low=1e-3,
+        kind=float,
+    )
+    tenant_weights: str = option("", "fair: shares of tenants, such as alice=2,bob=0.5; other tenants have 1")
+    output_token_cost: float = option(
+        2.0, "fair: prompt tokens that one generated token counts for", low=0.0, high=1e3
+    )
+    flood_tokens: int = option(
+        8192,
+        "fair: tokens served without a pause after which a tenant leaves room for others",
+        low=1,
+    )
+    mode: str = option("continuous", "how batches are formed", choices=MODES)
+    batch_size: int = option(32, "static and dynamic mode: requests in a batch", low=1)
+    batch_timeout_s: float = option(0.1, "dynamic mode: longest wait for a full batch, in seconds", low=0.0)
+    static_flush_s: float = option(
+        5.0, "static mode: seconds after which a partly filled batch starts", low=0.0
+    )
+    static_order: str = option(
+        "fifo", "static mode: order in which requests are picked for a batch", choices=STATIC_ORDERS
+    )
+    long_prefill_share: float = option(
+        0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
+    )
+    watermark: float = option(0.01, "share of KV blocks kept free when admitting requests", low=0.0, high=0.9)
+    preemption: str = option(
+        "auto",
+        "what to do with the KV of a preempted request: recompute it, swap it to host memory, or the cheaper of both",
+        choices=PREEMPTION_KINDS,
+    )
+    max_preemptions: int = option(4, "preemptions after which a request is not preempted again", low=0)
+    max_queue: int = option(10_000, "most waiting requests", low=1)
+    max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
+    defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
+    step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
+    preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
+    learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        given = [name for name in DIAL_OPTIONS if getattr(self, name) is not None]
+        flags = [f"--{name.replace('_', '-')}" for name in given]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
+        if given and self.mode != "continuous":
+            raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
+
+    @property
+    def has_dial(self) -> bool:
+        """Whether the dial is set from the start."""
+        return any(getattr(self, name) is not None for name in DIAL_OPTIONS)
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether the number of tokens of a step follows from its duration. Padded batches have no use for it."""
+        return bool(self.step_target_ms) and self.step_costs is not None and self.mode == "continuous"
+
+    @property
+    def largest_step(self) -> int:
+        """Most tokens of any step."""
+        learned = self.learned_steps
+        more = (0, 0) if learned is None else (learned.most, learned.most_alone)
+        return max(self.max_num_batched_tokens, self.max_num_prompt_tokens, *more)
+
+    def step_tokens(self, decoding: int) -> int:
+        """Most tokens of a step with so many decoding rows, where its duration does not say it."""
+        alone = 0 if decoding else self.max_num_prompt_tokens
+        return max(self.max_num_batched_tokens, alone)
+
+    def most_step_tokens(self, decoding: int) -> int:
+        """The same, whatever is learnt while serving."""
+        return self.step_tokens(decoding) if self.learned_steps is None else self.largest_step
+
+    @property
+    def fewest_step_tokens(self) -> int:
+        """Tokens of prompts that every step may carry, whatever its rows read."""
+        if self.learned_steps is not None:
+            return min(self.learned_steps.least, self.max_num_batched_tokens)
+        if not self.keeps_pace or self.step_costs is None:
+            return self.max_num_batched_tokens
+        return min(self.step_costs.sizes[0], self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
+
+    model: str | None = option(
+        None, "folder, GGUF file or name on the Hugging Face hub", kind=str, basic=True
+    )
+    tokenizer: str | None = option(None, "folder with a tokenizer to use instead of the model's", kind=str)
+    revision: str | None = option(None, "branch, tag or commit of a model on the hub", kind=str)
+    download_dir: str | None = option(None, "folder for models from the hub", kind=str)
+    load_format: str = option("auto", "format of the weights; dummy: random weights", choices=LOAD_FORMATS)
+    device: str = option("auto", "where to compute; auto: a GPU if any", choices=DEVICES, basic=True)
+    dtype: str = option(
+        "auto",
+        "type to compute in; auto: float32 on a CPU, the type of the weights on a GPU",
+        choices=DTYPES,
+    )
+    enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
+    quantization: str = option(
+        "auto",
+        "auto: keep weights quantised where the machine is fast with them; none: unpack them",
+        choices=QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache; auto: the type to compute in; fp8 (e4m3): half the memory, on a GPU",
+        choices=KV_CACHE_DTYPES,
+    )
+    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache", low=1, kind=int, basic=True)
+    gpu_memory_utilization: float = option(
+        0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
+    )
+    seed: int = option(0, "seed of requests that have none")
+    skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything `factory` needs to build an engine around a runner."""
+
+    kv: KVConfig = field(default_factory=KVConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    depth: int = option(1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8)
+    check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0)
+    decision_ring: int = option(
+        32_768,
+        "newest decisions kept in memory to explain requests, about 300 bytes each",
+        low=0,
+        high=1 << 24,
+    )
+    decision_log: str = option("", "folder for a log of all decisions in which changes can be detected")
+    decision_log_bytes: int = option(64 << 20, "size at which a new file begins", low=1 << 16)
+    decision_log_files: int = option(16, "most files to keep; the oldest are deleted", low=2)
+    decision_log_days: float = option(30.0, "age in days at which a file is deleted", low=0.001)
+    run_log: str = option("", "record the run, for replay; .gz: compressed", basic=True)
+    run_log_bytes: int = option(1 << 30, "size at which the run log ends", low=1 << 16)
+    run_log_files: int = option(8, "logs of earlier runs to keep", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What follows from a config: sizes that are computed, never configured."""
+
+    num_rows: int  # rows of the row table: a freed row is used again only when the steps before it are done
+    max_blocks_per_row: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Capacity:
+        # A finished row of a padded batch goes on decoding beside the longest one: room for both lengths.
+        longest = config.scheduler.max_model_len * (1 if config.scheduler.mode == "continuous" else 2)
+        return cls(
+            num_rows=config.scheduler.max_num_seqs * (config.depth + 1),
+            max_blocks_per_row=math.ceil(longest / config.kv.block_size) + 1,
+        )

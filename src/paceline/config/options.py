@@ -1,0 +1,77 @@
+"""How an option is declared and checked.
+
+An option is a dataclass field made with `option(...)`: default, help text, bounds and choices live there, and
+validation, command-line flags and the reference page are derived from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import Field, field, fields
+from typing import Any
+
+from paceline.errors import ConfigError
+
+OWN_CLASS = "module:Class"  # among the choices of an option: a class that the operator brings
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+    kind: type | None = None,
+    basic: bool = False,
+) -> Any:
+    """Declare one option: its default, what it means, and the values it accepts. `kind` where None is the default.
+
+    `basic` options are the ones a new user needs: they are on the short help page of commands with many options.
+    """
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "flag": flag,
+        "kind": kind if kind is not None else type(default),
+        "basic": basic,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def check_options(config: Any) -> None:
+    """Raise `ConfigError` for the first option of `config` that is out of its declared range."""
+    for spec in fields(config):
+        if "help" in spec.metadata:
+            _check_option(spec, getattr(config, spec.name))
+
+
+def _check_option(spec: Field[Any], value: Any) -> None:
+    if value is None and spec.default is None:
+        return  # not given, and nothing has to be
+    flag = flag_of(spec)
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    own = choices is not None and OWN_CLASS in choices and isinstance(value, str) and ":" in value
+    if choices is not None and value not in choices and not own:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+    kind: type = spec.metadata["kind"]
+    if kind is bool or kind is str:
+        if not isinstance(value, kind):
+            raise ConfigError(f"{flag} must be {'true or false' if kind is bool else 'text'}, not {value!r}")
+        return
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ConfigError(f"{flag} must be a {'whole ' if kind is int else ''}number, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} must be a finite number, not {value!r}")
+    if low is not None and value < low:
+        raise ConfigError(f"{flag} must be at least {low}, not {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{flag} must be at most {high}, not {value}")
+
+
+def flag_of(spec: Field[Any]) -> str:
+    """The command-line flag of an option."""
+    return spec.metadata["flag"] or "--" + spec.name.replace("_", "-")

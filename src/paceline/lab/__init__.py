@@ -1,0 +1,1 @@
+"""Measuring without users: simulator, benchmarks, traffic, tables and plots."""

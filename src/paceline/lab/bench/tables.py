@@ -1,0 +1,165 @@
+"""Results of `paceline bench` as tables for people and as plain values for programs. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.lab.bench.latency import LatencyResult
+from paceline.lab.bench.recheck import Recheck
+from paceline.lab.bench.throughput import ThroughputResult
+from paceline.lab.report.summary import Distribution
+
+ABSENT = "-"
+_DIGITS = 6  # significant, in JSON
+MAX_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table as text: the first column stands left, the others right."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    breaks: Sequence[int] = ()  # columns that begin another table where there is no room for one
+
+    def least_width(self, column: int) -> int:
+        """Of a column whose heading may be broken between words; what stands below it may not."""
+        return max(*map(len, self.headings[column].split()), *(len(row[column]) for row in self.rows))
+
+    def of(self, columns: Sequence[int]) -> Grid:
+        rows = [[row[column] for column in columns] for row in self.rows]
+        return Grid(headings=[self.headings[column] for column in columns], rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    heading: str
+    cell: Callable[[Any], str]
+
+
+def _short(value: float) -> str:
+    """Three significant digits below 1,000, whole numbers with separators above."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
+def _number(name: str, digits: Callable[[float], str] = _short) -> Callable[[Any], str]:
+    def cell(result: Any) -> str:
+        value = getattr(result, name)
+        return ABSENT if value is None else digits(value)
+
+    return cell
+
+
+def _count(value: float) -> str:
+    return f"{value:,}"
+
+
+def _percentiles(name: str, factor: float) -> Callable[[Any], str]:
+    def cell(result: Any) -> str:
+        values: Distribution = getattr(result, name)
+        parts = (values.p50, values.p90, values.p99)
+        return " / ".join(ABSENT if value is None else _short(value * factor) for value in parts)
+
+    return cell
+
+
+_MODE = _Column(heading="mode", cell=_number("mode", str))
+_THROUGHPUT = (
+    _Column(heading="seconds", cell=_number("seconds", lambda value: f"{value:,.3f}")),
+    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
+    _Column(heading="total tok/s", cell=_number("total_tokens_per_s")),
+    _Column(heading="requests/s", cell=_number("requests_per_s")),
+    _Column(heading="ms per step", cell=_number("ms_per_step")),
+    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
+    _Column(heading="padded", cell=_number("padded_share", lambda value: f"{value:.1%}")),
+    _Column(heading="steps", cell=_number("steps", _count)),
+    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+)
+_LATENCY = (
+    _Column(heading="requests", cell=_number("num_requests", _count)),
+    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
+    _Column(heading="TTFT p50 / p90 / p99 ms", cell=_percentiles("ttft_s", 1e3)),
+    _Column(heading="ITL p50 / p90 / p99 ms", cell=_percentiles("itl_s", 1e3)),
+    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
+    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+)
+
+
+def split_grid(grid: Grid, width: int, *, edge: int, gap: int) -> list[Grid]:
+    """As few tables as have room in a width, each with the first column. A table takes `edge` characters itself and
+    `gap` for each column."""
+    name = edge + gap + grid.least_width(0)
+    places = [gap + grid.least_width(column) for column in range(len(grid.headings))]
+    if name + sum(places[1:]) <= width:
+        return [grid]
+    parts: list[list[int]] = []
+    for column in range(1, len(grid.headings)):
+        is_full = not parts or name + sum(places[each] for each in (*parts[-1], column)) > width
+        if is_full or column in grid.breaks:
+            parts.append([])
+        parts[-1].append(column)
+    return [grid.of([0, *part]) for part in parts]
+
+
+def throughput_table(results: Sequence[ThroughputResult]) -> Grid:
+    """Rows name their mode where there are several."""
+    several = len({result.mode for result in results}) > 1
+    return _grid(results, (_MODE, *_THROUGHPUT) if several else _THROUGHPUT)
+
+
+def latency_table(results: Sequence[LatencyResult]) -> Grid:
+    return _grid(results, _LATENCY)
+
+
+def throughput_json(result: ThroughputResult) -> dict[str, Any]:
+    rates = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "ms_per_step")
+    return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
+
+
+def latency_json(result: LatencyResult) -> dict[str, Any]:
+    return rounded(asdict(result))
+
+
+def recheck_json(outcome: Recheck) -> dict[str, Any]:
+    return rounded({**asdict(outcome), "num_different": len(outcome.differences)})
+
+
+def recheck_lines(outcome: Recheck) -> list[str]:
+    """What came out, differences first: one line for each of the first few."""
+    how = "eagerly" if outcome.is_eager else "by the same engine"
+    equal = outcome.num_requests - len(outcome.differences)
+    lines = [
+        f"Generated again, alone, {how}: {outcome.num_requests} requests, {outcome.num_tokens:,} tokens; "
+        f"{equal} equal, {len(outcome.differences)} different"
+    ]
+    for one in outcome.differences[:MAX_SHOWN]:
+        gap = "" if one.logit_gap is None else f", the two best logits {one.logit_gap:.2g} apart"
+        lines.append(
+            f"  {one.workload} request {one.request}: first difference at token {one.first} of {one.num_tokens} "
+            f"({one.in_run} in the run, {one.alone} alone{gap}); {one.num_different} tokens differ"
+        )
+    if len(outcome.differences) > MAX_SHOWN:
+        lines.append(f"  and {len(outcome.differences) - MAX_SHOWN} more, in the JSON")
+    return lines
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """Floats to six significant digits, at any depth."""
+    return {name: _round(entry) for name, entry in values.items()}
+
+
+def _round(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return rounded(value)
+    if isinstance(value, list | tuple):
+        return [_round(entry) for entry in value]
+    return value
+
+
+def _grid(results: Sequence[Any], columns: Sequence[_Column]) -> Grid:
+    rows = [(result.workload, *(column.cell(result) for column in columns)) for result in results]
+    return Grid(headings=("workload", *(column.heading for column in columns)), rows=rows)

@@ -1,0 +1,191 @@
+"""One engine on its own virtual clock, with its runner, its faults and its share of the measuring.
+
+Owns when the engine's next step may happen and the load a router sees. What a step does is the engine's
+business, which request comes here the router's.
+"""
+
+from __future__ import annotations
+
+import random
+
+from paceline.config.engine import Capacity
+from paceline.core.clock import ManualClock
+from paceline.core.events import Finished, StepEvents
+from paceline.core.recorder import RunWatcher, StepRecorder
+from paceline.core.request import NoHooks, Request, RequestId
+from paceline.costs.fit import Spread
+from paceline.errors import (
+    DeadlineImpossible,
+    DeadlineInfeasible,
+    EngineFailed,
+    NeverFits,
+    QueueFull,
+)
+from paceline.factory import build_engine
+from paceline.lab.measure import Meter, StepMeter
+from paceline.lab.sim.faults import Aborts, ReplicaFaults
+from paceline.lab.sim.router import Loads
+from paceline.lab.sim.runner import TimedRunner
+from paceline.lab.sim.settings import SimConfig
+from paceline.scheduler.invariants import InvariantChecker
+
+# How steps of one shape differ
+
+
+class StepSpread:
+    """Draws factors whose quantiles are those given."""
+
+    def __init__(self, spread: Spread, seed: int, replica: int) -> None:
+        self._spread = spread
+        self._random = random.Random(f"spread:{seed}:{replica}")
+
+    def stretch(self, reads_prompts: bool) -> float:
+        """The factor of the next step; 1 where nothing is known of its kind."""
+        quantiles = self._spread.prompts if reads_prompts else self._spread.decode
+        if not quantiles:
+            return 1.0
+        at = self._random.random() * (len(quantiles) - 1)
+        below = int(at)
+        low, high = quantiles[below], quantiles[min(below + 1, len(quantiles) - 1)]
+        return low + (high - low) * (at - below)
+
+
+RETRY_S = 1e-3  # after a step that did nothing and that no clock will make possible
+MAX_RETRIES = 100_000
+
+
+class Replica:
+    """Steps when told; says when it wants to step next."""
+
+    def __init__(
+        self,
+        number: int,
+        config: SimConfig,
+        meter: Meter,
+        loads: Loads,
+        *,
+        aborts: Aborts | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self.number = number
+        self.clock = ManualClock()
+        self.ready_s: float | None = None  # when the next step is due; None while there is nothing to do
+        self.queued_s: float | None = None  # the last of these times that the simulation has on its list
+        self._meter = meter
+        self._asks = config.forecasts
+        self._loads = loads
+        self._at_token = None if aborts is None else aborts.at_token
+        self._live: dict[RequestId, Request] = {}
+        self._retries = 0
+        faults = ReplicaFaults(config.faults, config.seed, number)
+        self._faults = faults if config.faults.any_per_step else None
+        varied = StepSpread(config.spread, config.seed, number)
+        self.runner = TimedRunner(
+            config.machine.cost,
+            self.clock,
+            Capacity.of(config.engine).num_rows,
+            block_bytes=config.block_bytes,
+            host_step_s=config.host_step_s,
+            stretch=lambda reads_prompts: varied.stretch(reads_prompts) * faults.stretch(),
+        )
+        self.engine = build_engine(
+            config.engine,
+            self.runner,
+            clock=self.clock,
+            hooks=NoHooks(),
+            recorder=recorder,
+            make_checker=InvariantChecker if config.check else None,
+        )
+        self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)
+        self._watcher: RunWatcher | None = None
+        self._step = self.engine.step_overlapped if self.engine.depth else self.engine.step
+
+    def watch(self, watcher: RunWatcher) -> None:
+        """Let somebody look on, from before the first step."""
+        self._watcher = self.engine.watcher = watcher
+
+    def add(self, request: Request, now_s: float) -> None:
+        """A request arrives; one that can never run, or finds the queue full, is refused."""
+        self.clock.advance_to(now_s)
+        if self._asks:
+            forecast = self.engine.scheduler.forecast(request)
+            if forecast is not None:
+                self._meter.foretold(request.id, forecast.waited_s + forecast.first_token_s)
+        try:
+            self.engine.add_request(request)
+        except (NeverFits, QueueFull, DeadlineInfeasible, DeadlineImpossible):
+            self._meter.refused(request.id, now_s)
+            return
+        self._live[request.id] = request
+        self._loads[self.number] += request.num_prompt
+        self.wake(now_s)
+
+    def abort(self, request_id: RequestId, now_s: float) -> None:
+        """The client of a request has gone; one that has ended already is left alone."""
+        if request_id not in self._live:
+            return
+        self.clock.advance_to(now_s)
+        self.engine.abort(request_id)
+        self._collect(self.engine.scheduler.take_events())
+        self.wake(now_s)
+
+    def wake(self, now_s: float) -> None:
+        """Something came in: what the next step is waiting for may be here."""
+        self.ready_s = max(now_s, self.clock.now())
+
+    def step(self) -> None:
+        """One step of the engine; sets when the next one is due."""
+        assert self.ready_s is not None
+        self.clock.advance_to(self.ready_s)
+        runner = self.runner
+        before = runner.num_submitted + runner.num_completed
+        if self._faults is not None:
+            self._faults.before_step(self.engine.scheduler)
+        self._collect(self._step())
+        if runner.num_submitted + runner.num_completed != before:
+            self._retries = 0
+            self.ready_s = self.clock.now()
+        else:
+            self.ready_s = self._next_chance_s()
+
+    def close(self) -> None:
+        self._collect(self.engine.drain())
+        if self._watcher is not None:
+            self._watcher.close(tuple(self.engine.scheduler.state.decisions), self.clock.now())
+        self.engine.close()
+
+    def _next_chance_s(self) -> float | None:
+        """Nothing could be planned: when that may change."""
+        if not self.engine.has_requests:
+            return None
+        now_s = self.clock.now()
+        wakeup_s = self.engine.scheduler.next_wakeup_s()
+        if wakeup_s is not None and wakeup_s > now_s:
+            return wakeup_s
+        # No clock will help: blocks were refused by a fault. A real engine would be asked again soon.
+        self._retries += 1
+        if self._retries > MAX_RETRIES:
+            raise EngineFailed(
+                f"replica {self.number} does not move on: {len(self._live)} requests are live and "
+                f"{MAX_RETRIES} steps in a row did nothing"
+            )
+        return now_s + RETRY_S
+
+    def _collect(self, events: StepEvents) -> None:
+        if self._watcher is not None:
+            self._watcher.told(events)
+        for tokens in events.tokens:
+            self._meter.tokens(tokens)
+            self._loads[self.number] += len(tokens.requests)
+        for finished in events.finished:
+            self._end(finished)
+        if self._at_token is not None:
+            for tokens in events.tokens:
+                due = tokens.requests[tokens.index >= self._at_token[tokens.requests]]
+                for request_id in due.tolist():
+                    self.abort(request_id, tokens.time_s)
+
+    def _end(self, finished: Finished) -> None:
+        request = self._live.pop(finished.request)
+        self._loads[self.number] -= finished.num_prompt + finished.num_output
+        self._meter.ended(finished, request)

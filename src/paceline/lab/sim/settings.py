@@ -1,0 +1,186 @@
+"""What a simulation needs to know, as values: the machine, the engine's options, and what is done to it.
+
+Owns the defaults that depend on the machine or the workload (KV blocks, block size, longest sequence). Reads
+no command line and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.costs.fit import FittedCost, Spread
+from paceline.costs.model import CostModel, StepShape
+from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
+from paceline.costs.roofline import SIZES, Roofline, preemption_costs, step_costs
+from paceline.errors import InputError
+from paceline.lab.sim.faults import FaultSpec
+from paceline.lab.sim.router import ROUTERS
+from paceline.lab.workload.model import Workload
+
+MAX_REPLICAS = 10_000
+SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
+HOST_STEP_S = 3e-4  # planning a step; see benchmarks/step_cost.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A model on a device, and what its steps cost."""
+
+    model: ModelShape
+    device: DeviceSpec
+    cost: CostModel
+
+    @classmethod
+    def of(cls, model: ModelShape, device: DeviceSpec, cost: CostModel | None = None) -> Machine:
+        """With the roofline's costs unless others are given."""
+        return cls(model=model, device=device, cost=cost if cost is not None else Roofline(model, device))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return as_held(self.model, self.device).kv_bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block that suit the device."""
+        return 16 if self.device.name.startswith("cpu") else 64
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that fit beside the weights, the null block included."""
+        return kv_capacity_tokens(self.model, self.device) // block_size + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """One simulated deployment."""
+
+    machine: Machine
+    engine: EngineConfig
+    num_replicas: int = 1
+    router: str = "least-loaded"
+    host_step_s: float = HOST_STEP_S
+    request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
+    spread: Spread = field(default_factory=Spread)  # how far steps of one shape differ
+    priorities: str = "none"  # see requests.draw_priorities
+    deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
+    ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "try"  # what becomes of requests whose times cannot be kept: refuse, or try
+    forecasts: bool = False  # ask of every request when its first token would come
+    faults: FaultSpec = field(default_factory=FaultSpec)
+    seed: int = 0
+    check: bool = False  # check every invariant after every half of a step
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_replicas <= MAX_REPLICAS:
+            raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
+        if self.router not in ROUTERS:
+            raise InputError(f"--router must be one of {', '.join(ROUTERS)}, not '{self.router}'")
+        if not 0.0 <= self.host_step_s <= 10.0:
+            raise InputError(f"--host-step-s must lie between 0 and 10 seconds, not {self.host_step_s:g}")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.engine.kv.block_size * self.machine.kv_bytes_per_token
+
+    def described(self) -> dict[str, object]:
+        """Plain values that name everything a run depends on but the workload."""
+        return {
+            "model": self.machine.model.name,
+            "device": self.machine.device.name,
+            "cost_model": type(self.machine.cost).__name__.lower(),
+            "replicas": self.num_replicas,
+            "router": self.router,
+            "depth": self.engine.depth,
+            "host_step_s": self.host_step_s,
+            **({"request_s": self.request_s} if self.request_s else {}),
+            **({"spread": _described(self.spread)} if self.spread != Spread() else {}),
+            "priorities": self.priorities,
+            "faults": asdict(self.faults),
+            **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
+            **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
+            **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
+            "on_infeasible": self.on_infeasible,
+            "seed": self.seed,
+            "check": self.check,
+            "scheduler": asdict(self.engine.scheduler),
+            "kv": {name: value for name, value in asdict(self.engine.kv).items() if name != "groups"},
+        }
+
+
+def _described(spread: Spread) -> str:
+    parts = {"decode": spread.decode, "prompts": spread.prompts}
+    return ", ".join(f"{name} {part[0]:.3g} to {part[-1]:.3g}" for name, part in parts.items() if part)
+
+
+def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, Any]:
+    """What a fitted model knows beside the times of steps, as fields of `SimConfig`; what is given goes first."""
+    if isinstance(cost, FittedCost):
+        known = {"request_s": cost.host.request_s, "spread": cost.spread}
+        seen_s = cost.host.step_s
+    else:
+        known, seen_s = {}, None
+    fallback_s = HOST_STEP_S if seen_s is None else seen_s
+    return {**known, "host_step_s": fallback_s if host_step_s is None else host_step_s}
+
+
+def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
+    """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
+
+    A cost model that was fitted to a run brings the sizes of its engine along. Beyond that, the KV cache is as large
+    as the device allows, the longest sequence is the longest request that fits into it, the queue holds the whole
+    workload, swapping has as many host blocks as device blocks, and prefixes are looked for where the workload names
+    them.
+    """
+    recorded = machine.cost.engine if isinstance(machine.cost, FittedCost) else {}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "max_num_batched_tokens" in chosen:  # as on a server, it then is the size of all steps
+        chosen.setdefault("max_num_prompt_tokens", 0)
+    options = {**recorded, **chosen}
+    block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
+    kv_defaults = {
+        "block_size": block_size,
+        "num_blocks": machine.num_blocks(block_size),
+        "enable_prefix_caching": workload.prefix_ids is not None,
+    }
+    kv = KVConfig(**_own(KVConfig, {**kv_defaults, **options}))
+    if options.get("preemption") == "swap" and "num_host_blocks" not in options:
+        kv = replace(kv, num_host_blocks=kv.num_blocks)
+    declared = SchedulerConfig()
+    lengths = workload.prompt_len.astype(np.int64) + workload.output_len
+    slots = (kv.num_blocks - 1) * kv.block_size
+    scheduler_defaults = {
+        "max_model_len": max(2, min(int(lengths.max(initial=2)), slots)),
+        "max_queue": max(declared.max_queue, 2 * len(workload)),
+        "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
+    }
+    scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
+    if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
+        sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
+        scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))
+    block_bytes = kv.block_size * machine.kv_bytes_per_token
+    rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
+    costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
+    scheduler = replace(scheduler, preemption_costs=costs)
+    return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
+
+
+def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:
+    """Sizes of steps that a pace may choose: those of a GPU's tiles, or finer ones where even the least takes long."""
+    if cost.step_seconds(StepShape(prefill_tokens=SIZES[0], logit_rows=1)) < SLOW_STEP_S:
+        return SIZES
+    return (
+        *range(min(16, budget), min(SIZES[0], budget), 4),
+        *(size for size in SIZES if size < budget),
+        budget,
+    )
+
+
+def _own(config: type, options: Mapping[str, object]) -> dict[str, Any]:
+    """The options that this config declares."""
+    declared = {spec.name for spec in fields(config) if "help" in spec.metadata}
+    return {name: value for name, value in options.items() if name in declared}

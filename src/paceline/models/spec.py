@@ -1,0 +1,125 @@
+"""What a checkpoint says about its model: every option of the one decoder, as a plain value.
+
+Made from a `config.json` or from GGUF fields, read by the decoder, the tokenizer check and the cost model. A new
+architecture is a new set of options here wherever that is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.costs.model import ModelWork
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "mixtral", "qwen3_moe")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary positions of one kind of layer. Only the first `rotary_dim` entries of a head are turned."""
+
+    rotary_dim: int
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0  # how much longer the context is than the one trained on
+    trained_positions: int = 0  # of the unscaled model; 0 where the kind does not need it
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn), already worked out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the feed-forward part of some layers."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool  # weights of the chosen experts are made to sum to 1
+    layers: tuple[int, ...]  # the layers that have experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only transformer."""
+
+    architecture: str  # one of ARCHITECTURES
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int  # longest sequence the model was made for
+    windows: tuple[int | None, ...]  # per layer: None sees everything, n the last n tokens
+    ropes: tuple[RopeSpec, ...]
+    layer_ropes: tuple[int, ...]  # per layer: which of `ropes`
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to every norm weight (Gemma stores weight - 1)
+    activation: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # norm over each head of q and k before the rotation
+    sandwich_norms: bool = False  # norms behind attention and feed-forward as well (Gemma)
+    embed_scale: float = 1.0
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    tied_embeddings: bool = False  # the output matrix is the embedding
+    experts: ExpertsSpec | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def softmax_scale(self) -> float:
+        scale: float = self.attention_scale or self.head_dim**-0.5
+        return scale
+
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The windows that occur, each once, full attention first: one KV group each."""
+        found = dict.fromkeys(self.windows)
+        return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """Per layer: the KV group it belongs to."""
+        groups = self.group_windows
+        return tuple(groups.index(window) for window in self.windows)
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer in self.experts.layers
+
+
+# What a token and a step of a model cost, counted from the shape its checkpoint declares.
+
+
+def model_work(spec: ModelSpec, *, weight_bytes: int, kv_token_bytes: float) -> ModelWork:
+    """`weight_bytes` are those of all tensors as they are kept."""
+    num_layer = sum(_layer_parameters(spec, layer) for layer in range(spec.num_layers))
+    num_head = spec.vocab_size * spec.hidden_size
+    step_bytes = None
+    if spec.experts is None:
+        # Only a few rows of the embedding are read; where it is not the output matrix too, it is left out.
+        unread = 0.0 if spec.tied_embeddings else num_head / (num_layer + 2 * num_head)
+        step_bytes = weight_bytes * (1.0 - unread)
+    return ModelWork(
+        token_flops=2.0 * num_layer,
+        product_flops=4.0 * spec.num_layers * spec.num_heads * spec.head_dim,
+        logit_flops=2.0 * num_head,
+        kv_token_bytes=kv_token_bytes,
+        step_bytes=step_bytes,
+    )
+
+
+def _layer_parameters(spec: ModelSpec, layer: int) -> int:
+    """Weights that a token is multiplied with in one layer."""
+    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
+    if spec.experts is not None and spec.has_experts(layer):
+        experts = spec.experts
+        chosen = experts.per_token * 3 * spec.hidden_size * experts.intermediate_size
+        return attention + chosen + spec.hidden_size * experts.num_experts
+    return attention + 3 * spec.hidden_size * spec.intermediate_size

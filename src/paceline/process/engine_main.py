@@ -1,0 +1,194 @@
+"""Where the engine's process starts: `python -m paceline.process.engine_main`.
+
+Its end of the socket is its standard input, its configuration the first frame on it. It loads the model, says that it
+is ready or why not, and serves until told to stop, or until the other side is gone. Interrupts meant for the whole
+program are left to the HTTP process, which stops this one in its own time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+from paceline.config.process import ProcessConfig
+from paceline.errors import PacelineError
+from paceline.factory import LoadedModel, load_model
+from paceline.models.spec import model_work
+from paceline.process import frames
+from paceline.process.channel import Channel, ChannelClosed
+from paceline.process.client import EngineInfo
+from paceline.process.engine_logs import LogQueue, set_up_logs
+from paceline.process.service import EngineService
+
+FIRST_FRAME_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+_logger = logging.getLogger("paceline")
+
+
+def main() -> int:
+    """Returns the exit code of the process."""
+    _prepare_process()
+    logs = set_up_logs()
+    channel = Channel(_take_socket(), ProcessConfig().max_frame_bytes)
+    try:
+        configure = _first_frame(channel)
+        return 0 if configure is None else _serve(channel, configure, logs)
+    except ChannelClosed:
+        return 0
+    finally:
+        logs.spill()
+
+
+def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
+    started_s = time.monotonic()
+    try:
+        with LoadingBeats(channel, configure.heartbeat_s, logs) as beats:
+            loaded = load_model(
+                configure.model, configure.given, relatives=(os.getppid(),), on_progress=beats.note
+            )
+            info = _info(loaded, configure, time.monotonic() - started_s)
+    except PacelineError as error:
+        return _say_failure(channel, str(error), error.exit_code)
+    except Exception as error:
+        _logger.exception("the model could not be loaded")
+        logs.send(channel)
+        return _say_failure(channel, f"{type(error).__name__}: {error}", 70)
+    gc.collect()
+    gc.freeze()  # what loading made stays: no collection need ever look at it again
+    _send(channel, frames.Ready(info))
+    code = EngineService(loaded, channel, configure, logs).run()
+    with suppress(Exception):  # everybody has been answered; what is left is the rest of a log
+        loaded.engine.close()
+    return code
+
+
+class LoadingBeats:
+    """Signs of life from a separate thread while the main one loads a model; each says how far it is."""
+
+    def __init__(self, channel: Channel, every_s: float, logs: LogQueue) -> None:
+        self._channel = channel
+        self._logs = logs
+        self._every_s = every_s
+        self._done = threading.Event()
+        self._beat = frames.Loading()
+        self._thread = threading.Thread(target=self._run, name="paceline-loading", daemon=True)
+
+    def note(self, stage: str, done: int, total: int) -> None:
+        self._beat = frames.Loading(stage, done, total)
+
+    def __enter__(self) -> LoadingBeats:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._every_s):
+            try:
+                if self._channel.is_free:
+                    self._channel.send(frames.encode(self._beat))
+                self._logs.send(self._channel)
+            except ChannelClosed:  # whoever asked for the model is gone; loading cannot be interrupted
+                os._exit(0)
+
+
+def _prepare_process() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
+    _die_with_parent()
+    # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
+    # keep the process, and everybody who waits for it, for many seconds.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _die_with_parent() -> None:
+    """The end of the socket tells too, but a step that hangs would never look at it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _take_socket() -> socket.socket:
+    """Standard input is the socket; nothing else may read from it or hand it on."""
+    sock = socket.socket(fileno=os.dup(0))
+    os.set_inheritable(sock.fileno(), False)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return sock
+
+
+def _first_frame(channel: Channel) -> frames.Configure | None:
+    until_s = time.monotonic() + FIRST_FRAME_S
+    while time.monotonic() < until_s:
+        channel.wait(until_s - time.monotonic())
+        for payload in channel.receive():
+            message = frames.decode_to_engine(payload)
+            return message if isinstance(message, frames.Configure) else None
+    return None
+
+
+def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
+    one_line = " ".join(message.split())[:1024]
+    _send(channel, frames.LoadFailed(one_line, exit_code))
+    return exit_code
+
+
+def _send(channel: Channel, message: frames.FromEngine) -> None:
+    """Send one frame, whatever waits before it."""
+    until_s = time.monotonic() + FIRST_FRAME_S
+    while not channel.is_free and time.monotonic() < until_s:
+        channel.wait(0.1)
+    if channel.is_free:
+        channel.send(frames.encode(message))
+    while not channel.is_free and time.monotonic() < until_s:
+        channel.wait(0.1)
+
+
+def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
+    config, spec = loaded.config, loaded.checkpoint.spec
+    load = None if loaded.free is None else loaded.free.load
+    busy = (load.sentence(),) if load is not None and load.is_busy else ()
+    weight_bytes = sum(stored.num_bytes for stored in loaded.checkpoint.stored.values())
+    kv_token_bytes = loaded.hardware.kv_bytes / (config.kv.num_blocks * config.kv.block_size)
+    return EngineInfo(
+        vocab_size=spec.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_prompt_tokens=config.scheduler.max_num_prompt_tokens,
+        device=loaded.hardware.device,
+        dtype=loaded.hardware.dtype,
+        kv_dtype=loaded.hardware.kv_dtype,
+        weight_bytes=weight_bytes,
+        kv_bytes=loaded.hardware.kv_bytes,
+        load_s=load_s,
+        notices=(*busy, *loaded.notices),
+        learns_step_sizes=config.scheduler.learned_steps is not None,
+        work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # nothing that a library still has to say at the end may keep the process

@@ -1,0 +1,134 @@
+"""One request under way, as its reader sees it: news pile up in place, and are delivered once for all of a frame.
+
+The dispatcher (`async_engine`) appends to branches and calls `touch`, and `deliver` when it is through with a frame. A
+reader that waits is woken, or is spared that: `divert`. Everything belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from paceline.core.plan import RowLogprobs
+from paceline.errors import PacelineError
+from paceline.process.client import BranchNews, Ending, OnNews, Prospect
+
+
+class Branch:
+    """One branch and what its reader has not taken yet."""
+
+    __slots__ = ("ending", "id", "index", "is_touched", "logprobs", "stream", "time_s", "tokens")
+
+    def __init__(self, stream: Stream, branch_id: int, index: int) -> None:
+        self.stream = stream
+        self.id = branch_id
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[RowLogprobs] = []
+        self.time_s = 0.0
+        self.ending: Ending | None = None
+        self.is_touched = False
+
+    def touch(self) -> None:
+        """There is news. Called for the first of them only."""
+        self.is_touched = True
+        stream = self.stream
+        if not stream.touched:
+            stream.undelivered.append(stream)
+        stream.touched.append(self)
+
+    def take(self) -> BranchNews:
+        news = BranchNews(
+            branch=self.index,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            time_s=self.time_s,
+            ending=self.ending,
+        )
+        self.tokens = []
+        if self.logprobs:
+            self.logprobs = []
+        self.is_touched = False
+        return news
+
+
+class Stream:
+    """Implements `EngineStream`."""
+
+    __slots__ = (
+        *("_close", "_finish_at", "_on_news", "_waiter", "branches", "error", "first", "num_open"),
+        *("prospect", "touched", "undelivered"),
+    )
+
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        undelivered: list[Stream],
+        *,
+        close: Callable[[Stream], None],
+        finish_at: Callable[[int, int], None],
+    ) -> None:
+        self.first = first
+        self.branches = [Branch(self, first + index, index) for index in range(count)]
+        self.num_open = count  # branches that have not ended
+        self.touched: list[Branch] = []
+        self.undelivered = undelivered  # the dispatcher's: streams that were touched by the frame at hand
+        self._on_news: OnNews | None = None
+        self.error: PacelineError | None = None
+        self.prospect: Prospect | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._close = close
+        self._finish_at = finish_at
+
+    async def take(self) -> list[BranchNews]:
+        if not self.touched:
+            if self.error is None:
+                await self._wait()
+            if self.error is not None and not self.touched:
+                raise self.error
+        return self._take_touched()
+
+    def divert(self, on_news: OnNews) -> None:
+        self._on_news = on_news
+
+    def finish_at(self, branch: int, num_output: int) -> None:
+        if self.error is None and self.branches and self.branches[branch].ending is None:
+            self._finish_at(self.first + branch, num_output)
+
+    def close(self) -> None:
+        self._close(self)
+        # Branches and reader refer back to here: without this, every request would wait for the collector.
+        self.branches, self.touched, self._on_news = [], [], None
+
+    def deliver(self) -> None:
+        """A frame was read to its end and had news; a reader that does not wait finds them when it looks."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._on_news is None or not self._on_news(self._take_touched()):
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        assert self.num_open, "every branch has ended: nothing more will come"
+        assert self._waiter is None, "a stream has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _take_touched(self) -> list[BranchNews]:
+        touched, self.touched = self.touched, []
+        return [branch.take() for branch in touched]
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def fail(self, error: PacelineError) -> None:
+        """Nothing more will come; what has come may still be taken first."""
+        if self.error is None:
+            self.error = error
+        self._wake()

@@ -1,0 +1,307 @@
+"""Paged attention of one query token per row: reads each key and value once, at the speed of the memory.
+
+One program takes one item of the work list (`decode_plan`) and one kv head; the query heads that share the head
+sit in the rows of one 16-row product. Rows that were cut leave partial results in float32; whichever program of a
+row and head arrives last merges them, in the order of the chunks, so that the result does not depend on who that
+is. What lies in a block beyond a row's end is never used, whatever it is: scores are masked and values are
+zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
+
+It must not know how keys came into their blocks, nor which rows share a prefix: for that it gives out the
+log-sum-exp of each head, and `attention_merge` joins two results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.paged_kv import PagedKV, as_factor, read_blocks, split_pairs
+
+_LOG2E = 1.4426950408889634
+_QUERY_ROWS = 16  # least number of rows of a matrix instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTuning:
+    """How the kernel is launched; the defaults are what measured best on an H200 (docs/log.md)."""
+
+    tile: int = 32
+    num_warps: int = 2
+    num_stages: int = 4
+    programs_per_multiprocessor: int = 4
+    overlapped: bool = False  # see overlap.py
+    waves: int = 2  # chunks per place on the device: more balance better, fewer merge less
+
+    def target_chunks(self, multiprocessors: int, kv_heads: int) -> int:
+        return max(1, multiprocessors * self.programs_per_multiprocessor * self.waves // kv_heads)
+
+
+def decode_tuning(num_slots: int) -> DecodeTuning:
+    """Few rows are cut into equal chunks anyway, need no second wave to balance them, and wait for latency."""
+    if num_slots >= 16:
+        return DecodeTuning()
+    return DecodeTuning(tile=64, num_warps=4, num_stages=3, programs_per_multiprocessor=3, waves=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partials:
+    """Room for the results of chunks; one serves all layers."""
+
+    out: Tensor  # float32 [partials, heads, head_dim]
+    log_sum: Tensor  # float32 [partials, heads]
+    arrived: Tensor  # int32 [slots, kv_heads]: chunks that are done, zero before and after every call
+
+
+def allocate_partials(plan: DecodePlan, *, heads: int, kv_heads: int, head_dim: int) -> Partials:
+    device = plan.items.device
+    return Partials(
+        arrived=torch.zeros(plan.num_slots, kv_heads, dtype=torch.int32, device=device),
+        out=torch.empty(plan.max_partials, heads, head_dim, dtype=torch.float32, device=device),
+        log_sum=torch.empty(plan.max_partials, heads, dtype=torch.float32, device=device),
+    )
+
+
+def decode_attention(
+    out: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    kv: PagedKV,
+    plan: DecodePlan,
+    partials: Partials,
+    *,
+    scale: float,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """`out` [slots, heads, head_dim] and natural `log_sum` [slots, heads] of `query` [slots, heads, head_dim].
+
+    A row without visible tokens gets zeros and minus infinity.
+    """
+    tuning = tuning or decode_tuning(plan.num_slots)
+    heads, head_dim = query.shape[1], query.shape[2]
+    kv_heads = kv.keys.shape[1]
+    assert query.stride(1) == head_dim and out.stride(1) == head_dim and log_sum.is_contiguous()
+    _attend_kernel[(plan.max_items * kv_heads,)](
+        out,
+        log_sum,
+        partials.out,
+        partials.log_sum,
+        partials.arrived,
+        query,
+        kv.keys,
+        kv.values.view(torch.int16) if kv.values.dtype == torch.float8_e4m3fn else kv.values,
+        kv.block_table,
+        plan.items,
+        plan.counts,
+        query.stride(0),
+        out.stride(0),
+        kv.block_table.stride(0),
+        scale * _LOG2E,
+        HEAD_DIM=head_dim,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        QUERY_ROWS=max(_QUERY_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        TILE=tuning.tile,
+        BLOCK=BLOCK_SIZE,
+        ITEM=ITEM_WIDTH,
+        OVERLAPPED=tuning.overlapped,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        launch_pdl=tuning.overlapped,
+    )
+
+
+@triton.jit(do_not_specialize=["query_stride", "out_stride", "table_stride"])
+def _attend_kernel(
+    out,
+    log_sum,
+    partial_out,
+    partial_log_sum,
+    arrived,
+    query,
+    keys,
+    values,
+    block_table,
+    items,
+    counts,
+    query_stride,
+    out_stride,
+    table_stride,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    item = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    # The item is read before it is known to exist, so that its loads do not wait for the count.
+    fields = items + item * ITEM
+    slot = tl.load(fields).to(tl.int64)
+    row = tl.load(fields + 1).to(tl.int64)
+    start = tl.load(fields + 2)
+    end = tl.load(fields + 3)
+    visible_from = tl.load(fields + 4)
+    partial = tl.load(fields + 5)
+    exists = item < tl.load(counts)
+    table = block_table + row * table_stride
+    # The block id of a tile is loaded one turn ahead: a load that depends on a load of the same turn would halve
+    # how far the pipeline runs ahead.
+    block = tl.load(table + start // BLOCK, mask=exists, other=0)
+    # The list is the step's, written before the kernel whose keys and queries this one waits for.
+    wait_and_announce(OVERLAPPED)
+    if not exists:
+        return
+
+    in_group = tl.arange(0, QUERY_ROWS)
+    in_tile = tl.arange(0, TILE)
+    in_head = tl.arange(0, HEAD_DIM)
+    is_head = in_group < GROUP
+    query_at = query + slot * query_stride + (head * GROUP + in_group[:, None]) * HEAD_DIM + in_head[None, :]
+    q = as_factor(tl.load(query_at, mask=is_head[:, None], other=0.0), keys.dtype.element_ty)
+    tile_at = in_tile[:, None] * HEAD_DIM + in_head[None, :]
+
+    peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERY_ROWS], tl.float32)
+    NARROW: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    LANES: tl.constexpr = HEAD_DIM // 2 if NARROW else HEAD_DIM
+    acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
+    if NARROW:  # values are words of two entries, each with a sum of its own
+        second_acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
+        word_at = in_tile[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    for begin in range(start, end, TILE):
+        following = tl.load(table + tl.minimum(begin + TILE, end - 1) // BLOCK)
+        position = begin + in_tile
+        visible = (position >= visible_from) & (position < end)
+        base = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM) + begin % BLOCK * HEAD_DIM
+        k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
+        new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        if NARROW:
+            words = tl.load(values + base // 2 + word_at, mask=visible[:, None], other=0)
+            first, second = split_pairs(words)
+            acc = tl.dot(weights.to(q.dtype), first.to(q.dtype), acc * shrink[:, None])
+            second_acc = tl.dot(weights.to(q.dtype), second.to(q.dtype), second_acc * shrink[:, None])
+        else:
+            v = tl.load(values + base + tile_at, mask=visible[:, None], other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        peak = new_peak
+        block = following
+
+    if NARROW:
+        acc = tl.reshape(tl.join(acc, second_acc), [QUERY_ROWS, HEAD_DIM])
+    is_empty = mass == 0.0
+    result = acc / tl.where(is_empty, 1.0, mass)[:, None]
+    log_mass = tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
+    heads = head * GROUP + in_group
+    into = heads[:, None] * HEAD_DIM + in_head[None, :]
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    if partial < 0:
+        tl.store(out + slot * out_stride + into, result.to(out.dtype.element_ty), mask=is_head[:, None])
+        tl.store(log_sum + slot * HEADS + heads, log_mass, mask=is_head)
+    else:
+        base = partial.to(tl.int64) * HEADS
+        tl.store(partial_out + base * HEAD_DIM + into, result, mask=is_head[:, None])
+        tl.store(partial_log_sum + base + heads, log_mass, mask=is_head)
+        tl.debug_barrier()  # the stores of every thread come before the one that announces them
+        number = tl.load(fields + 6)
+        counter = arrived + slot * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == number - 1:
+            tl.store(counter, 0)
+            first = tl.load(fields + 7)
+            out_at = out + slot * out_stride + head * GROUP * HEAD_DIM
+            log_at = log_sum + slot * HEADS + head * GROUP
+            partial_at = first.to(tl.int64) * HEADS + head * GROUP
+            _merge(out_at, log_at, partial_out, partial_log_sum, partial_at, number, HEADS, GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _merge(
+    out,
+    log_sum,
+    partial_out,
+    partial_log_sum,
+    first,
+    number,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The partial results of one row and kv head, `number` of them from `first` on, into `out` and `log_sum`."""
+    LANES: tl.constexpr = triton.next_power_of_2(GROUP)
+    CHUNKS: tl.constexpr = 16 if GROUP <= 2 else 8
+    in_group = tl.arange(0, LANES)
+    in_head = tl.arange(0, HEAD_DIM)
+    is_head = in_group < GROUP
+    peak = tl.full([LANES], -1e30, tl.float32)
+    mass = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, HEAD_DIM], tl.float32)
+    for begin in range(0, number, CHUNKS):
+        chunk = begin + tl.arange(0, CHUNKS)
+        at = first + chunk[:, None] * HEADS + in_group[None, :]
+        mask = (chunk < number)[:, None] & is_head[None, :]
+        # Past the first cache, which may hold what lay here before.
+        logs = tl.load(partial_log_sum + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_out + at[:, :, None] * HEAD_DIM + in_head[None, None, :],
+            mask=mask[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(logs, 0))
+        shrink = tl.exp(peak - new_peak)
+        weights = tl.exp(logs - new_peak[None, :])
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        mass = mass * shrink + tl.sum(weights, 0)
+        peak = new_peak
+    result = acc / tl.where(is_head, mass, 1.0)[:, None]
+    into = in_group[:, None] * HEAD_DIM + in_head[None, :]
+    tl.store(out + into, result.to(out.dtype.element_ty), mask=is_head[:, None])
+    tl.store(log_sum + in_group, peak + tl.log(mass), mask=is_head)
+
+
+def reference_decode_attention(
+    query: Tensor,
+    kv: PagedKV,
+    slot_rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The definition, row by row in float64: (out, log_sum)."""
+    slots, heads, head_dim = query.shape
+    kv_heads = kv.keys.shape[1]
+    out = torch.zeros(slots, heads, head_dim, dtype=torch.float64, device=query.device)
+    log_sum = torch.full((slots, heads), float("-inf"), dtype=torch.float64, device=query.device)
+    for slot, row in enumerate(slot_rows.tolist()):
+        length = int(lengths[row])
+        begin = max(first, length - window if window else 0)
+        if begin >= length:
+            continue
+        blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
+        q = query[slot].double().view(kv_heads, heads // kv_heads, head_dim)
+        k, v = (
+            read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, begin:length]
+            for part in (kv.keys, kv.values)
+        )
+        scores = q @ k.transpose(1, 2) * scale
+        out[slot] = (scores.softmax(-1) @ v).view(heads, head_dim)
+        log_sum[slot] = scores.logsumexp(-1).view(heads)
+    return out, log_sum

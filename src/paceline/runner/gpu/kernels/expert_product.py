@@ -1,0 +1,375 @@
+"""Feed-forward of a mixture of experts: each token through the experts it chose, and their sum by weight.
+
+Two grouped products over the tiles of `expert_plan`: gate and up together, with SwiGLU before anything is stored, then
+down, whose rows are stored by pair. The last kernel adds the choices of a token in their order, in float32: no
+atomics, the same bits on every run. Who else chose its experts does not change a token's result, as long as the batch
+is cut into tiles of the same size. Weights are the tall operand of the matrix instruction, so that experts with few
+tokens waste little.
+
+It must not know the router, nor how experts lie on disk. How a batch is cut is a table in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Which token goes to which expert, in the order in which a grouped product can read it; made on the device.
+
+
+TILE_WIDTH = 3  # expert, first place in the order, end
+_PAIRS = 1024  # a program looks at so many choices at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """Buffers of one order and its tiles; a batch may be smaller than what they are made for."""
+
+    experts: int
+    order: Tensor  # int32 [pairs]: pair at each place
+    counts: Tensor  # int32 [experts]: pairs of each
+    tiles: Tensor  # int32 [max tiles, TILE_WIDTH]
+    num_tiles: Tensor  # int32 [1]
+    arrived: Tensor  # int32 [1], zero before and after every call
+
+
+def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
+    """Every expert has at most one tile that is not full."""
+    return pairs // tile_rows + min(experts, pairs)
+
+
+def allocate_expert_plan(
+    pairs: int, experts: int, *, least_rows: int = 16, device: torch.device | str = "cuda"
+) -> ExpertPlan:
+    """Room for batches of up to `pairs`, cut into tiles of `least_rows` or more."""
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=device)
+
+    return ExpertPlan(
+        experts=experts,
+        order=empty(pairs),
+        counts=empty(experts),
+        tiles=empty(max_tiles(pairs, experts, least_rows), TILE_WIDTH),
+        num_tiles=empty(1),
+        arrived=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+
+
+def plan_experts(plan: ExpertPlan, chosen: Tensor, *, tile_rows: int) -> None:
+    """Fills the plan for `chosen`, int32 or int64 [tokens, choices], in tiles of at most `tile_rows`."""
+    pairs = chosen.numel()
+    assert chosen.is_contiguous() and pairs <= plan.order.shape[0]
+    assert max_tiles(pairs, plan.experts, tile_rows) <= plan.tiles.shape[0], (
+        "the plan has no room for the tiles"
+    )
+    _order_kernel[(plan.experts,)](
+        plan.order,
+        plan.counts,
+        plan.tiles,
+        plan.num_tiles,
+        plan.arrived,
+        chosen,
+        pairs,
+        tile_rows,
+        EXPERTS=triton.next_power_of_2(plan.experts),
+        PAIRS=_PAIRS,
+        WIDTH=TILE_WIDTH,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["pairs", "tile_rows"])
+def _order_kernel(
+    order,
+    counts,
+    tiles,
+    num_tiles,
+    arrived,
+    chosen,
+    pairs,
+    tile_rows,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    lane = tl.arange(0, PAIRS)
+    lower = tl.zeros([PAIRS], tl.int32)
+    own = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, pairs, PAIRS):
+        choice = tl.load(chosen + start + lane, mask=start + lane < pairs, other=-1).to(tl.int32)
+        lower += ((choice >= 0) & (choice < expert)).to(tl.int32)
+        own += (choice == expert).to(tl.int32)
+    place = tl.sum(lower, 0)
+    number = tl.sum(own, 0)
+    if number > 0:
+        for start in range(0, pairs, PAIRS):
+            choice = tl.load(chosen + start + lane, mask=start + lane < pairs, other=-1).to(tl.int32)
+            is_own = (choice == expert).to(tl.int32)
+            rank = tl.cumsum(is_own, 0)
+            tl.store(order + place + rank - 1, start + lane, mask=is_own != 0)
+            place += tl.sum(is_own, 0)
+    tl.store(counts + expert, number)
+
+    experts = tl.num_programs(0)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == experts - 1:
+        tl.store(arrived, 0)
+        every = tl.arange(0, EXPERTS)
+        rows = tl.load(counts + every, mask=every < experts, other=0, cache_modifier=".cg")
+        first = tl.cumsum(rows, 0) - rows
+        cuts = tl.cdiv(rows, tile_rows)
+        first_tile = tl.cumsum(cuts, 0) - cuts
+        for index in range(tl.max(cuts, 0)):
+            mask = index < cuts
+            here = tiles + (first_tile + index) * WIDTH
+            begin = first + index * tile_rows
+            tl.store(here, every, mask=mask)
+            tl.store(here + 1, begin, mask=mask)
+            tl.store(here + 2, tl.minimum(begin + tile_rows, first + rows), mask=mask)
+        tl.store(num_tiles, tl.sum(cuts, 0))
+
+
+def reference_order(chosen: Tensor, experts: int) -> tuple[list[int], list[int]]:
+    """The definition on the host: pairs in order, and how many each expert has."""
+    choices = chosen.flatten().tolist()
+    pairs = [pair for pair, expert in enumerate(choices) if 0 <= expert < experts]
+    pairs.sort(key=lambda pair: choices[pair])  # keeps the order of equals
+    return pairs, [choices.count(expert) for expert in range(experts)]
+
+
+_SUM_COLUMNS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The matrices of all experts of a layer, stacked."""
+
+    gate_up: Tensor  # [experts, 2 * inner, hidden]: an expert's gate comes first
+    down: Tensor  # [experts, hidden, inner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBuffers:
+    """What the kernels leave for each other."""
+
+    plan: ExpertPlan
+    inner: Tensor  # [pairs, inner], by place in the order
+    product: Tensor  # [pairs, hidden], by pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTuning:
+    """Rows (pairs of one expert) and columns of a tile, and inner entries per turn."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW = ExpertTuning(rows=16, columns=64, inner=64, num_warps=4, num_stages=4)
+_SOME = ExpertTuning(rows=64, columns=64, inner=64, num_warps=4, num_stages=4)
+_MANY = ExpertTuning(rows=128, columns=64, inner=64, num_warps=4, num_stages=3)
+_FLOAT32 = ExpertTuning(rows=16, columns=32, inner=32, num_warps=4, num_stages=2)
+
+
+def tuning_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
+    """By how many pairs an expert has on average. Three sizes, whatever the batch; not measured yet."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    if pairs <= 16 * experts:
+        return _FEW
+    return _SOME if pairs <= 96 * experts else _MANY
+
+
+def allocate_expert_buffers(
+    tokens: int, per_token: int, weights: ExpertWeights, device: torch.device | str = "cuda"
+) -> ExpertBuffers:
+    """Room for batches of up to `tokens`, of any layer of these sizes."""
+    experts, hidden, inner = weights.down.shape
+    pairs, dtype = tokens * per_token, weights.down.dtype
+    return ExpertBuffers(
+        plan=allocate_expert_plan(pairs, experts, device=device),
+        inner=torch.empty(pairs, inner, dtype=dtype, device=device),
+        product=torch.empty(pairs, hidden, dtype=dtype, device=device),
+    )
+
+
+def expert_product(
+    out: Tensor,
+    x: Tensor,
+    chosen: Tensor,
+    chosen_weight: Tensor,
+    weights: ExpertWeights,
+    buffers: ExpertBuffers,
+    *,
+    tuning: ExpertTuning | None = None,
+) -> None:
+    """`out` [tokens, hidden] of `x` [tokens, hidden], which chose experts, int32 or int64, with float32 weights.
+
+    Both choices and their weights are [tokens, per_token]; a choice outside of the experts adds nothing.
+    """
+    tokens, per_token = chosen.shape
+    experts, hidden, inner = weights.down.shape
+    assert weights.gate_up.shape == (experts, 2 * inner, hidden) and buffers.plan.experts == experts
+    assert weights.gate_up.is_contiguous() and weights.down.is_contiguous() and x.is_contiguous()
+    assert chosen_weight.is_contiguous() and out.stride(1) == 1
+    tuning = tuning or tuning_for(tokens * per_token, experts, x.dtype)
+    plan_experts(buffers.plan, chosen, tile_rows=tuning.rows)
+    _grouped(buffers.inner, x, weights.gate_up, buffers.plan, chosen, tuning, is_gate_up=True)
+    _grouped(buffers.product, buffers.inner, weights.down, buffers.plan, chosen, tuning, is_gate_up=False)
+    _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_COLUMNS))](
+        out,
+        buffers.product,
+        chosen,
+        chosen_weight,
+        out.stride(0),
+        experts,
+        HIDDEN=hidden,
+        PER_TOKEN=per_token,
+        COLUMNS=_SUM_COLUMNS,
+        num_warps=4,
+    )
+
+
+def _grouped(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    plan: ExpertPlan,
+    chosen: Tensor,
+    tuning: ExpertTuning,
+    *,
+    is_gate_up: bool,
+) -> None:
+    """One product over all tiles: from tokens to places in the order, or from places to pairs."""
+    columns, inner = out.shape[1], weight.shape[2]
+    tiles = max_tiles(chosen.numel(), plan.experts, tuning.rows)
+    _product_kernel[(tiles, triton.cdiv(columns, tuning.columns))](
+        out,
+        x,
+        weight,
+        plan.order,
+        plan.tiles,
+        plan.num_tiles,
+        PER_TOKEN=chosen.shape[1],
+        COLUMNS=columns,
+        INNER=inner,
+        IS_GATE_UP=is_gate_up,
+        PRECISION="ieee"
+        if x.dtype == torch.float32
+        else "tf32",  # the second is of no effect on narrower types
+        ROWS=tuning.rows,
+        TILE=tuning.columns,
+        STEP=tuning.inner,
+        WIDTH=TILE_WIDTH,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+@triton.jit
+def _product_kernel(
+    out,
+    x,
+    weight,
+    order,
+    tiles,
+    num_tiles,
+    PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_GATE_UP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # Tiles of one expert are neighbours and start together: they share its weights in the cache.
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tiles + tile * WIDTH).to(tl.int64)
+    begin = tl.load(tiles + tile * WIDTH + 1)
+    end = tl.load(tiles + tile * WIDTH + 2)
+    place = begin + tl.arange(0, ROWS)
+    present = place < end
+    pair = tl.load(order + place, mask=present, other=0)
+    source = (pair // PER_TOKEN if IS_GATE_UP else place).to(tl.int64)
+    target = (place if IS_GATE_UP else pair).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    # Columns beyond the last compute its result again and are not stored.
+    from_column = tl.minimum(column, COLUMNS - 1).to(tl.int64)
+    inner = tl.arange(0, STEP)
+    x_at = x + source[:, None] * INNER + inner[None, :]
+    MATRIX: tl.constexpr = (2 if IS_GATE_UP else 1) * COLUMNS * INNER
+    weight_at = weight + expert * MATRIX + from_column[:, None] * INNER + inner[None, :]
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    up = tl.zeros([TILE, ROWS], tl.float32)
+    for start in range(0, INNER, STEP):
+        if INNER % STEP == 0:
+            xs = tl.load(x_at + start, mask=present[:, None], other=0.0)
+            w = tl.load(weight_at + start)
+        else:
+            exists = (start + inner < INNER)[None, :]
+            xs = tl.load(x_at + start, mask=present[:, None] & exists, other=0.0)
+            w = tl.load(weight_at + start, mask=exists, other=0.0)
+        acc = tl.dot(w, tl.trans(xs), acc, input_precision=PRECISION)
+        if IS_GATE_UP:
+            if INNER % STEP == 0:
+                w = tl.load(weight_at + COLUMNS * INNER + start)
+            else:
+                w = tl.load(weight_at + COLUMNS * INNER + start, mask=exists, other=0.0)
+            up = tl.dot(w, tl.trans(xs), up, input_precision=PRECISION)
+    if IS_GATE_UP:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    into = out + target[:, None] * COLUMNS + column[None, :]
+    mask = present[:, None] & (column < COLUMNS)[None, :]
+    tl.store(into, tl.trans(acc).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["out_stride", "experts"])
+def _sum_kernel(
+    out,
+    product,
+    chosen,
+    chosen_weight,
+    out_stride,
+    experts,
+    HIDDEN: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < HIDDEN
+    total = tl.zeros([COLUMNS], tl.float32)
+    for index in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + index
+        expert = tl.load(chosen + pair)
+        counts = (expert >= 0) & (expert < experts)
+        part = tl.load(product + pair * HIDDEN + column, mask=mask & counts, other=0.0).to(tl.float32)
+        # A choice that counts nowhere may come with any weight, NaN too.
+        total += tl.where(counts, tl.load(chosen_weight + pair), 0.0) * part
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def reference_expert_product(
+    x: Tensor, chosen: Tensor, chosen_weight: Tensor, weights: ExpertWeights
+) -> Tensor:
+    """The definition in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(weights.down.shape[0]):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].double() @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
+        result = (torch.nn.functional.silu(gate) * up) @ weights.down[expert].double().T
+        out.index_add_(0, token, result * chosen_weight[token, place, None].double())
+    return out

@@ -1,0 +1,101 @@
+"""Gate and up of many tokens in one product, which goes through the activation before it is stored.
+
+What the two would write, twice the inner width of every token, is never written nor read again. A program computes
+the same tile of gate and up, so that tokens are read once for both; the weights are the tall operand of the matrix
+instruction, and the copy engine feeds it. Neighbours go through a few tiles of tokens before they move on to other
+columns, so that what they read together stays in the cache.
+
+For few rows see `skinny_product`. It must not know the layer; where it is better than cuBLAS is a rule in this file.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from paceline.runner.gpu.kernels.gated_activation import Activation, activate, reference_gated_activation
+from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS
+
+# Chosen on an H200 (docs/log.md). Tiles of 256 tokens and 64 columns are as fast alone and slower in a step.
+_TOKENS, _COLUMNS, _STEP = 128, 128, 64
+_WARPS, _STAGES = 8, 4
+_GROUP = 8  # tiles of tokens that programs go through before they move on to other columns
+_WORTH_IT = 1.2  # of what the last round leaves idle; above, cuBLAS and the activation after it are faster
+SHARED_BYTES = _STAGES * _STEP * (_TOKENS + 2 * _COLUMNS) * 2 + 1024  # of a program, and barriers
+
+
+def can_be_gated(columns: int, inner: int) -> bool:
+    """Whether tiles cut a product of this shape without a rest."""
+    return columns % _COLUMNS == 0 and inner % _STEP == 0
+
+
+def is_worth_gating(tokens: int, columns: int, inner: int, multiprocessors: int) -> bool:
+    """Whether this is faster than cuBLAS and the activation after it, by measurements on an H200 (docs/log.md).
+
+    One program runs on a multiprocessor at a time. What the device could compute in the rounds this takes is held
+    against what there is to compute, in pieces of 64 tokens, as others cut them too.
+    """
+    if tokens <= MAX_ROWS or not can_be_gated(columns, inner):
+        return False
+    programs = triton.cdiv(tokens, _TOKENS) * (columns // _COLUMNS)
+    possible = triton.cdiv(programs, multiprocessors) * multiprocessors * _TOKENS * _COLUMNS
+    return bool(possible <= _WORTH_IT * triton.cdiv(tokens, 64) * 64 * columns)
+
+
+def gated_product(out: Tensor, x: Tensor, weight: Tensor, *, activation: Activation = "silu") -> None:
+    """`out` [tokens, columns] = activation(gate) * up of `x` [tokens, inner] and `weight` [2 * columns, inner]."""
+    tokens, inner = x.shape
+    columns = weight.shape[0] // 2
+    assert out.shape == (tokens, columns) and can_be_gated(columns, inner)
+    token_tiles = triton.cdiv(tokens, _TOKENS)
+    _product_kernel[(token_tiles * (columns // _COLUMNS),)](
+        TensorDescriptor.from_tensor(out, [_TOKENS, _COLUMNS]),
+        TensorDescriptor.from_tensor(x, [_TOKENS, _STEP]),
+        TensorDescriptor.from_tensor(weight, [_COLUMNS, _STEP]),
+        token_tiles,
+        INNER=inner,
+        COLUMNS=columns,
+        TILE=_COLUMNS,
+        TOKENS=_TOKENS,
+        STEP=_STEP,
+        GROUP=_GROUP,
+        IS_SILU=activation == "silu",
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+@triton.jit(do_not_specialize=["token_tiles"])
+def _product_kernel(
+    out,
+    x,
+    weight,
+    token_tiles,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    per_group = GROUP * (COLUMNS // TILE)
+    first = tl.program_id(0) // per_group * GROUP
+    in_group = tl.program_id(0) % per_group
+    tall = tl.minimum(token_tiles - first, GROUP)
+    token = (first + in_group % tall) * TOKENS
+    column = in_group // tall * TILE
+    gate = tl.zeros([TILE, TOKENS], tl.float32)
+    up = tl.zeros([TILE, TOKENS], tl.float32)
+    for at in range(0, INNER, STEP):
+        xs = x.load([token, at]).T
+        gate = tl.dot(weight.load([column, at]), xs, gate)
+        up = tl.dot(weight.load([COLUMNS + column, at]), xs, up)
+    out.store([token, column], (activate(gate, IS_SILU) * up).T.to(out.dtype))
+
+
+def reference_gated_product(x: Tensor, weight: Tensor, *, activation: Activation = "silu") -> Tensor:
+    """The definition in float64."""
+    return reference_gated_activation(x.double() @ weight.double().T, activation=activation)

@@ -1,0 +1,92 @@
+"""Where keys and values of one layer lie; what both attention kernels read.
+
+They have the type of the queries or eight bits (narrow_kv.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedKV:
+    """Keys and values, [blocks, kv_heads, BLOCK_SIZE, head_dim] each, and every row's block ids."""
+
+    keys: Tensor
+    values: Tensor
+    block_table: Tensor  # int32 [rows, blocks of the longest row]
+
+    def __post_init__(self) -> None:
+        assert self.keys.shape == self.values.shape and self.keys.shape[2] == BLOCK_SIZE
+        assert self.keys.dtype == self.values.dtype
+        assert self.keys.is_contiguous() and self.values.is_contiguous() and self.block_table.stride(1) == 1
+
+
+def as_movable(pool: Tensor) -> Tensor:
+    """The same memory in a type that torch can index: of numbers of one byte it moves only whole ones."""
+    return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+
+
+def read_blocks(pool: Tensor, blocks: Tensor) -> Tensor:
+    """What lies in these blocks, in float64; for references."""
+    return as_movable(pool)[blocks].view(pool.dtype).double()
+
+
+# Keys and values of eight bits (e4m3
+
+
+_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def as_factor(query, KIND: tl.constexpr):
+    """Queries in the type of their products with keys of `KIND`: as they are, unless that is eight bits."""
+    if tl.float8e4nv == KIND and query.dtype == tl.bfloat16:
+        query = tl.clamp(query.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        query = query.to(tl.float16)
+    return query
+
+
+@triton.jit
+def as_stored(x, KIND: tl.constexpr):
+    """Numbers of float32 as a slot holds them: beyond the range of eight bits stands its end, and NaN stays NaN."""
+    if tl.float8e4nv == KIND:
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(KIND)
+
+
+@triton.jit
+def split_pairs(words):
+    """Two numbers that were loaded as one word of 16 bits, each in float16: the first ones, and the second ones.
+
+    A product wants the values of neighbouring tokens in one register, where a block has neighbouring entries of one
+    token: loaded by themselves, bytes go there one by one; words of 16 bits are transposed on the way.
+    """
+    if _IS_COMPILED:
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both; .reg .b16 wanted, rest;
+            prmt.b32 both, $2, 0, 0x4420;
+            mov.b32 {wanted, rest}, both;
+            cvt.rn.f16x2.e4m3x2 $0, wanted;
+            prmt.b32 both, $2, 0, 0x4431;
+            mov.b32 {wanted, rest}, both;
+            cvt.rn.f16x2.e4m3x2 $1, wanted;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:  # the interpreter knows no assembly
+        first = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return first, second

@@ -1,0 +1,224 @@
+"""Paged causal attention of runs of new tokens, with whatever their rows hold before them.
+
+One program takes one tile of the list (`prefill_plan`) and one kv head; the query heads that share the head are
+packed with the tokens into the rows of one product. Blocks that every query of the tile sees whole go through a loop
+without masks; the blocks at the diagonal, and all blocks of a sliding window, through one with them; the copy engine
+feeds both. The last block of a row, if it is not full, is loaded under a mask: what lies beyond is never used, whatever
+it is. Keys and values of the new tokens must be in their slots before.
+
+With a plan that is not causal it is the pass over a prefix that many rows share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.paged_kv import PagedKV, as_factor, read_blocks
+from paceline.runner.gpu.kernels.prefill_plan import TILE_WIDTH, PrefillPlan
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTuning:
+    """How the kernel is launched; the defaults are what measured best on an H200 (docs/log.md)."""
+
+    query_rows: int = 64  # query tokens times heads of a group in one tile
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def tile_tokens(self, group: int) -> int:
+        return self.query_rows // group
+
+
+def prefill_attention(
+    out: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    kv: PagedKV,
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    window: int = 0,
+    tuning: PrefillTuning = PrefillTuning(),  # noqa: B008 - frozen
+) -> None:
+    """`out`, `query` are [tokens, heads, head_dim], `log_sum` [tokens, heads]; tokens of no tile stay as they are."""
+    heads, head_dim = query.shape[1], query.shape[2]
+    kv_heads = kv.keys.shape[1]
+    assert query.stride(1) == head_dim and out.stride(1) == head_dim and log_sum.is_contiguous()
+    assert plan.tile_tokens * (heads // kv_heads) == tuning.query_rows, "the plan was made for other tiles"
+    box = [BLOCK_SIZE, head_dim]
+    _attend_kernel[(plan.max_tiles * kv_heads,)](
+        out,
+        log_sum,
+        query,
+        TensorDescriptor.from_tensor(kv.keys.view(-1, head_dim), box),
+        TensorDescriptor.from_tensor(kv.values.view(-1, head_dim), box),
+        kv.keys,
+        kv.values,
+        kv.block_table,
+        plan.tiles,
+        plan.count,
+        query.stride(0),
+        out.stride(0),
+        kv.block_table.stride(0),
+        scale * _LOG2E,
+        window,
+        HEAD_DIM=head_dim,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        ROWS=tuning.query_rows,
+        BLOCK=BLOCK_SIZE,
+        WIDTH=TILE_WIDTH,
+        CAUSAL=plan.causal,
+        HAS_WINDOW=window > 0,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["query_stride", "out_stride", "table_stride", "window"])
+def _attend_kernel(
+    out,
+    log_sum,
+    query,
+    key_boxes,
+    value_boxes,
+    keys,
+    values,
+    block_table,
+    tiles,
+    count,
+    query_stride,
+    out_stride,
+    table_stride,
+    scale_log2,
+    window,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    tile = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    if tile >= tl.load(count):
+        return
+    fields = tiles + tile * WIDTH
+    table = block_table + tl.load(fields).to(tl.int64) * table_stride
+    first = tl.load(fields + 1).to(tl.int64)
+    num_tokens = tl.load(fields + 2)
+    position = tl.load(fields + 3)
+    length = tl.load(fields + 4)
+
+    line = tl.arange(0, ROWS)
+    in_head = tl.arange(0, HEAD_DIM)
+    in_tile = tl.arange(0, BLOCK)
+    token = line // GROUP
+    is_query = token < num_tokens
+    query_head = head * GROUP + line % GROUP
+    query_at = (first + token) * query_stride + query_head * HEAD_DIM
+    q = tl.load(query + query_at[:, None] + in_head[None, :], mask=is_query[:, None], other=0.0)
+    q = as_factor(q, keys.dtype.element_ty)
+    sees = position + token + 1 if CAUSAL else position + tl.zeros([ROWS], tl.int32)  # tokens a query sees
+    end = position + num_tokens if CAUSAL else position
+    begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK if HAS_WINDOW else 0
+    # [begin, whole) is seen by every query, [whole, full) by some, and what is left lies in the row's last block.
+    whole = begin if HAS_WINDOW else (position + CAUSAL) // BLOCK * BLOCK
+    full = tl.minimum(tl.cdiv(end, BLOCK), length // BLOCK) * BLOCK
+
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    block = tl.load(table + begin // BLOCK)
+    for start in range(begin, whole, BLOCK):
+        # One turn ahead, as in decode attention; the last entry read is that of a block the row has.
+        following = tl.load(table + tl.minimum(start + BLOCK, length - 1) // BLOCK)
+        box = (block * KV_HEADS + head) * BLOCK
+        scores = tl.dot(q, key_boxes.load([box, 0]).to(q.dtype).T) * scale_log2
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]).to(q.dtype), acc)
+        peak = new_peak
+        block = following
+    for start in range(whole, full, BLOCK):
+        following = tl.load(table + tl.minimum(start + BLOCK, length - 1) // BLOCK)
+        box = (block * KV_HEADS + head) * BLOCK
+        scores = tl.dot(q, key_boxes.load([box, 0]).to(q.dtype).T) * scale_log2
+        scores = _mask(scores, start + in_tile, sees, window, HAS_WINDOW)
+        # A query may have seen nothing yet: minus infinity less itself would be no number.
+        new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), value_boxes.load([box, 0]).to(q.dtype), acc * shrink[:, None])
+        peak = new_peak
+        block = following
+    if full < end:
+        at = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM)
+        at += in_tile[:, None] * HEAD_DIM + in_head[None, :]
+        exists = (full + in_tile < end)[:, None]
+        k = tl.load(keys + at, mask=exists, other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=exists, other=0.0).to(q.dtype)
+        scores = _mask(tl.dot(q, tl.trans(k)) * scale_log2, full + in_tile, sees, window, HAS_WINDOW)
+        new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        peak = new_peak
+
+    is_empty = mass == 0.0
+    result = acc / tl.where(is_empty, 1.0, mass)[:, None]
+    log_mass = tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
+    out_at = (first + token) * out_stride + query_head * HEAD_DIM
+    tl.store(
+        out + out_at[:, None] + in_head[None, :], result.to(out.dtype.element_ty), mask=is_query[:, None]
+    )
+    tl.store(log_sum + (first + token) * (KV_HEADS * GROUP) + query_head, log_mass, mask=is_query)
+
+
+@triton.jit
+def _mask(scores, key, sees, window, HAS_WINDOW: tl.constexpr):
+    """Minus infinity where a query does not see a key."""
+    visible = key[None, :] < sees[:, None]
+    if HAS_WINDOW:
+        visible = visible & (key[None, :] >= sees[:, None] - window)
+    return tl.where(visible, scores, float("-inf"))
+
+
+def reference_prefill_attention(
+    query: Tensor, kv: PagedKV, row: int, position: int, *, scale: float, window: int = 0, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The definition for one span in float64: (out, log_sum) of `query` [tokens, heads, head_dim]."""
+    tokens, heads, head_dim = query.shape
+    kv_heads = kv.keys.shape[1]
+    length = position + tokens if causal else position
+    begin = max(0, position + 1 - window) if window else 0  # what was before may be given back
+    blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
+    k, v = (
+        read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, 1, -1, head_dim)[:, :, begin:length]
+        for part in (kv.keys, kv.values)
+    )
+    q = query.double().transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)
+    scores = q @ k.transpose(2, 3) * scale
+    if causal:
+        sees = position + torch.arange(tokens, device=query.device)[:, None] + 1
+        key = torch.arange(begin, length, device=query.device)[None, :]
+        hidden = (key >= sees) | ((key < sees - window) if window else False)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    out = (scores.softmax(-1) @ v).reshape(heads, tokens, head_dim).transpose(0, 1)
+    return out, scores.logsumexp(-1).reshape(heads, tokens).transpose(0, 1)

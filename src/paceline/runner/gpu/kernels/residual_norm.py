@@ -1,0 +1,103 @@
+"""Residual addition and RMS norm in one pass over the row.
+
+The update may come in several float32 parts, as products whose inner dimension was split leave it
+(`skinny_product`): they are summed here in a fixed order, so that nothing needs atomics. The norm is taken of the
+sum as it is stored, so that the two outputs agree.
+
+It must not know the layer. Where a model adds one to its norm's weights, they come here with it added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.runner.gpu.kernels.overlap import wait_and_announce
+
+_LANES_PER_WARP = 512
+
+
+def residual_norm(
+    out: Tensor,
+    residual: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    *,
+    epsilon: float,
+    overlapped: bool = False,
+) -> None:
+    """`residual` [tokens, width] += `update` in place, then `out` = its RMS norm times `weight`.
+
+    `update` is [tokens, width], or [parts, tokens, width] to be summed; without it only the norm is computed.
+    `overlapped`: see overlap.py.
+    """
+    tokens, width = residual.shape
+    assert out.stride(1) == 1 and residual.stride(1) == 1
+    parts = 0 if update is None else 1 if update.dim() == 2 else update.shape[0]
+    source = residual if update is None else update
+    lanes = triton.next_power_of_2(width)
+    _norm_kernel[(tokens,)](
+        out,
+        residual,
+        source,
+        weight,
+        out.stride(0),
+        residual.stride(0),
+        source.stride(-2),
+        source.stride(0) if source.dim() == 3 else 0,
+        epsilon,
+        PARTS=parts,
+        WIDTH=width,
+        LANES=lanes,
+        OVERLAPPED=overlapped,
+        num_warps=min(16, max(1, lanes // _LANES_PER_WARP)),
+        launch_pdl=overlapped,
+    )
+
+
+@triton.jit(do_not_specialize=["out_stride", "residual_stride", "update_stride", "part_stride"])
+def _norm_kernel(
+    out,
+    residual,
+    update,
+    weight,
+    out_stride,
+    residual_stride,
+    update_stride,
+    part_stride,
+    epsilon,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    mask = lane < WIDTH
+    scale = tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32)
+    wait_and_announce(OVERLAPPED)
+    into = residual + token * residual_stride + lane
+    x = tl.load(into, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        total = tl.zeros([LANES], tl.float32)
+        for part in tl.static_range(PARTS):
+            at = update + part * part_stride + token * update_stride + lane
+            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        rounded = (x + total).to(residual.dtype.element_ty)
+        tl.store(into, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    tl.store(out + token * out_stride + lane, (x * inverse * scale).to(out.dtype.element_ty), mask=mask)
+
+
+def reference_residual_norm(
+    residual: Tensor, update: Tensor | None, weight: Tensor, *, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The definition in float64: (norm, sum). The sum is rounded to the residual's type before the norm."""
+    total = residual.double()
+    if update is not None:
+        total = total + (update.double().sum(0) if update.dim() == 3 else update.double())
+    rounded = total.to(residual.dtype)
+    x = rounded.double()
+    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double(), total

@@ -1,0 +1,157 @@
+"""Matrix product for 2 to 64 rows (one row: `row_product`): reads the weights once, with many programs at it.
+Gate and up of a small model go on to 256 rows, where a launch and its gap cost more than cuBLAS gains.
+
+The weights are the tall operand of the matrix instruction, so that a few rows waste nothing. Where the matrix has too
+few columns for the device, the inner dimension is split and the parts, float32, are left to the next kernel to sum
+(`residual_norm`): the order is fixed, there are no atomics and no launch more. The product of gate and up goes
+through the activation before it is stored.
+
+It must not know the layer; how a shape is cut is a table in this file, never a measurement at start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.runner.gpu.kernels.overlap import wait_and_announce
+
+MAX_ROWS = 64
+MAX_GATED_ROWS = 256
+MAX_PARTS = 4
+_FEWEST_ROWS = 16  # of a matrix instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductTuning:
+    """Columns of the result per program, inner entries per turn, and into how many parts the inner dimension goes."""
+
+    columns: int
+    inner: int
+    parts: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    rows: int = MAX_ROWS  # per program
+    # False: it runs so long that programs which start early only take places from those they wait for.
+    starts_early: bool = True
+
+
+def narrow_tuning(columns: int, inner: int) -> ProductTuning | None:
+    """How a product back to the model's width is cut, by measurements on an H200; None where cuBLAS is better."""
+    parts = 4 if columns <= 2048 else 2
+    if columns > 4096 or columns % 64 or inner % (128 * parts):
+        return None
+    return ProductTuning(columns=64, inner=128, parts=parts)
+
+
+def wide_tuning(rows: int, columns: int, inner: int) -> ProductTuning | None:
+    """The same for queries, keys and values."""
+    if rows > 32 or columns < 4096 or columns % 64 or inner % 128:
+        return None
+    return ProductTuning(columns=64, inner=128, num_stages=6)
+
+
+def gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning | None:
+    """The same for gate and up, `columns` of each."""
+    if columns < 2048 or columns % 64 or inner % 128:
+        return None
+    if rows > MAX_ROWS:
+        if columns >= 8192:
+            return None
+        return ProductTuning(columns=64, inner=64, num_warps=8, num_stages=4, rows=128, starts_early=False)
+    if columns < 8192:
+        return ProductTuning(columns=64, inner=64, num_stages=6)
+    if rows <= _FEWEST_ROWS:
+        return ProductTuning(columns=64, inner=128, num_stages=3, starts_early=False)
+    return ProductTuning(columns=64, inner=64, num_stages=4 if rows <= 32 else 3, starts_early=False)
+
+
+def skinny_product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    tuning: ProductTuning,
+    gated: bool = False,
+    overlapped: bool = False,
+) -> None:
+    """`out` = `x` [rows, inner] times `weight` [columns, inner] transposed.
+
+    `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
+    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
+    """
+    rows, inner = x.shape
+    columns = weight.shape[0] // (2 if gated else 1)
+    assert rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
+    assert columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
+    assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
+    assert tuning.parts == 1 or not gated
+    overlapped = overlapped and tuning.starts_early
+    row_tile = min(tuning.rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
+    _product_kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
+        out,
+        x,
+        weight,
+        rows,
+        INNER=inner,
+        COLUMNS=columns,
+        PARTS=tuning.parts,
+        TILE=tuning.columns,
+        STEP=tuning.inner,
+        ROWS=row_tile,
+        GATED=gated,
+        OVERLAPPED=overlapped,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        launch_pdl=overlapped,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    out,
+    x,
+    weight,
+    rows,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    part = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    inner = tl.arange(0, STEP)
+    weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
+    x_at = x + row[:, None] * INNER + inner[None, :]
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    up = tl.zeros([TILE, ROWS], tl.float32)
+    PART: tl.constexpr = INNER // PARTS
+    wait_and_announce(OVERLAPPED)
+    for start in range(part * PART, (part + 1) * PART, STEP):
+        w = tl.load(weight_at + start)
+        xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(xs), acc)
+        if GATED:
+            up = tl.dot(tl.load(weight_at + COLUMNS * INNER + start), tl.trans(xs), up)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
+    tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+
+
+def reference_skinny_product(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
+    """The definition in float64."""
+    product = x.double() @ weight.double().T
+    if not gated:
+        return product
+    gate, up = product.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

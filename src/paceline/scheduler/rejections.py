@@ -1,0 +1,136 @@
+"""Why a request is refused: it can never fit, or there is no place for it now.
+
+Only questions: nothing here changes the scheduler's state, so that who asks what would become of a request and who
+sends it are told the same. What to do with the answer is the business of `scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.core.events import Rule
+from paceline.core.request import Request, RequestState
+from paceline.errors import (
+    DeadlineImpossible,
+    DeadlineInfeasible,
+    InvalidRequest,
+    NeverFits,
+    PacelineError,
+    QueueFull,
+)
+from paceline.scheduler.forecast import Forecast
+
+if TYPE_CHECKING:
+    from paceline.scheduler.state import SchedulerState
+
+
+class Objection(NamedTuple):
+    """Why requests are refused."""
+
+    requests: Sequence[Request]
+    rule: Rule
+    error: PacelineError
+
+
+def objection_to(state: SchedulerState, requests: Sequence[Request]) -> Objection | None:
+    """Why these requests cannot be taken; None: they can."""
+    for request in requests:
+        impossible = _impossible(state, request)
+        if impossible is not None:
+            return impossible
+    return _no_place(state, requests)
+
+
+def _impossible(state: SchedulerState, request: Request) -> Objection | None:
+    """Why a request can never be served; one that is known already is not refused but an error of the caller."""
+    if request.id in state.requests or request.state is not RequestState.NEW:
+        raise InvalidRequest(f"request {request.id} is already known")
+    longest = state.config.max_model_len
+    if request.max_total > longest:
+        message = (
+            f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
+            f"and {request.sampling.max_tokens} more are asked for"
+        )
+        return Objection([request], Rule.CONTEXT_LENGTH, NeverFits(message, param="max_tokens"))
+    if not state.kv.can_ever_hold(request.max_total):
+        slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
+        message = (
+            f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
+            "ask for fewer tokens or give the cache more blocks"
+        )
+        return Objection([request], Rule.KV_CAPACITY, NeverFits(message, param="max_tokens"))
+    return None
+
+
+def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Objection | None:
+    """Why the queue does not take them now."""
+    num_tokens = sum(request.num_tokens for request in requests)
+    config, queue = state.config, state.queue
+    if len(queue) + len(requests) > config.max_queue:
+        message = f"{len(queue)} requests are waiting; the queue takes {config.max_queue}"
+        return Objection(requests, Rule.QUEUE_FULL, QueueFull(message))
+    if queue.num_tokens + num_tokens > config.max_queue_tokens:
+        message = (
+            f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
+            f"the queue takes {config.max_queue_tokens}"
+        )
+        return Objection(requests, Rule.QUEUE_FULL, QueueFull(message))
+    return None
+
+
+# Whether what a request wants of its times can be had
+
+
+CERTAIN = 0.8  # share of an estimate that will surely be needed
+LATE = 2.0  # times a wish that the forecast may be
+CHANCE = "; wish for more time, or send on_infeasible: try"
+
+
+class _Wish(NamedTuple):
+    """Milliseconds asked for; seconds from now: wanted, needed by nobody else being here, by going first, and by its
+    place."""
+
+    param: str
+    what: str
+    asked_ms: float
+    wanted_s: float
+    alone_s: float
+    soonest_s: float
+    expected_s: float
+
+
+def late_objection(request: Request, forecast: Forecast) -> Objection | None:
+    """Why a request cannot make its times; None: it can, or means to try."""
+    if request.sampling.on_infeasible == "try":
+        return None
+    for wish in _wishes(request, forecast):
+        wanted = f"{wish.param} is {wish.asked_ms:g}, but {wish.what}"
+        if CERTAIN * wish.alone_s > wish.wanted_s:
+            message = f"{wanted} would take about {1e3 * wish.alone_s:.0f} ms on this machine if it were empty{CHANCE}"
+            error = DeadlineImpossible(message, param=wish.param)
+            return Objection([request], Rule.DEADLINE_IMPOSSIBLE, error)
+        if CERTAIN * wish.soonest_s > wish.wanted_s or wish.expected_s > LATE * wish.wanted_s:
+            message = f"{wanted} would take about {1e3 * wish.expected_s:.0f} ms as things stand{CHANCE}"
+            retry_after_s = max(0.0, wish.expected_s - wish.wanted_s)
+            late = DeadlineInfeasible(message, param=wish.param, retry_after_s=retry_after_s)
+            return Objection([request], Rule.DEADLINE_INFEASIBLE, late)
+    return None
+
+
+def _wishes(request: Request, forecast: Forecast) -> list[_Wish]:
+    wanted, found = request.sampling, []
+    if wanted.ttft_slo_ms is not None:
+        times = (forecast.alone_first_s, forecast.soonest_first_s, forecast.first_token_s)
+        first_s = wanted.ttft_slo_ms / 1e3 - forecast.waited_s
+        found.append(_Wish("ttft_slo_ms", "the first token", wanted.ttft_slo_ms, first_s, *times))
+    if wanted.itl_slo_ms is not None:
+        between_s = forecast.between_s
+        gap_s = wanted.itl_slo_ms / 1e3
+        found.append(_Wish("itl_slo_ms", "a token", wanted.itl_slo_ms, gap_s, *(between_s,) * 3))
+    if wanted.deadline_ms is not None:
+        times = (forecast.alone_finish_s, forecast.soonest_finish_s, forecast.finish_s)
+        finish_s = wanted.deadline_ms / 1e3 - forecast.waited_s
+        what = f"an answer of {forecast.num_output:.0f} tokens"
+        found.append(_Wish("deadline_ms", what, wanted.deadline_ms, finish_s, *times))
+    return found

@@ -1,0 +1,150 @@
+"""Places for urgent requests: who waits first may take the place of a running request that it clearly outranks.
+
+Looked at before a plan is begun, for policies that have `yields`. The last in order give way, and only as many as are
+enough; nobody does when all that may would not be, or when those that end will sooner give back what is short. Nobody
+gives its place a second time before it has got further than it ever was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.events import NO_NUMBER, Rule
+from paceline.core.policy import RequestView
+from paceline.core.request import Request, RequestState
+from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step.admission import PASSABLE, Admission
+from paceline.scheduler.step.preemption import Estimate, estimate, preempt, seconds_until
+
+MOST_LOOKED_AT = 8  # waiting requests in one plan
+Index = NDArray[np.int64]
+Yields = Callable[[RequestView, RequestView], NDArray[np.bool_]]
+
+
+class Displacement:
+    """Takes places from running requests, before a plan is begun."""
+
+    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+        self._state = state
+        self._admission = admission
+
+    def outranked(self, request: Request) -> Index:
+        """Running rows that yield to a waiting request, whether or not they may be taken."""
+        state, yields = self._state, self._yields
+        live = state.rows.live[: state.rows.high].nonzero()[0]
+        if yields is None or not len(live) or state.mode.keeps_finished:
+            return live[:0]
+        given: Index = live[yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
+        return given
+
+    @property
+    def _yields(self) -> Yields | None:
+        """What a `Displacing` policy has; asked in every step, which is too often for isinstance."""
+        return getattr(self._state.policy, "yields", None)
+
+    def held_back(self, prompt_room: Callable[[], int]) -> Index:
+        """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
+
+        Most policies hold nobody back: then nobody asks how much that is.
+        They keep what they hold and lose nothing but time, so that nothing bounds it but the order itself.
+        """
+        state = self._state
+        rows, nobody = state.rows, np.zeros(0, np.int64)
+        holds_back = getattr(state.policy, "holds_back", None)  # what a `HoldingBack` policy has
+        if holds_back is None or state.mode.keeps_finished:
+            return nobody
+        room = prompt_room()
+        prompts = state.in_order(np.array([request.row for request in state.prefilling.values()], np.int64))
+        urgent, wanted = None, 0
+        if len(prompts):
+            urgent = state.row_view(prompts[:1])
+            wanted = int((rows.known[prompts] - rows.upper[prompts]).sum())
+        if len(state.queue) and wanted <= room:
+            head = state.waiting_in_order(1)[0]
+            self._admission.ask(NO_NUMBER, state.ahead_of(head))
+            if self._admission.refusal(head) is None:
+                wanted += head.num_tokens
+                urgent = state.queue.view_of(head, state.now_s) if urgent is None else urgent
+        if urgent is None or wanted <= room:
+            return nobody
+        decoding = rows.decoding[: rows.high].nonzero()[0]
+        held: Index = decoding[holds_back(state.row_view(decoding), urgent)]
+        return held
+
+    def make_places(self) -> None:
+        """Let running requests give way to those that wait first, in order, as far as that helps."""
+        state = self._state
+        if self._yields is None or state.mode.keeps_finished or not state.rows.num_live:
+            return
+        rows = blocks = 0  # that those before it will take
+        for request in state.waiting_in_order(MOST_LOOKED_AT):
+            self._admission.ask(NO_NUMBER, state.ahead_of(request))
+            reason, lacking = self._admission.lacking(request)
+            if reason in PASSABLE:
+                continue
+            needed = self._admission.needed
+            if reason not in (None, Rule.BLOCKS) or not self._make_place(request, rows, blocks + lacking):
+                return
+            rows, blocks = rows + 1, blocks + needed
+
+    def _make_place(self, request: Request, rows_before: int, lacking: int) -> bool:
+        """Room for one more, if it can be had. False: those behind it wait too."""
+        state = self._state
+        num_rows = rows_before + 1 + state.rows.num_live - state.most_rows
+        num_blocks = lacking - state.kv.coming()
+        if num_rows <= 0 and num_blocks <= 0:
+            return True
+        chosen = self._choose(request, num_rows, num_blocks)
+        for row in chosen:
+            victim = state.rows.requests[row]
+            assert victim is not None
+            victim.displaced_at = max(state.rows.attained.item(row), state.rows.computed.item(row))
+            figures = (NO_NUMBER, state.kv.room(), self._admission.needed, request.id)
+            preempt(state, victim, reason="place", figures=figures)
+        return bool(chosen)
+
+    def _choose(self, request: Request, num_rows: int, num_blocks: int) -> list[int]:
+        """The rows that give way: the last in order, just enough; none if that is not enough or not worth it."""
+        rows = self._eligible(request)
+        chosen: list[int] = []
+        given = 0
+        last_first = self._state.in_order(rows)[::-1].tolist()
+        for row in sorted(last_first, key=lambda row: not self._is_spot(row)):
+            if len(chosen) >= num_rows and given >= num_blocks:
+                break
+            chosen.append(row)
+            given += self._given_back(row)
+        if len(chosen) < max(1, num_rows) or given < num_blocks:
+            return []
+        wait_s = seconds_until(self._state, num_blocks, num_rows)
+        cost = estimate(self._state, chosen, wait_s)
+        if wait_s <= self._price(cost):
+            self._admission.remarks[request.id] = str(cost)
+            return []
+        return chosen
+
+    def _price(self, cost: Estimate) -> float:
+        kind = self._state.config.preemption
+        return {"recompute": cost.recompute_s, "swap": cost.swap_s}.get(kind, cost.give_way_s)
+
+    def _eligible(self, request: Request) -> Index:
+        """Of the rows that yield to a request, those that may be taken now."""
+        rows, outranked = self._state.rows, self.outranked(request)
+        further = rows.computed[outranked] > rows.displaced_at[outranked]
+        free = ~rows.reserved[outranked] & ~rows.done[outranked] & further
+        return np.array([row for row in outranked[free].tolist() if self._runs(row)], np.int64)
+
+    def _runs(self, row: int) -> bool:
+        request = self._state.rows.requests[row]
+        return request is not None and request.state is RequestState.RUNNING
+
+    def _is_spot(self, row: int) -> bool:
+        request = self._state.rows.requests[row]
+        return request is not None and request.is_spot
+
+    def _given_back(self, row: int) -> int:
+        """Blocks nobody else holds."""
+        return min(int((group.pool.refs[group.blocks_of(row)] == 1).sum()) for group in self._state.kv.groups)

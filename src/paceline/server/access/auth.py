@@ -1,0 +1,92 @@
+"""Who may come in: keys by the hash of their text, compared in constant time over all of them.
+
+Owns the comparison and what a key allows. Files are read in `keys_file`; which routes need a key is the door's
+business. Without any key everybody is the default tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.server.access.caller import DEFAULT_CLASS, FREE, Caller, Prices
+from paceline.server.errors import Refusal
+from paceline.server.http.request import RawHeaders, presented_key
+
+# Without keys only this machine reaches the server, and whoever is on it may do everything.
+ANYBODY = Caller(is_admin=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key: the hash that knows it, and what whoever has it may do."""
+
+    name: str
+    sha256: bytes
+    enabled: bool = True
+    service_class: str = DEFAULT_CLASS
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    lowest_priority_number: int | None = None
+    prices: Prices = FREE
+    is_admin: bool = False
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(
+            tenant=self.name,
+            service_class=self.service_class,
+            weight=self.weight,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            max_concurrency=self.max_concurrency,
+            lowest_priority_number=self.lowest_priority_number,
+            prices=self.prices,
+            is_admin=self.is_admin,
+        )
+
+
+class Keyring:
+    """The keys that are let in. Replaced as a whole when the file is read again."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+        self._callers = [key.caller for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def callers(self) -> Sequence[Caller]:
+        """Everybody who is let in."""
+        return [caller for key, caller in zip(self._keys, self._callers, strict=True) if key.enabled]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each tenant: what a policy that shares fairly between tenants goes by."""
+        return {key.name: key.weight for key in self._keys}
+
+    def caller_of(self, tenant: str) -> Caller | None:
+        """Who a tenant is; None for one that is not let in."""
+        known = self.callers if self._keys else (ANYBODY,)
+        return next((caller for caller in known if caller.tenant == tenant), None)
+
+    def admit(self, headers: RawHeaders) -> Caller:
+        """Who asks; raises `Refusal` for nobody we know."""
+        if not self._keys:
+            return ANYBODY
+        presented = presented_key(headers)
+        digest = hashlib.sha256(presented or b"").digest()
+        found: int | None = None
+        for index, key in enumerate(self._keys):  # all of them, always: time tells nothing
+            if hmac.compare_digest(digest, key.sha256):
+                found = index
+        if presented is None or found is None:
+            raise Refusal("invalid_api_key")
+        if not self._keys[found].enabled:
+            raise Refusal("key_disabled")
+        return self._callers[found]

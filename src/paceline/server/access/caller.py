@@ -1,0 +1,57 @@
+"""Words and values about whoever has a key: classes of service, names of limits, prices.
+
+Closed sets, so that they can be labels of metrics and columns of bills. Knows nothing of files, keys and requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+
+from paceline.core.service_class import BATCH, CLASSES, DEFAULT_CLASS
+
+__all__ = ["BATCH_CLASS", "BOUNDS", "CLASSES", "DEFAULT_CLASS", "FREE", "LIMITS", "Prices"]
+
+BATCH_CLASS = BATCH
+REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
+CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
+LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file
+LARGEST_PRIORITY = 2**31 - 1
+# The smallest and the largest number that each limit can be.
+BOUNDS = {
+    REQUESTS: (1, 10**9),
+    TOKENS: (1, 10**12),
+    CONCURRENCY: (1, 10**6),
+    PRIORITY: (-LARGEST_PRIORITY, LARGEST_PRIORITY),
+}
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6
+LARGEST_PRICE = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a key pays before the factor of its class, in whatever unit the operator counts: exact numbers."""
+
+    prompt: Decimal = Decimal(0)  # for a million prompt tokens that were computed
+    cached_prompt: Decimal = Decimal(0)  # for a million that were found in the cache
+    output: Decimal = Decimal(0)  # for a million generated tokens
+    kv_block_second: Decimal = Decimal(0)  # for one KV block held for one second
+
+
+FREE = Prices()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, as far as the key tells; without keys everybody is the default tenant."""
+
+    tenant: str = "default"
+    service_class: str = DEFAULT_CLASS
+    weight: float = 1.0  # the tenant's share where tenants compete
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers together
+    max_concurrency: int | None = None
+    lowest_priority_number: int | None = None  # a request may not ask for a smaller one
+    prices: Prices = FREE
+    is_admin: bool = False  # may use routes that change or show the server as a whole
+    batch_id: str = ""  # of the batch that asks on behalf of the key, if one does

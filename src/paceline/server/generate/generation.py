@@ -1,0 +1,404 @@
+"""One generation: the engine's news of one or more prompts as deltas of text, in the order of their branches.
+
+Owns the way from token ids to text, endings and figures of one request, and its permit. Whatever fails here ends this
+request alone; however it ends, the engine is told, the permit goes back and the observer hears of it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.events import NOT_FINITE
+from paceline.core.plan import RowLogprobs
+from paceline.core.request import Cost, FinishReason
+from paceline.errors import PacelineError
+from paceline.llm.branch_text import DEADLINE, BranchText, logprob_entry
+from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from paceline.llm.prompts import PreparedRequest
+from paceline.process.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
+from paceline.server.billing.charge import receipt
+from paceline.server.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
+from paceline.server.generate.admission import Permit
+from paceline.server.generate.estimates import ProspectHeaders
+from paceline.server.generate.record import Observer, RequestRecord
+from paceline.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger("paceline.server")
+_STOP, _ABORT, _ERROR = FinishReason.STOP.value, FinishReason.ABORT.value, FinishReason.ERROR.value
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one branch. `output` is the branch so far, without its text; it has ended when it says so."""
+
+    index: int  # of the choice: branches of the first prompt, then of the second, ...
+    text: str
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    output: CompletionOutput
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request so far."""
+
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
+
+
+class _Part:
+    """One prompt of the request under way."""
+
+    __slots__ = ("branches", "first_index", "num_open", "prepared", "prompt_logprobs", "stream", "task")
+
+    def __init__(
+        self, stream: EngineStream, prepared: PreparedRequest, tokenizer: Tokenizer, first_index: int
+    ) -> None:
+        sampling = prepared.sampling
+        self.stream = stream
+        self.prepared = prepared
+        self.first_index = first_index
+        ids = prepared.token_ids
+        self.branches = [BranchText(index, tokenizer, ids, sampling) for index in range(sampling.n)]
+        self.num_open = sampling.n
+        self.prompt_logprobs: list[RowLogprobs | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(ids)
+        self.task: asyncio.Task[list[BranchNews]] | None = None
+
+
+class Generation:
+    """A request the engine works on. `close` it in whatever way it ends."""
+
+    def __init__(
+        self,
+        started: Sequence[tuple[PreparedRequest, EngineStream]],
+        tokenizer: Tokenizer,
+        permit: Permit,
+        record: RequestRecord,
+        observer: Observer,
+        *,
+        first_token_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.record = record
+        self._tokenizer = tokenizer
+        self._permit = permit
+        self._observer = observer
+        self._first_timeout_s, self._timeout_s = first_token_timeout_s, timeout_s
+        self._is_closed = False
+        self._accept: Callable[[list[Delta]], bool] | None = None
+        self._failure: PacelineError | None = None
+        self._parts: list[_Part] = []
+        for prepared, stream in started:
+            first = sum(len(part.branches) for part in self._parts)
+            self._parts.append(_Part(stream, prepared, tokenizer, first))
+        self._num_open = sum(part.num_open for part in self._parts)
+        self._num_prompt = sum(len(part.prepared.token_ids) for part in self._parts)
+        self._only = self._parts[0] if len(self._parts) == 1 else None
+        observer.started(record)
+
+    def headers(self, others: Mapping[str, str]) -> Mapping[str, str]:
+        """Headers of the answer: with `others`, what the engine said about when it will come."""
+        stream = self._parts[0].stream
+        return ProspectHeaders(others, lambda: stream.prospect)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some branch has not ended."""
+        return self._num_open > 0
+
+    @property
+    def usage(self) -> Usage:
+        record = self.record
+        told = receipt(record, record.charge) if record.shows_receipt and not self._num_open else None
+        return Usage(
+            num_prompt=self._num_prompt,
+            num_output=record.num_output,
+            num_cached=record.num_cached,
+            receipt=told,
+        )
+
+    @property
+    def _used_tokens(self) -> int:
+        """What counts against the key's limit: all that was delivered, and nothing where we failed before that."""
+        record = self.record
+        if record.first_token_s is None and record.error_code:
+            return 0
+        return self._num_prompt + record.num_output
+
+    @property
+    def prompts(self) -> list[PreparedRequest]:
+        return [part.prepared for part in self._parts]
+
+    def prompt_logprobs(self, prompt: int) -> list[dict[int, Logprob] | None] | None:
+        """What is known of the tokens of one prompt. Takes a while for a long one; from any thread."""
+        found = self._parts[prompt].prompt_logprobs
+        if found is None:
+            return None
+        return [None if entry is None else logprob_entry(self._tokenizer, entry) for entry in found]
+
+    async def next(self) -> list[Delta]:
+        """Wait for news. Raises what went wrong, after which there is nothing left to do but `close`."""
+        try:
+            if self.record.first_token_s is None and self._first_timeout_s is not None:
+                taken = await self._take_first(self._first_timeout_s)
+            elif self._only is not None:
+                taken = [(self._only, await self._only.stream.take())]
+            else:
+                taken = await self._take_any()
+        except PacelineError as error:  # refused by the engine, or the engine is gone
+            raise self._noted(error) from None
+        except Exception as error:
+            raise self._broken() from error
+        if self._failure is not None:  # of news that did not wake anybody
+            raise self._failure
+        return self._read_all(taken)
+
+    def divert(self, accept: Callable[[list[Delta]], bool]) -> None:
+        """From now on, deltas that find the reader waiting in `next` go to `accept`, and the reader sleeps on.
+
+        When that says no, or when something went wrong, `next` returns or raises. Does nothing where it cannot.
+        """
+        if self._only is not None and isinstance(self._only.stream, DirectStream):
+            self._accept = accept
+            self._only.stream.divert(self._push)
+
+    def _push(self, found: list[BranchNews]) -> bool:
+        """Called by whoever found the news: whatever happens here is nobody's business but the reader's."""
+        assert self._only is not None and self._accept is not None
+        try:
+            return self._accept(self._read_all([(self._only, found)]))
+        except PacelineError as error:
+            self._failure = error
+        except Exception:
+            self._failure = self._broken()
+        return False
+
+    def _read_all(self, taken: list[tuple[_Part, list[BranchNews]]]) -> list[Delta]:
+        try:
+            return [self._read(part, news) for part, found in taken for news in found]
+        except _ENDINGS as error:
+            raise self._noted(error) from None
+        except (
+            Exception
+        ) as error:  # an id nobody knows, a row nobody asked for: it must not reach anybody else
+            raise self._broken() from error
+
+    async def complete(self) -> list[RequestOutput]:
+        """Wait for all of it: an output for each prompt, without what `prompt_logprobs` tells."""
+        texts: list[list[str]] = [[] for part in self._parts for _ in part.branches]
+        while self._num_open:
+            for delta in await self.next():
+                if delta.text:
+                    texts[delta.index].append(delta.text)
+        outputs = []
+        for part in self._parts:
+            for branch in part.branches:
+                branch.output.text = "".join(texts[part.first_index + branch.output.index])
+            outputs.append(
+                RequestOutput(
+                    request_id=self.record.id,
+                    prompt=part.prepared.text,
+                    prompt_token_ids=part.prepared.token_ids,
+                    outputs=[branch.output for branch in part.branches],
+                    finished=True,
+                )
+            )
+        outputs[0].num_cached_tokens = self.record.num_cached
+        await self.settle()
+        return outputs
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the last frame has to wait until the request is in the ledger."""
+        return self.record.charge.waits
+
+    async def settle(self) -> None:
+        """Put the request into the ledger, before its last frame leaves. Raises LedgerUnavailable."""
+        assert not self._num_open, "settled when every branch has ended"
+        try:
+            await self.record.charge.settle(self.record)
+        except PacelineError as error:
+            raise self._noted(error) from None
+
+    def release(self) -> None:
+        """The last frame is about to leave: nothing may come between. Raises LedgerUnavailable."""
+        try:
+            self.record.charge.release(self.record)
+        except PacelineError as error:
+            raise self._noted(error) from None
+
+    def sent(self) -> None:
+        """The frames of everything that was read so far are written."""
+        self.record.num_sent = self.record.num_output
+
+    def close(self) -> None:
+        """End what still runs, give everything back. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._accept = None
+        record = self.record
+        try:
+            for part in self._parts:
+                part.stream.close()
+                _forget(part.task)
+        finally:
+            self._permit.release(used_tokens=self._used_tokens)
+            record.finished_s = time.monotonic()
+            if self._num_open and not record.finish_reason:
+                record.finish_reason = _ABORT  # the client left
+            record.charge.give_up(record)
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        """The answer is complete by now, and figures that go wrong must not spoil it."""
+        try:
+            self._observer.finished(self.record)
+        except Exception:
+            _logger.exception("the end of request %s was not counted", self.record.id)
+
+    # -- news ----------------------------------------------------------------------------------------------
+
+    async def _take_first(self, timeout_s: float) -> list[tuple[_Part, list[BranchNews]]]:
+        left = timeout_s - (time.monotonic() - self.record.received_s)
+        try:
+            async with asyncio.timeout(max(left, 0.0)):
+                return await self._take_any()
+        except TimeoutError:
+            message = "no token came in the time a request may wait; try again later"
+            raise QueueTimeout(message, retry_after_s=self._permit.next_place_s()) from None
+
+    async def _take_any(self) -> list[tuple[_Part, list[BranchNews]]]:
+        """News of whichever prompts have some. A prompt's next news is asked for when these are dealt with."""
+        waiting = []
+        for part in self._parts:
+            if part.task is None and part.num_open:
+                part.task = asyncio.ensure_future(part.stream.take())
+            if part.task is not None:
+                waiting.append(part.task)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        taken = []
+        for part in self._parts:
+            if part.task is not None and part.task.done():
+                done, part.task = part.task, None
+                taken.append((part, done.result()))
+        return taken
+
+    def _read(self, part: _Part, news: BranchNews) -> Delta:
+        branch = part.branches[news.branch]
+        output, ending = branch.output, news.ending
+        before = len(output.token_ids)
+        if news.logprobs:
+            self._read_logprobs(part, branch, news)
+        text = ""
+        if news.tokens and branch.cut_at is None:
+            is_stop = (
+                ending is not None
+                and ending.reason == _STOP
+                and before + len(news.tokens) == ending.num_output
+            )
+            text = branch.push(news.tokens, ends_with_stop_token=is_stop)
+            if branch.cut_at is not None and ending is None:
+                part.stream.finish_at(news.branch, branch.cut_at)
+            self._count(len(output.token_ids) - before, news.time_s)
+        if ending is not None:
+            text += self._end(part, branch, ending)
+        tokens = news.tokens if branch.cut_at is None else output.token_ids[before:]
+        logprobs = None if output.logprobs is None else output.logprobs[before : before + len(tokens)]
+        return Delta(part.first_index + news.branch, text, tokens, logprobs, output, ending is not None)
+
+    def _read_logprobs(self, part: _Part, branch: BranchText, news: BranchNews) -> None:
+        for found in news.logprobs:
+            number = found.position - len(part.prepared.token_ids)
+            if number >= 0:
+                branch.push_logprobs(found, number)
+            elif part.prompt_logprobs is not None:
+                part.prompt_logprobs[number] = found
+
+    def _count(self, count: int, time_s: float) -> None:
+        record = self.record
+        if record.first_token_s is None:
+            record.first_token_s = time.monotonic()
+            prospect = self._parts[0].stream.prospect
+            record.predicted_ttft_s = None if prospect is None else prospect.first_token_s
+            self._permit.leave_queue()
+            self._observer.first_token(record)
+        record.num_output += count
+        self._observer.tokens(record, count, time_s)
+
+    def _end(self, part: _Part, branch: BranchText, ending: Ending) -> str:
+        record, output = self.record, branch.output
+        text = branch.finish(ending.reason, ending.detail)
+        part.num_open -= 1
+        self._num_open -= 1
+        if output.index == 0:  # the others take the prompt over from the first
+            record.num_cached += ending.num_cached
+        record.longest_output = max(record.longest_output, ending.num_output)
+        record.preemptions += ending.preemptions
+        record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
+        record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
+        if output.finish_reason in (_ERROR, _ABORT):
+            raise self._failure_of(ending)
+        if not record.finish_reason:
+            record.finish_reason = output.finish_reason or ""
+        return text
+
+    def _failure_of(self, ending: Ending) -> PacelineError:
+        if ending.reason != _ABORT or ending.detail != DEADLINE:
+            return _failure(ending)
+        deadline_ms = self.record.wishes[0]
+        taken_s = time.monotonic() - self.record.received_s
+        made = f"{ending.num_output} tokens were made by then"
+        if deadline_ms is not None and taken_s >= deadline_ms / 1e3:
+            return DeadlineExceeded(f"the deadline_ms of {deadline_ms} was up; {made}")
+        is_servers = self._timeout_s is not None and taken_s >= self._timeout_s
+        if not is_servers and (deadline_ms is not None or self._timeout_s is not None):
+            return DeadlineExceeded(f"the deadline that it was given on its way was up; {made}")
+        if ending.num_output == 0:
+            message = "no token came in the time a request may take; try again later"
+            return QueueTimeout(message, retry_after_s=self._permit.next_place_s())
+        return DeadlineExceeded("the request took longer than it may; ask for fewer tokens")
+
+    def _noted(self, error: PacelineError) -> PacelineError:
+        self.record.finish_reason = _ABORT if isinstance(error, _ABORTS) else _ERROR
+        self.record.error_code = str(getattr(error, "code", ""))
+        return error
+
+    def _broken(self) -> PacelineError:
+        """Something of ours is wrong. The log has what, the client does not."""
+        _logger.exception("request %s failed between the engine and its text", self.record.id)
+        return self._noted(GenerationFailed("the request failed inside the server"))
+
+
+_ABORTS = (QueueTimeout, DeadlineExceeded, EngineUnavailable)
+_ENDINGS = (*_ABORTS, GenerationFailed)  # what a branch can end with; see `_failure`
+
+
+def _failure(ending: Ending) -> PacelineError:
+    """What to tell of a branch that did not end well."""
+    if ending.reason == _ERROR:
+        if ending.detail == "numerical_error":
+            return GenerationFailed(NOT_FINITE, code="numerical_error")
+        return GenerationFailed("the request failed inside the engine")
+    # Who asked is still here, so nobody of this process ended it: the engine is going away.
+    return EngineUnavailable("the engine has ended the request; try again in a moment")
+
+
+def _forget(task: asyncio.Task[list[BranchNews]] | None) -> None:
+    """Nobody waits for this any more; what it raised is not worth a complaint either."""
+    if task is None:
+        return
+    if not task.done():
+        task.cancel()
+    elif not task.cancelled():
+        task.exception()

@@ -1,0 +1,70 @@
+"""How one generation went, and the interface of what is told about it.
+
+The log line, the metrics, the bill and the trace of a request are made from its record. A record holds no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.core.sampling import SamplingParams
+from paceline.server.access.caller import DEFAULT_CLASS
+from paceline.server.billing.charge import Charge, Consumption, no_charge
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord(Consumption):
+    """How one generation went: what the log line and the metrics are made of. No text."""
+
+    id: str
+    route: str
+    tenant: str
+    received_s: float  # monotonic, of this process
+    service_class: str = DEFAULT_CLASS
+    longest_output: int = 0  # tokens of the longest branch that has ended
+    num_branches: int = 1
+    max_tokens: int = 0
+    first_token_s: float | None = None  # monotonic
+    last_token_s: float | None = None  # on the engine's clock; kept by the observer
+    finished_s: float | None = None
+    is_stream: bool = False
+    charge: Charge = field(default_factory=no_charge)
+    shows_receipt: bool = False  # whether its usage carries the receipt
+    batch_id: str = ""
+    predicted_ttft_s: float | None = None  # what the engine said when it took the request
+    wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
+    sampling: SamplingParams | None = None
+    trace_parent: str = ""  # of the trace its client says it belongs to, as it came
+    trace_state: str = ""
+
+
+class Observer(Protocol):
+    """Who is told how generations go. Cheap calls that never raise; they are made once for each piece of news."""
+
+    def started(self, record: RequestRecord) -> None:
+        """Tokenised and handed to the engine."""
+
+    def first_token(self, record: RequestRecord) -> None: ...
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        """So many more output tokens, over all branches; the newest at `time_s` on the engine's clock."""
+
+    def finished(self, record: RequestRecord) -> None:
+        """Called exactly once for every `started`, in whatever way it ended."""
+
+
+class NoObserver:
+    """Nobody listens."""
+
+    def started(self, record: RequestRecord) -> None:
+        pass
+
+    def first_token(self, record: RequestRecord) -> None:
+        pass
+
+    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
+        pass
+
+    def finished(self, record: RequestRecord) -> None:
+        pass

@@ -1,0 +1,441 @@
+"""What the routes share: the engine, the model's text side, admission and the way a body becomes a generation.
+
+A body is checked first, then a permit is taken, then the prompt is rendered and tokenised (off the event loop unless
+it is short), then the engine hears of it. Knows nothing of HTTP and of the shapes of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline.core.request import SALT
+from paceline.core.service_class import Urgency
+from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
+from paceline.llm.chat import ChatPrompts
+from paceline.llm.prompts import PreparedRequest, PromptReader
+from paceline.models.files.open import Checkpoint
+from paceline.models.files.sampling_defaults import GenerationDefaults
+from paceline.process.client import (
+    EngineClient,
+    EngineInfo,
+    EngineState,
+    EngineStream,
+    EngineUnavailable,
+    NumberedStream,
+)
+from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.billing.counter import Counter
+from paceline.server.billing.pricing import Quote
+from paceline.server.call import Call
+from paceline.server.errors import ContextTooLong, UnsupportedModality
+from paceline.server.generate.admission import Admission, Capacity
+from paceline.server.generate.estimates import Estimate
+from paceline.server.generate.generation import Generation
+from paceline.server.generate.record import NoObserver, Observer, RequestRecord
+from paceline.server.generate.requests import Explanations, LiveRequests, RecentRequests, urgency_of
+from paceline.text.messages import TEXT_PARTS
+from paceline.text.tokenizer import Tokenizer
+
+# How large a prompt is before anybody has tokenised it, and whether its messages are ones that can be read.
+
+
+NAMES = ("name", "tool_call_id")
+# Every template spends at least a token on a message, and time: a thousand empty ones are not a small prompt.
+CHARS_PER_MESSAGE = 8
+
+
+def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) -> int:
+    """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much."""
+    if body.messages is not None:
+        size = messages_size(body.messages, limits)
+        _check_chars(size, "messages", max_model_len, limits)
+        return size
+    total = 0
+    for index, prompt in enumerate(body.prompts):
+        name = f"prompt[{index}]" if len(body.prompts) > 1 else "prompt"
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param=name)
+        if isinstance(prompt, str):
+            _check_chars(len(prompt), name, max_model_len, limits)
+        elif len(prompt) >= max_model_len:
+            raise ContextTooLong(
+                f"This model's maximum context length is {max_model_len} tokens; the prompt has {len(prompt)} "
+                f"and leaves no room for an answer",
+                param=name,
+            )
+        total += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
+    return total
+
+
+def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
+    """Characters of a conversation's contents, and some for each message itself."""
+    total = CHARS_PER_MESSAGE * len(messages)
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                f"messages[{index}] must be an object with role and content", param="messages"
+            )
+        place = f"messages[{index}]"
+        for name in NAMES:
+            value = message.get(name)
+            if isinstance(value, str) and len(value) > limits.name_chars:
+                raise InvalidRequest(
+                    f"{place}.{name} has more than {limits.name_chars} characters", param="messages"
+                )
+        total += _content_size(message.get("content"), f"{place}.content")
+        total += sum(len(str(message.get(name) or "")) for name in ("tool_calls", "reasoning_content"))
+    return total
+
+
+def _content_size(content: Any, place: str) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        return 0  # what is no content at all is refused where messages are read
+    if not content:
+        raise InvalidRequest(f"{place} must not be an empty list", param="messages")
+    total = 0
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            message = f"{place} holds a part of type {kind!r:.40}; this server reads text only"
+            raise UnsupportedModality(message, param="messages")
+        text = part.get("text") if isinstance(part, Mapping) else part
+        total += len(text) if isinstance(text, str) else 0
+    return total
+
+
+def _check_chars(size: int, name: str, max_model_len: int, limits: RequestLimits) -> None:
+    most = max_model_len * limits.prompt_chars_per_token
+    if size > most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens; a prompt of {size} characters is "
+            f"refused unread, at most {most} are accepted",
+            param=name,
+        )
+
+
+# A shorter prompt is tokenised faster than another thread takes over.
+INLINE_CHARS = 1_000
+NUM_THREADS = 2
+CHARS_PER_TOKEN = 4  # a guess at the door, before anything is tokenised
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """The model as far as this process knows it: its names and its text side."""
+
+    names: tuple[str, ...]  # the first is the one that answers carry
+    tokenizer: Tokenizer
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    seed: int = 0
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, names: tuple[str, ...], *, seed: int = 0) -> ServedModel:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        return cls(names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """What an operator can set about requests."""
+
+    limits: RequestLimits = SERVER_LIMITS
+    strict_fields: bool = False
+    max_queue: int = 256  # requests that wait beside those that run
+    max_queued_tokens: int | None = None  # None: a quarter of what so many prompts could hold
+    request_timeout_s: float | None = None  # from arrival to the end
+    queue_timeout_s: float | None = None  # from arrival to the first token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Known:
+    """What follows from an engine that has loaded its model."""
+
+    info: EngineInfo
+    facts: ModelFacts
+    reader: PromptReader
+
+
+class Service:
+    """One model behind one engine."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: ServedModel,
+        settings: ServiceSettings | None = None,
+        *,
+        observer: Observer | None = None,
+        counter: Counter | None = None,
+    ) -> None:
+        self.client = client
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.settings = settings or ServiceSettings()
+        self.observer: Observer = observer or NoObserver()
+        capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
+        self.admission = Admission(capacity, lambda: client.stats.next_place_s)
+        self.recent = RecentRequests()
+        self.explanations = Explanations(client, self.recent)
+        self.counter = counter or Counter(client)
+        self.changes = LiveRequests(client, self.recent)
+        self._chat = ChatPrompts(model.tokenizer)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
+        self._known: _Known | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Raises EngineUnavailable before the model is loaded for the first time."""
+        return self._loaded().facts
+
+    def check_ready(self, call: Call) -> None:
+        """Refuse at once what cannot be answered now, before its body is looked at."""
+        self.check_loaded()
+        self.counter.check()
+        self.admission.check_door(call.caller)
+
+    def check_loaded(self) -> None:
+        """Raises EngineUnavailable when no engine is there to answer."""
+        state = self.client.state
+        if state is EngineState.STARTING:
+            raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
+        if state is not EngineState.READY:
+            raise EngineUnavailable("the engine is not available; try again in a moment")
+        self._loaded()
+
+    async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
+        """When a request of one prompt would be served if it came now."""
+        urgency = self._urgency(call, body)
+        known = self._loaded()
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
+        ids, sampling = prepared.token_ids, prepared.sampling
+        num_output = sampling.n * sampling.max_tokens
+        quote = self.counter.quote(call.caller, urgency.service_class, self.admission.places_taken)
+        prospect, refusal = None, None
+        try:
+            self._quote(call, body, urgency.service_class)  # with the price it accepts
+            prospect = await self.client.ask(ids, sampling, tenant=self._tenant(call, body), urgency=urgency)
+            self.admission.check_places(call.caller, sampling.n, len(ids))
+            if call.allowance is not None:
+                call.allowance.check_charge(len(ids), num_output)
+        except (InvalidRequest, QueueFull, DeadlineInfeasible) as error:
+            refusal = error
+        return Estimate(
+            num_prompt=len(ids),
+            max_tokens=num_output,
+            num_answers=sampling.n,
+            block_size=known.info.block_size,
+            quote=quote,
+            prospect=prospect,
+            refusal=refusal,
+        )
+
+    async def start(self, call: Call, body: ParsedBody) -> Generation:
+        """From a checked body to a request under way. The caller closes what it gets."""
+        try:
+            return await self._start(call, body)
+        except (QueueFull, DeadlineInfeasible) as error:  # it can be asked later why
+            self.recent.refused(call.id, call.caller, str(error))
+            raise
+
+    async def _start(self, call: Call, body: ParsedBody) -> Generation:
+        urgency = self._urgency(call, body)
+        known = self._loaded()
+        quote = self._quote(call, body, urgency.service_class)
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
+        try:
+            self._check_tokens(call, body, size, known)
+            permit.allowance = call.allowance
+            is_short = size <= INLINE_CHARS and not body.sampling.bad_words
+            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
+            permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
+            if permit.allowance is not None:
+                permit.allowance.charge_tokens(permit.tokens, _longest_answers(prepared))
+            started = self._submit(call, body, prepared, urgency)
+        except BaseException:
+            permit.release()
+            raise
+        record = _record(call, body, prepared, urgency.service_class)
+        record.shows_receipt = self.counter.wants_receipt(call)
+        record.charge = self.counter.open(quote, record, body.model, hides_output=body.echo.nothing_else)
+        try:
+            return Generation(
+                started,
+                self.tokenizer,
+                permit,
+                record,
+                self.observer,
+                first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
+                timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
+            )
+        except BaseException:  # nobody has it who could close it
+            record.charge.give_up(record)
+            for _, stream in started:
+                stream.close()
+            permit.release()
+            raise
+
+    async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
+        """Run what takes the processor for a while, beside the event loop unless it is short."""
+        if inline:
+            return do()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def prompt_ids(self, body: ParsedBody) -> list[int]:
+        """The tokens of a conversation, for those who only count them."""
+        options = body.template
+        _, ids = self._chat.render(
+            body.messages or (),
+            switches=options.switches,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+        )
+        return ids
+
+    # -- from a body to the engine -------------------------------------------------------------------------
+
+    def _loaded(self) -> _Known:
+        info = self.client.info
+        if self._known is None or self._known.info is not info:
+            self._known = self._know(info)
+            settings = self.settings
+            most = settings.max_queued_tokens or max(
+                info.max_model_len, settings.max_queue * info.max_model_len // 4
+            )
+            self.admission.capacity.places = info.max_num_seqs + settings.max_queue
+            self.admission.capacity.queued_tokens = most
+        return self._known
+
+    def _know(self, info: EngineInfo) -> _Known:
+        model = self.model
+        facts = ModelFacts(names=model.names, max_model_len=info.max_model_len, generation=model.generation)
+        reader = PromptReader(
+            model.tokenizer,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            seed=model.seed,
+        )
+        return _Known(info=info, facts=facts, reader=reader)
+
+    def _tenant(self, call: Call, body: ParsedBody) -> str:
+        tenant = call.caller.tenant
+        return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
+
+    def _urgency(self, call: Call, body: ParsedBody) -> Urgency:
+        """Raises what a key does not allow. A line of a batch is never more urgent than its class."""
+        priority = body.priority
+        if call.caller.batch_id and priority is not None:
+            priority = max(priority, 0)
+        return urgency_of(call.caller, body.service_tier, priority)
+
+    def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
+        return self.counter.quote(call.caller, service_class, self.admission.places_taken, body.max_price)
+
+    def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
+        """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
+        if call.allowance is None:
+            return
+        most, longest = known.facts.max_model_len, body.sampling.max_tokens
+        least = size // self.settings.limits.prompt_chars_per_token
+        guess = size // CHARS_PER_TOKEN
+        at_least = least + min(longest, max(0, most - least))
+        about = guess + body.num_branches * min(longest, max(0, most - guess))
+        call.allowance.check_tokens(at_least, about)
+
+    def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
+        if body.messages is not None:
+            texts: list[tuple[str | None, list[int]]] = [(None, self.prompt_ids(body))]
+        else:
+            texts = [
+                (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+                for prompt in body.prompts
+            ]
+        most = known.facts.max_model_len
+        for _, ids in texts:
+            if len(ids) >= most:
+                raise ContextTooLong(
+                    f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
+                    f"leaves no room for an answer",
+                    param="prompt" if body.messages is None else "messages",
+                )
+        return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
+
+    def _submit(
+        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], urgency: Urgency
+    ) -> list[tuple[PreparedRequest, EngineStream]]:
+        tenant = self._tenant(call, body)
+        # A line of a batch has the batch's own time.
+        timeout_s = None if call.caller.batch_id else self.settings.request_timeout_s
+        if timeout_s is not None:
+            timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))
+        started: list[tuple[PreparedRequest, EngineStream]] = []
+        try:
+            for prompt in prepared:
+                stream = self.client.submit(
+                    prompt.token_ids,
+                    prompt.sampling,
+                    tenant=tenant,
+                    urgency=urgency,
+                    timeout_s=timeout_s,
+                )
+                started.append((prompt, stream))
+        except BaseException:
+            for _, stream in started:
+                stream.close()
+            raise
+        numbers = _numbers(started)
+        self.recent.note(
+            call.id, call.caller, numbers, urgency.service_class, timeout_s, lambda: body.shown_prompt
+        )
+        return started
+
+
+def _longest_answers(prepared: Sequence[PreparedRequest]) -> int:
+    """Tokens of all answers, if each gets as long as it may."""
+    return sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
+
+
+def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[int]:
+    """What the engine knows the branches of a request by."""
+    return [
+        stream.first + index
+        for prompt, stream in started
+        if isinstance(stream, NumberedStream)
+        for index in range(prompt.sampling.n)
+    ]
+
+
+def _record(
+    call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_class: str
+) -> RequestRecord:
+    return RequestRecord(
+        id=call.id,
+        route=call.route,
+        tenant=call.caller.tenant,
+        received_s=call.received_s,
+        service_class=service_class,
+        num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
+        num_branches=body.num_branches,
+        max_tokens=prepared[0].sampling.max_tokens,
+        is_stream=body.streaming.wanted,
+        batch_id=call.caller.batch_id,
+        wishes=(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
+        sampling=prepared[0].sampling,
+        trace_parent=call.headers.get("traceparent", ""),
+        trace_state=call.headers.get("tracestate", ""),
+    )

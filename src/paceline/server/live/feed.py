@@ -1,0 +1,240 @@
+"""The feed of the live page: looks at the engine, as messages for all who watch, and the messages of the last minute.
+
+A message holds what happened since the one before and the whole state of now, so that a reader can begin anew from any
+of them; a reader that is too slow loses whole messages, which it sees by their numbers. While there is no reader the
+engine is looked at rarely, and not at all while it rests: that keeps the last minute for a page that is opened late.
+What is in a message comes from `serving.sight`; latencies and the names of requests come from this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+import msgspec
+
+from paceline.errors import PacelineError, QueueFull
+from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable, WatchedClient
+from paceline.server.generate.requests import RecentRequests
+from paceline.server.logs import log
+from paceline.server.metrics.requests import RequestMetrics
+
+INTERVAL_S = 0.2
+LONGEST_INTERVAL_S = 2.0
+UNWATCHED_INTERVAL_S = 2.0  # the notes of that many seconds fit into a film, whatever the engine does
+MOST_SHARE = 0.007  # of the engine's processor time, that watching may take before looks become rarer
+FREE_SHARE = 0.001  # of the time, that it may take even of an engine that does nothing else
+JUDGED_S = 2.0  # over which that is judged
+MOST_BEHIND = 8  # messages
+MOST_WATCHING = 16
+PAST_S = 60.0  # what a page shows
+MOST_PAST_BYTES = 32 * 2**20
+MOST_NAMES = 1024  # that are told to a page when it is opened
+LATENCIES = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "e2e": "e2e_request_latency_seconds",
+}
+END = None
+
+
+class Pace:
+    """How often to look: less often where that is dear."""
+
+    def __init__(self) -> None:
+        self._interval_s = INTERVAL_S
+        self._before: tuple[float, float, float] | None = None
+
+    def interval_s(self, stats: EngineStats, now_s: float) -> float:
+        """The time to the next look, by what looks have taken of the engine's processor so far."""
+        if self._before is None or stats.cpu_s < self._before[1]:  # the first look, or an engine started anew
+            self._before = (stats.watch_cpu_s, stats.cpu_s, now_s)
+        elif now_s - self._before[2] >= JUDGED_S:
+            now = (stats.watch_cpu_s, stats.cpu_s, now_s)
+            watch_s, cpu_s, wall_s = (after - before for after, before in zip(now, self._before, strict=True))
+            wanted_s = self._interval_s * watch_s / max(MOST_SHARE * cpu_s, FREE_SHARE * wall_s)
+            self._interval_s = min(LONGEST_INTERVAL_S, max(INTERVAL_S, wanted_s))
+            self._before = now
+        return self._interval_s
+
+
+class Past:
+    """The messages of the last minute, the newest at the end, within a number of bytes."""
+
+    def __init__(self, seconds: float = PAST_S, most_bytes: int = MOST_PAST_BYTES) -> None:
+        self._seconds = seconds
+        self._most_bytes = most_bytes
+        self._kept: deque[tuple[float, bytes]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, message: bytes, now_s: float) -> None:
+        self._kept.append((now_s, message))
+        self._bytes += len(message)
+        self.drop(now_s)
+
+    def drop(self, now_s: float) -> None:
+        """Forget what is too old: of the message before the minute only the state counts, and it is kept for that."""
+        oldest_s = now_s - self._seconds
+        while len(self._kept) > 1 and (self._kept[1][0] < oldest_s or self._bytes > self._most_bytes):
+            self._bytes -= len(self._kept.popleft()[1])
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+    def messages(self) -> list[bytes]:
+        return [message for _, message in self._kept]
+
+
+class Feed:
+    """Everything that is seen of one engine, and everybody who watches it."""
+
+    def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
+        self.past = Past()
+        self.recent: RecentRequests | None = (
+            None  # which names requests; there is none before there is an API
+        )
+        self._client = client
+        self._requests = requests
+        self._readers: set[asyncio.Queue[bytes | None]] = set()
+        self._has_reader = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._number = 0
+        self._num_named = 0  # of the requests that `recent` has heard of
+        self._num_steps = -1  # as of the last look
+
+    @property
+    def num_watching(self) -> int:
+        return len(self._readers)
+
+    def start(self) -> None:
+        """Begin to keep the last minute."""
+        if self._task is None and isinstance(self._client, WatchedClient):
+            self._task = asyncio.get_running_loop().create_task(self._run(self._client))
+
+    def drain(self) -> None:
+        return None
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def messages(self, *, with_past: bool = False) -> AsyncGenerator[bytes, None]:
+        """Messages from now on, until the server stops; first those of the last minute, if they are wanted."""
+        if not isinstance(self._client, WatchedClient):
+            raise EngineUnavailable("this engine cannot be watched")
+        if len(self._readers) >= MOST_WATCHING:
+            raise QueueFull(f"{MOST_WATCHING} pages watch already; close one")
+        reader: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
+        before = self._past_frames() if with_past else []
+        self._readers.add(reader)
+        self._has_reader.set()
+        self.start()
+        try:
+            for message in before:
+                yield message
+            while (next_one := await reader.get()) is not END:
+                yield next_one
+        finally:
+            self._readers.discard(reader)
+
+    async def _run(self, client: WatchedClient) -> None:
+        loop, pace = asyncio.get_running_loop(), Pace()
+        try:
+            while True:
+                self._has_reader.clear()
+                if self._readers:
+                    due_s = loop.time() + pace.interval_s(self._client.stats, loop.time())
+                    if not await self._look(client, loop.time()):
+                        return
+                    await asyncio.sleep(max(0.0, due_s - loop.time()))
+                    continue
+                if self._is_moving() and not await self._look(client, loop.time()):
+                    return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(UNWATCHED_INTERVAL_S):
+                        await self._has_reader.wait()
+        except Exception as error:
+            log("the live page's feed failed", level=logging.ERROR, error=error)
+        finally:
+            self._task = None
+            self._tell(END)
+
+    def _is_moving(self) -> bool:
+        """Whether the engine has made a step since the last look, or may be about to."""
+        stats = self._client.stats
+        is_ready = self._client.state is EngineState.READY
+        return is_ready and (stats.steps != self._num_steps or bool(stats.running or stats.waiting))
+
+    async def _look(self, client: WatchedClient, now_s: float) -> bool:
+        """Look once and tell it. False when the server stops."""
+        try:
+            self._num_steps = self._client.stats.steps
+            seen = await client.look()
+        except EngineUnavailable as error:
+            if error.code == "shutting_down":
+                return False
+            self._tell(self._message(msgspec.json.encode({"unavailable": str(error)})))
+        except PacelineError as error:
+            self._tell(self._message(msgspec.json.encode({"unavailable": str(error)})))
+        else:
+            made = self._message(seen)
+            self.past.add(made, now_s)
+            self._tell(made)
+        return True
+
+    def _message(self, seen: bytes) -> bytes:
+        self._number += 1
+        return b"data: %b\n\n" % message(self._number, self._requests, seen, self._new_names())
+
+    def _new_names(self) -> list[Named]:
+        """Requests that came since the last message."""
+        if self.recent is None:
+            return []
+        count = self.recent.num_noted - self._num_named
+        self._num_named = self.recent.num_noted
+        return _names(self.recent, min(count, MOST_NAMES))
+
+    def _past_frames(self) -> list[bytes]:
+        """What a page begins with: names, how many messages of the past follow, and these."""
+        past = self.past.messages()
+        names = [] if self.recent is None else _names(self.recent, MOST_NAMES)
+        return [b"data: %b\n\n" % msgspec.json.encode({"names": names, "past": len(past)}), *past]
+
+    def _tell(self, message: bytes | None) -> None:
+        for reader in self._readers:
+            if reader.full():
+                reader.get_nowait()
+            reader.put_nowait(message)
+
+
+Named = tuple[
+    tuple[int, ...], str, str
+]  # the numbers of a request's branches, its id, the first words of its prompt
+
+
+def _names(recent: RecentRequests, count: int) -> list[Named]:
+    return [(each.numbers, each.id, each.words) for each in recent.newest(count) if each.numbers]
+
+
+def message(number: int, requests: RequestMetrics, seen: bytes, names: list[Named] | None = None) -> bytes:
+    """One message: its number, what is known of requests, new names of them, and what was seen of the engine."""
+    told: dict[str, object] = {name: requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+    # Buckets are wide: no percentile read off them may lie above what was seen.
+    told["longest"] = {name: requests.histograms[full][1].largest for name, full in LATENCIES.items()}
+    told["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
+    named = msgspec.json.encode(names or [])
+    return b'{"n":%d,"server":%b,"names":%b,"engine":%b}' % (number, msgspec.json.encode(told), named, seen)
+
+
+def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:
+    """The upper ends of the buckets that messages count in."""
+    return {name: requests.histograms[full][1].bounds for name, full in LATENCIES.items()}

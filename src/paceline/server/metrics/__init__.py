@@ -1,0 +1,1 @@
+"""Metrics and traces: families, figures of the last minute, the page for Prometheus."""

@@ -1,0 +1,274 @@
+"""What continuous batching is judged by: rows in use, padding, preemptions, work done, cost.
+
+Families for /metrics from the engine's own totals, read when they are asked for. Shares of a device's peak are there
+only where that peak is known; work is estimated from the model's shape, under vLLM's names for it. Labels come from
+closed sets. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from paceline.core.events import Rule
+from paceline.costs.model import WorkDone, work_done
+from paceline.costs.presets import Peak, published_peak
+from paceline.process.client import EngineClient, EngineInfo, EngineStats, EngineUnavailable
+from paceline.scheduler.counters import STEP_TOKEN_BOUNDS
+from paceline.server.metrics.goodput import MET, MISSED
+from paceline.server.metrics.histogram import Histogram, buckets
+from paceline.server.metrics.requests import RequestMetrics
+
+# The key figures of continuous batching over the last minute, for those who look without a database of
+# metrics.
+
+
+WINDOW_S = 60.0
+LEAST_S = 0.5  # between two notes
+
+
+class Totals(NamedTuple):
+    """What is known at one moment, since the start of the engine or of the server."""
+
+    time_s: float
+    steps: int = 0
+    busy_s: float = 0.0
+    row_places: int = 0  # rows there are, summed over steps
+    occupied_rows: int = 0
+    computed_tokens: int = 0
+    padding_tokens: int = 0
+    preemptions: int = 0
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    met: int = 0
+    missed: int = 0
+
+
+class Limits(NamedTuple):
+    """What the figures are shares of; None where it is not known."""
+
+    peak_flops: float | None = None
+    peak_bandwidth: float | None = None
+    cost_per_hour: float | None = None
+
+
+class Recent:
+    """Keeps a minute of totals."""
+
+    def __init__(self, totals: Callable[[], Totals]) -> None:
+        self.totals = totals
+        self._notes: deque[Totals] = deque()
+
+    def note(self, seen: Totals | None = None) -> None:
+        """To be called about once a second; `seen` are totals of a moment before now."""
+        now = self.totals() if seen is None else seen
+        if self._notes and now.steps < self._notes[-1].steps:
+            self._notes.clear()  # another engine, which counts from nothing
+        if self._notes and now.time_s - self._notes[-1].time_s < LEAST_S:
+            return
+        self._notes.append(now)
+        while len(self._notes) > 2 and now.time_s - self._notes[1].time_s >= WINDOW_S:
+            self._notes.popleft()
+
+    def change(self) -> Totals | None:
+        """What the last minute added; its `time_s` is how long it was. None before there is a second of it."""
+        now = self.totals()
+        if not self._notes or now.steps < self._notes[-1].steps:
+            return None
+        then = self._notes[0]
+        if now.time_s - then.time_s < LEAST_S:
+            return None
+        return Totals._make(new - old for new, old in zip(now, then, strict=True))
+
+
+def recent_figures(change: Totals | None, limits: Limits) -> Iterator[tuple[str, str, float]]:
+    """Name, meaning and value of what can be said of the last minute."""
+    if change is None:
+        return
+    elapsed_s = change.time_s
+    yield "busy_share", "Share of the last minute that the engine spent in steps.", change.busy_s / elapsed_s
+    text = "Requests that gave way, by the second, in the last minute."
+    yield "preemptions_per_second", text, change.preemptions / elapsed_s
+    if change.row_places:
+        text = "Share of rows in use in the steps of the last minute."
+        yield "slot_occupancy_mean", text, change.occupied_rows / change.row_places
+    if change.computed_tokens:
+        text = "Share of the tokens computed in the last minute that was padding."
+        yield "padding_share", text, change.padding_tokens / change.computed_tokens
+    if change.met + change.missed:
+        text = "Share of the requests of the last minute that had their times, of those that have any."
+        yield "goodput_share", text, change.met / (change.met + change.missed)
+        text = "Requests that had their times, by the second, in the last minute."
+        yield "goodput_requests_per_second", text, change.met / elapsed_s
+    if limits.peak_flops:
+        text = "Share of the device's peak arithmetic that the last minute used."
+        yield "compute_share", text, change.flops / elapsed_s / limits.peak_flops
+    if limits.peak_bandwidth:
+        text = "Share of the device's peak memory bandwidth that the last minute used."
+        moved = change.read_bytes + change.written_bytes
+        yield "memory_share", text, moved / elapsed_s / limits.peak_bandwidth
+
+
+def recent_costs(change: Totals | None, limits: Limits) -> dict[str, float]:
+    """What a million tokens cost at the pace of the last minute, by which tokens are counted."""
+    if change is None or limits.cost_per_hour is None:
+        return {}
+    cost = limits.cost_per_hour * change.time_s / 3600.0
+    counts = {"output": change.output_tokens, "all": change.output_tokens + change.prompt_tokens}
+    return {name: cost / count * 1e6 for name, count in counts.items() if count}
+
+
+LABELS = ("model_name", "engine")
+Fact = tuple[str, str, float]  # name, meaning, value
+PREEMPTIONS = tuple(rule.value for rule in Rule if ":" in rule.value)  # reason:kind
+
+
+class BatchingMetrics:
+    """Reads one engine."""
+
+    def __init__(
+        self, client: EngineClient, requests: RequestMetrics, *, cost_per_hour: float | None = None
+    ) -> None:
+        self._client = client
+        self._requests = requests
+        self._cost_per_hour = cost_per_hour
+        self.recent = Recent(self._totals)
+
+    def families(self, prefix: str, labels: tuple[str, str]) -> Iterator[Metric]:
+        info, stats = self._info, self._client.stats
+        for name, text, value in self._gauges(info, stats):
+            gauge = GaugeMetricFamily(prefix + name, text, labels=LABELS)
+            gauge.add_metric(labels, value)
+            yield gauge
+        for name, text, value in self._counters(info, stats):
+            counter = CounterMetricFamily(prefix + name, text, labels=LABELS)
+            counter.add_metric(labels, value)
+            yield counter
+        yield _preemptions(stats, prefix)
+        yield _step_tokens(stats, prefix, labels)
+        costs = recent_costs(self.recent.change(), self._limits(info))
+        if costs:
+            text = "What a million tokens cost at the pace of the last minute, by which tokens are counted."
+            family = GaugeMetricFamily(prefix + "cost_per_million_tokens", text, labels=("tokens",))
+            for tokens, cost in costs.items():
+                family.add_metric((tokens,), cost)
+            yield family
+
+    @property
+    def _info(self) -> EngineInfo | None:
+        try:
+            return self._client.info
+        except EngineUnavailable:
+            return None
+
+    def _gauges(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Fact]:
+        rows = 0 if info is None else info.max_num_seqs
+        yield "engine_max_rows", "Requests that can be in the batch at once.", rows
+        text = "Share of rows in use now, 0 to 1."
+        yield "slot_occupancy", text, stats.running / rows if rows else 0.0
+        if stats.fairness_gap is not None:
+            text = "Most that waiting tenants are apart in what they were served for their weight, in tokens."
+            yield "fairness_gap_tokens", text, stats.fairness_gap
+        if stats.next_place_s is not None:
+            text = "Time until a running request is thought to end."
+            yield "next_place_seconds", text, stats.next_place_s
+        peak = _peak(info)
+        if peak is not None:
+            yield "device_peak_flops", "FLOP/s the device's data sheet names, dense bf16.", peak.flops
+            text = "Memory bandwidth the device's data sheet names."
+            yield "device_peak_bytes_per_second", text, peak.bandwidth
+        if self._cost_per_hour is not None:
+            yield "cost_per_hour", "What an hour of this server costs.", self._cost_per_hour
+        yield from recent_figures(self.recent.change(), self._limits(info))
+
+    def _counters(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Fact]:
+        text = "Tokens computed in steps, padding included."
+        yield "engine_computed_tokens", text, stats.computed_tokens
+        text = "Tokens computed in steps that were only padding."
+        yield "engine_padding_tokens", text, stats.padding_tokens
+        text = (
+            "Rows in use, summed over steps: with engine_steps and engine_max_rows, the mean slot occupancy."
+        )
+        yield "engine_occupied_rows", text, stats.occupied_rows
+        done = _work(info, stats)
+        if done is None:
+            return
+        yield "estimated_flops_per_gpu", "Arithmetic of all steps, estimated.", done.flops
+        if done.read_bytes is not None:
+            text = "Memory read by all steps, estimated."
+            yield "estimated_read_bytes_per_gpu", text, done.read_bytes
+        text = "Keys and values written by all steps, estimated."
+        yield "estimated_write_bytes_per_gpu", text, done.written_bytes
+
+    def _limits(self, info: EngineInfo | None) -> Limits:
+        peak = _peak(info)
+        if peak is None:
+            return Limits(cost_per_hour=self._cost_per_hour)
+        knows_bytes = info is not None and info.work is not None and info.work.step_bytes is not None
+        return Limits(peak.flops, peak.bandwidth if knows_bytes else None, self._cost_per_hour)
+
+    def _totals(self) -> Totals:
+        info, stats, requests = self._info, self._client.stats, self._requests
+        done = _work(info, stats)
+        goodput = requests.promises.goodput
+        return Totals(
+            time_s=time.monotonic(),
+            steps=stats.steps,
+            busy_s=stats.busy_s,
+            row_places=stats.steps * (0 if info is None else info.max_num_seqs),
+            occupied_rows=stats.occupied_rows,
+            computed_tokens=stats.computed_tokens,
+            padding_tokens=stats.padding_tokens,
+            preemptions=stats.preemptions,
+            flops=0.0 if done is None else done.flops,
+            read_bytes=0.0 if done is None else done.read_bytes or 0.0,
+            written_bytes=0.0 if done is None else done.written_bytes,
+            prompt_tokens=requests.prompt_tokens,
+            output_tokens=requests.generation_tokens,
+            met=goodput.total(MET),
+            missed=goodput.total(MISSED),
+        )
+
+
+def _peak(info: EngineInfo | None) -> Peak | None:
+    """Of a device whose data sheet is known, for a model whose work is."""
+    return None if info is None or info.work is None else published_peak(info.device)
+
+
+def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
+    if info is None or info.work is None:
+        return None
+    return work_done(
+        info.work,
+        steps=stats.steps,
+        tokens=stats.computed_tokens,
+        products=stats.context_products,
+        decode_context=stats.decode_context,
+        logit_rows=stats.logit_rows,
+    )
+
+
+def _preemptions(stats: EngineStats, prefix: str) -> Metric:
+    text = "The same as num_preemptions, by what became of their KV and for what."
+    family = CounterMetricFamily(prefix + "preemptions", text, labels=("kind", "reason"))
+    for rule in PREEMPTIONS:
+        reason, _, kind = rule.partition(":")
+        family.add_metric((kind, reason), stats.preempted_by.get(rule, 0))
+    return family
+
+
+def _step_tokens(stats: EngineStats, prefix: str, labels: tuple[str, str]) -> Metric:
+    histogram = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
+    if stats.steps_by_tokens:
+        histogram.counts = list(stats.steps_by_tokens)
+    histogram.total = stats.computed_tokens
+    family = HistogramMetricFamily(prefix + "iteration_tokens_total", "Tokens of steps.", labels=LABELS)
+    family.add_metric(labels, *buckets(histogram))
+    return family
