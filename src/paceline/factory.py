@@ -164,9 +164,8 @@ class LoadedModel:
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
 
 
-LoadProgress = Callable[
-    [str, int, int], None
-]  # stage, parts that are done and of how many; 0 of 0: not known
+# Stage, parts that are done and of how many; 0 of 0: not known.
+LoadProgress = Callable[[str, int, int], None]
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -192,9 +191,8 @@ def load_model(
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
 
-    make_policy(
-        SchedulerConfig(**_fields_of(SchedulerConfig, given))
-    )  # what is wrong with it is told at once
+    # Raises at once for a bad policy option.
+    make_policy(SchedulerConfig(**_fields_of(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
 

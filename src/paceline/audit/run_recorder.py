@@ -56,9 +56,8 @@ class RunRecorder:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-run-log", daemon=True)
         self._thread.start()
-        atexit.register(
-            self._end
-        )  # for owners that never close their engine: what there is, without a last line
+        # For owners that never close their engine: writes what there is, without a last line.
+        atexit.register(self._end)
 
     def step(self, record: StepRecord) -> None:
         if self._stopped:

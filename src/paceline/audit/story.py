@@ -153,9 +153,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
 
 
 def _chunk(run: list[Decision], past: list[Decision]) -> str:
-    ends = {
-        decision.step: decision.reason for decision in run
-    }  # of the parts of a step the last says why it ended
+    # Of the parts of a step the last says why it ended.
+    ends = {decision.step: decision.reason for decision in run}
     steps, reasons = list(ends), [reason for reason in _CUTS if reason in ends.values()]
     tokens = _count(sum(decision.value for decision in run), "token")
     why = " or ".join(_CUTS[reason] for reason in reasons)

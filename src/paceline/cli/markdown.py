@@ -25,9 +25,8 @@ INTERVAL_S = 0.05  # between two drawings of a block
 LEAST_REST = 5  # times longer than a drawing takes: a model may run on the same cores
 UP, TO_LINE_END, BELOW = "\x1b[{}A", "\x1b[K", "\x1b[J"
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_UNDECIDED = re.compile(
-    r" {0,3}(?:[0-9]{1,9}[.)]?|[-*+])? *\n?"
-)  # the beginning of an item of a list, perhaps
+# The beginning of an item of a list, perhaps.
+_UNDECIDED = re.compile(r" {0,3}(?:[0-9]{1,9}[.)]?|[-*+])? *\n?")
 _LINE_END = re.compile(r"(?:\x1b\[[0-9;]*m| )+$")  # padding, which would be copied with the text
 _THEME = Theme(
     {"markdown.code": "cyan", "markdown.h1": "bold underline", "markdown.h2": "bold", "markdown.hr": "dim"}

@@ -65,9 +65,8 @@ class StepCosts:
     A step runs as long as one of the next larger size, and longer for what its rows read.
     """
 
-    sizes: tuple[
-        int, ...
-    ]  # tokens of a step, ascending; no step is held to fewer tokens of prompts than the first
+    # Tokens of a step, ascending; no step is held to fewer tokens of prompts than the first.
+    sizes: tuple[int, ...]
     seconds: tuple[float, ...]  # of a step of each size, attention left out
     context_s: float = 0.0  # more, for each token of context that decoding rows read
     product_s: float = 0.0  # more, for each pair of a prompt token and a token before it

@@ -93,9 +93,8 @@ class DialStatus:
     position: float = 1.0  # where it stands between 0 and 1, set by hand or by the controller
     itl_p99_ms: float | None = None  # of the window it judges by; None while nothing was seen
     ttft_p99_ms: float | None = None
-    step_target_ms: float | None = (
-        None  # how long a step with prompts may take; None where no costs are known
-    )
+    # How long a step with prompts may take; None where no costs are known.
+    step_target_ms: float | None = None
     max_step_tokens: int = 0  # most tokens of a step
     max_prompt_tokens: int = 0  # of a step in which nobody decodes
     prompt_share: float = 1.0  # of a step's tokens that one prompt may take while others wait

@@ -99,9 +99,8 @@ class Rule(StrEnum):
     BUDGET = "budget"
     PREFIX = "prefix"  # another request is computing what it can share
     BLOCKS = "blocks"
-    SPARE = (
-        "spare"  # its tenant floods: what would be left is kept for those within their share; they may pass
-    )
+    # Deferred: its tenant is over its share; the rest is kept for tenants within theirs, which may pass.
+    SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     SHARE = "share"  # others wait: one prompt takes no more of a step
     # preempt: for what, and what becomes of its KV
@@ -171,6 +170,5 @@ class Decision(NamedTuple):
     blocks_needed: int = NO_NUMBER
     against: RequestId = NOBODY
     seconds: float = 0.0
-    detail: str = (
-        ""  # what the rule leaves open: the name of an error, the word of an abort, what each way costs
-    )
+    # What the rule leaves open: the name of an error, the word of an abort, what each way costs.
+    detail: str = ""

@@ -46,9 +46,8 @@ class RowJoins:
     num_tokens: I32 = field(default_factory=_empty)  # tokens known at the start
     num_computed: I32 = field(default_factory=_empty)  # of these, already in the KV blocks
     limit: I32 = field(default_factory=_empty)  # the row ends when it has this many tokens
-    pad: I32 = field(
-        default_factory=_empty
-    )  # tokens of left padding computed before the prompt (static and dynamic modes)
+    # Tokens of left padding computed before the prompt (static and dynamic modes).
+    pad: I32 = field(default_factory=_empty)
     model: I32 = field(default_factory=_empty)
     adapter: I32 = field(default_factory=_empty)
     sampling: tuple[SamplingParams, ...] = ()
@@ -164,9 +163,8 @@ class RowLogprobs:
 class StepTimes:
     """When the step ran, by the runner's clock, in seconds."""
 
-    start_s: float = (
-        0.0  # it was given to the runner; where that had steps before it, it began when they ended
-    )
+    # When the runner got the step; if steps were ahead of it, when they ended.
+    start_s: float = 0.0
     end_s: float = 0.0
 
 

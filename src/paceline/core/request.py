@@ -264,9 +264,8 @@ class Change:
     """What is to be different from now on; None leaves it as it is."""
 
     priority: int | None = None
-    until_s: float | None = (
-        None  # when it ends at the latest, on the engine's clock; infinity for no deadline
-    )
+    # When it ends at the latest, on the engine's clock; infinity for no deadline.
+    until_s: float | None = None
     paused: bool | None = None
 
 

@@ -88,9 +88,8 @@ class SamplingParams:
     deadline_ms: int | None = None  # from arrival to the last token; it ends then, whatever it has
     ttft_slo_ms: int | None = None  # from arrival to the first token
     itl_slo_ms: int | None = None  # between two tokens
-    on_infeasible: str = (
-        "refuse"  # what to do with a request that cannot make its times: refuse, or try anyway
-    )
+    # What to do with a request that cannot make its times: refuse, or try anyway.
+    on_infeasible: str = "refuse"
 
     def __post_init__(self) -> None:
         _normalize(self)

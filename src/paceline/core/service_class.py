@@ -13,12 +13,8 @@ from paceline.errors import InvalidRequest
 INTERACTIVE, STANDARD, SPOT, BATCH = CLASSES = ("interactive", "standard", "spot", "batch")
 DEFAULT_CLASS = STANDARD
 LEVELS = {INTERACTIVE: -1, STANDARD: 0, SPOT: 1, BATCH: 2}
-OWN = (
-    "auto",
-    "default",
-    "scale",
-    "standard_only",
-)  # the class of the key; the last two are other servers' words
+# The class of the key; the last two are other servers' words.
+OWN = ("auto", "default", "scale", "standard_only")
 # Words of other servers for classes that are here too.
 SYNONYMS = {"priority": INTERACTIVE, "flex": SPOT}
 TIERS = (*OWN[:2], *CLASSES, *OWN[2:], *SYNONYMS)

@@ -145,9 +145,8 @@ def step_costs(model: CostModel, sizes: Sequence[int] = SIZES) -> StepCosts:
 
     return StepCosts(
         sizes=tuple(sizes),
-        seconds=tuple(
-            accumulate(base, max)
-        ),  # a model may make a larger step shorter; a pace cannot use that
+        # A model may make a larger step shorter; a pace cannot use that.
+        seconds=tuple(accumulate(base, max)),
         context_s=more_s(_CONTEXT, prefill_tokens=size, logit_rows=1, decode_context=_CONTEXT),
         product_s=more_s(_PRODUCTS, prefill_tokens=size, logit_rows=1, prefill_context_products=_PRODUCTS),
         row_s=more_s(_ROWS, prefill_tokens=size - _ROWS, decode_rows=_ROWS, logit_rows=1 + _ROWS),

@@ -67,9 +67,8 @@ class StepSpeed:
     def __init__(self) -> None:
         self._plain, self._mixed = RunningLine(MEMORY), RunningLine(MEMORY)
         self._ratio = 1.0  # of what steps take now to what the lines say
-        self._excess = (
-            1.0  # of the mean of steps to their usual length: slow ones are further off than quick ones
-        )
+        # Mean step time over the usual one: slow steps are further off than quick ones.
+        self._excess = 1.0
 
     @property
     def is_known(self) -> bool:

@@ -69,9 +69,8 @@ class Engine:
         self.scheduler = scheduler
         self.depth = depth
         self.last_error: Exception | None = None
-        self.on_forecast: OnForecast | None = (
-            None  # told of every request before it is added, if anybody cares
-        )
+        # Called for every request before it is added.
+        self.on_forecast: OnForecast | None = None
         self._runner = runner
         self._clock = clock
         self._hooks = hooks
@@ -151,9 +150,8 @@ class Engine:
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
-            elif (
-                sampling.prompt_logprobs is None
-            ):  # else every token of the prompt is computed, none is reused
+            elif sampling.prompt_logprobs is None:
+                # Else every token of the prompt is computed, none is reused.
                 branch.keys = list(self._hooks.new_keys(branch))
         branches[0].branches = len(branches) - 1
         return branches

@@ -27,9 +27,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None  # stop, length, abort or error; None while it runs
-    stop_reason: int | str | None = (
-        None  # the stop string or stop id that was met; deadline, when its time was up
-    )
+    # The stop string or stop id that was met; deadline, when its time was up.
+    stop_reason: int | str | None = None
     error: str | None = None  # what went wrong, when finish_reason is error
 
     @property
@@ -62,9 +61,8 @@ class RequestMetrics:
     preemptions: int = 0
     swaps: int = 0  # of these, those that kept its KV on the host
     recomputed_tokens: int = 0  # computed again after a preemption
-    kv_block_seconds: float = (
-        0.0  # KV blocks held, each for as long as it was; a shared one counts for each holder
-    )
+    # KV blocks held, each for as long as it was; a shared one counts for each holder.
+    kv_block_seconds: float = 0.0
     recompute_kv_block_seconds: float = 0.0  # of these, while tokens were computed again
 
     def copied(self) -> RequestMetrics:

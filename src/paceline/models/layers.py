@@ -79,9 +79,8 @@ class Experts:
         if self._normalize:
             chosen_weight = chosen_weight / chosen_weight.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(x)
-        for index in torch.unique(
-            chosen
-        ).tolist():  # in order: sums do not depend on who else is in the batch
+        # In order, so that sums do not depend on the other rows of the batch.
+        for index in torch.unique(chosen).tolist():
             token, place = (chosen == index).nonzero(as_tuple=True)
             out.index_add_(0, token, self.experts[index](x[token]) * chosen_weight[token, place, None])
         return out

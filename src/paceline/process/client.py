@@ -180,9 +180,8 @@ class NumberedStream(Protocol):
 class Told(NamedTuple):
     """What an engine knows about a branch."""
 
-    decisions: list[
-        Decision
-    ]  # the newest, oldest first; none when nothing was decided yet, or is known any more
+    # The newest, oldest first; none when nothing was decided yet, or is known any more.
+    decisions: list[Decision]
     is_live: bool  # it has not ended
 
 

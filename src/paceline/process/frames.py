@@ -344,11 +344,8 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
-BadFrame = (
-    msgspec.DecodeError,
-    ValueError,
-    TypeError,
-)  # what decoding raises for bytes that are no frame of ours
+# What decoding raises for bytes that are no frame of ours.
+BadFrame = (msgspec.DecodeError, ValueError, TypeError)
 
 
 # Errors a request may be refused with, as they cross from the engine's process to the other.

@@ -78,9 +78,8 @@ OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
 MOST_TOLD = 256  # newest decisions in one answer: it has to fit into a frame
 NUMERICAL_ERROR = "numerical_error"
-MOST_STEPS_WITHOUT_A_NUMBER = (
-    2  # in a row, and for all their rows: weights that were damaged are loaded again
-)
+# In a row, and for all their rows: then damaged weights are loaded again.
+MOST_STEPS_WITHOUT_A_NUMBER = 2
 
 _SIGN_OF_LIFE = frames.encode(frames.News(0.0))
 _logger = logging.getLogger("paceline")

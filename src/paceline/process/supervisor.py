@@ -201,9 +201,8 @@ class EngineProcess:
         life = self._life
         if life is not None:
             life.link.send(frames.encode(frames.Stop()))
-            patience_s = (
-                self._config.stop_timeout_s if life.was_ready else 0.0
-            )  # loading cannot be interrupted
+            # Loading cannot be interrupted.
+            patience_s = self._config.stop_timeout_s if life.was_ready else 0.0
             await life.child.wait(patience_s)
             await life.child.kill()
         if self._task is not None:

@@ -25,9 +25,8 @@ from paceline.runner.kv_tensors import block_bytes
 GIB = 1 << 30
 MAX_STEP_S = 0.25
 MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
-ALONE = (
-    1.0  # of a step in which nobody decodes: no stream waits for it, and larger ones compute a prompt sooner
-)
+# MARGIN of a step without decoding rows: no stream waits for it, and larger steps compute a prompt sooner.
+ALONE = 1.0
 DEFAULT_ROWS = 128
 # A batch of 32 decodes in one step even where that takes longer than a step should: in two it would take longer still.
 SMALLEST_BUDGET, LARGEST_BUDGET = 32, 2048

@@ -80,9 +80,8 @@ class Rows:
         self.reserved: Flag  # never preempted
         for name, flag in zip(FLAGS, self._flags, strict=True):
             setattr(self, name, flag)
-        self.outputs: NDArray[np.int32] = np.zeros(
-            (num_rows, max_len), np.int32
-        )  # tokens delivered since the row joined
+        # Tokens delivered since the row joined.
+        self.outputs: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)
         self.requests: list[Request | None] = [None] * num_rows
         self.num_live = 0
         self.num_reserved = 0

@@ -394,9 +394,8 @@ class SchedulerState:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = request.num_tokens - request.num_prompt
         self.output_stats.ended(self.known_tenant(request.tenant), request, num_output, reason)
-        rule = _ENDINGS.get(
-            detail or reason._value_
-        )  # every request comes here: the property costs ten times as much
+        # `_value_`: every request comes here, and the property `value` costs ten times as much.
+        rule = _ENDINGS.get(detail or reason._value_)
         if rule is None:  # what a caller says of an abort may be anything
             self.decide(DecisionKind.FINISH, request, Rule(reason.value), num_output, detail=detail)
         else:

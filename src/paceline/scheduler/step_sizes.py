@@ -16,14 +16,12 @@ from paceline.core.plan import StepTimes, StepWork
 
 RATE = 0.25  # share of a surprise that the next step is thought to repeat
 FURTHEST = 3.0  # most surprise that is taken in at once, as a logarithm: one stall moves no size
-TOLERATED = (
-    3.2  # times what a step should take: smaller steps cost more per token, and a busy machine is slow enough
-)
+# Times what a step should take: smaller steps cost more per token, and a busy machine is slow enough.
+TOLERATED = 3.2
 FORGOTTEN_S = 10.0  # after which a slow machine is thought to be as it was at the start
 GROWTH = 1.5  # most, at once, beyond what was measured or seen
-LONG_CONTEXT = (
-    1024  # tokens that a token attends to; steps with more tell what attention costs, not how fast we are
-)
+# Tokens that a token attends to; steps with more tell what attention costs, not how fast we are.
+LONG_CONTEXT = 1024
 GRAIN = 8
 
 

@@ -50,9 +50,8 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...] = ()
     prefix_ids: tuple[int, ...] = ()  # put before a text encoded with special tokens
     suffix_ids: tuple[int, ...] = ()
-    template_tokens: Mapping[str, str] = field(
-        default_factory=dict
-    )  # bos_token, eos_token, ... for a chat template
+    # `bos_token`, `eos_token`, ... for a chat template.
+    template_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
 
 

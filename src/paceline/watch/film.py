@@ -102,9 +102,8 @@ class Cut:
     changes: Changes
     done: tuple[Done, ...]
     dropped: int  # steps that were not fetched in time
-    evicted: tuple[
-        tuple[int, ...], ...
-    ]  # by layer group: blocks whose prefix was given up, by place in `Scene.blocks`
+    # By layer group: blocks whose prefix was evicted, by place in `Scene.blocks`.
+    evicted: tuple[tuple[int, ...], ...]
     cleared: bool  # a step failed after the newest one of these
     ended: tuple[Noted, ...]  # endings since the newest step; the next one notes them too
     scene: Scene

@@ -58,9 +58,8 @@ class Scene:
     left: tuple[int, ...]  # rows that were left after the newest step was submitted: the next plan says so
     waiting: tuple[Waiting, ...]  # the first of them, in the policy's order
     num_waiting: int
-    blocks: tuple[
-        NDArray[np.uint8], ...
-    ]  # by layer group: FREE, CACHED, HELD or SHARED; the null block is left out
+    # By layer group: FREE, CACHED, HELD or SHARED; the null block is left out.
+    blocks: tuple[NDArray[np.uint8], ...]
     saved: int  # blocks that sharing saves: references beyond the first
     evicted: int  # blocks whose prefix was given up, since the start
     preempted: int

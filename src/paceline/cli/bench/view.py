@@ -41,9 +41,8 @@ class Report:
     commit: str | None = field(default_factory=source_commit)
     results: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    further: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # engines behind the first: start-up and sizes
+    # Engines behind the first: start-up and sizes.
+    further: list[dict[str, Any]] = field(default_factory=list)
     recheck: dict[str, Any] | None = None
     error: str | None = None  # what ended the command early
 

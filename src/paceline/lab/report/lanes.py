@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EMPTY, PROMPT, DECODE, PADDING, HELD = range(
-    5
-)  # held: taken by a request whose prompt is not computed in this step
+# Held: taken by a request whose prompt is not computed in this step.
+EMPTY, PROMPT, DECODE, PADDING, HELD = range(5)
 
 Codes = NDArray[np.uint8]
 

@@ -53,9 +53,8 @@ class RunRecord:
     # Per request too, where it is counted; else empty.
     recomputed_tokens: Ints = field(default_factory=_no_ints)  # computed again after a preemption
     kv_block_us: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    predicted_ttft_s: Floats = field(
-        default_factory=_no_floats
-    )  # as said at arrival; empty: nobody was asked
+    # As forecast at arrival; empty: no forecasts were made.
+    predicted_ttft_s: Floats = field(default_factory=_no_floats)
 
     # What each request was to the scheduler, where they differ; else empty.
     service_class: Ints = field(default_factory=_no_ints)  # index into `classes`

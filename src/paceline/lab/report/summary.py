@@ -138,9 +138,8 @@ class Summary:
     recomputed_tokens: int | None  # computed again after preemptions
     kv_block_seconds: float | None  # blocks held by requests; a shared one counts for each
     prefix_hit_share: float | None  # cached / prompt tokens, of requests that were admitted
-    fairness_gap: (
-        float | None
-    )  # tokens that the service of two tenants grew apart while both waited; outputs twice
+    # Tokens by which the service of two tenants grew apart while both waited; output tokens count twice.
+    fairness_gap: float | None
 
     queue_delay_s: Distribution  # arrival to admission
     queue_delay_by_class_s: Mapping[str, Distribution]  # empty where all are alike
@@ -150,9 +149,8 @@ class Summary:
 
     slo: Slo | None
     device_hour_price: float | None
-    ttft_forecast_error: Distribution | None = (
-        None  # |said - seen| / max(seen, 200 ms); None: nobody was asked
-    )
+    # |forecast - observed| / max(observed, 200 ms); None: no forecasts were made.
+    ttft_forecast_error: Distribution | None = None
 
 
 def summarize(

@@ -26,9 +26,8 @@ from paceline.lab.workload.model import WISHES, Workload
 from paceline.scheduler.policy.own import load_policy
 from paceline.scheduler.state import SchedulerState
 
-Times = dict[
-    int, tuple[float, float]
-]  # by step: when it began and ended, by the runner's clock if that was recorded
+# By step: when it began and ended, by the runner's clock if that was recorded.
+Times = dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -254,9 +254,8 @@ class Simulation:
             Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)
             for number in range(config.num_replicas)
         ]
-        self._due: list[
-            tuple[float, int]
-        ] = []  # when a replica's next step is due; an old entry may be wrong
+        # When a replica's next step is due; an old entry may be wrong.
+        self._due: list[tuple[float, int]] = []
         self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, whom, where
         self._until_progress = PROGRESS_STEPS
 

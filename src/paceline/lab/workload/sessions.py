@@ -36,9 +36,8 @@ class SessionModel:
     output: QuantileTable
     rank_correlation: float  # of a prompt's and its output's length
     turn_correlation: float  # of the output lengths (their ranks) of two turns in a row
-    continues: tuple[
-        float, ...
-    ]  # chance that a turn follows the first, second, ... turn; the last one repeats
+    # Chance that a turn follows the first, second, ... turn; the last one repeats.
+    continues: tuple[float, ...]
     continues_scale: Steps  # that chance is scaled by this, by the length of the prompt
     gap_s: QuantileTable  # between the arrivals of two turns
     growth: tuple[tuple[int, QuantileTable], ...]  # (from this prompt on, tokens added to it and its answer)

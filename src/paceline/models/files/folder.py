@@ -116,9 +116,8 @@ class TextParts:
     tokenizer_json: Path | None = None
     tokenizer_config: Mapping[str, object] = field(default_factory=dict)
     gguf_fields: Mapping[str, object] | None = None
-    chat_templates: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by name; most models have only "default"
+    # By name; most models have only "default".
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
     add_bos: bool | None = None  # None: the file does not say
     add_eos: bool | None = None
 

@@ -110,9 +110,8 @@ class StepGraphs:
         gc.disable()  # a kernel that is collected during a capture would end it
         pool = None
         try:
-            for key in sorted(
-                steps, key=lambda key: -key[0]
-            ):  # the largest first: others fit into its memory
+            # The largest first: others fit into its memory.
+            for key in sorted(steps, key=lambda key: -key[0]):
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):

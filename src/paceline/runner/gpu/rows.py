@@ -55,9 +55,8 @@ class HostRows:
         num_rows = self.memory.num_rows + 1  # nobody's is the last
         self.generation: I32 = np.zeros(num_rows, np.int32)
         self.num_prompt: I64 = np.zeros(num_rows, np.int64)
-        self.num_tokens: I64 = np.zeros(
-            num_rows, np.int64
-        )  # as of the last step submitted, if nobody stopped
+        # As of the last step submitted, if no row stopped.
+        self.num_tokens: I64 = np.zeros(num_rows, np.int64)
         self.computed: I64 = np.zeros(num_rows, np.int64)  # of known tokens
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)

@@ -23,9 +23,8 @@ SMALLEST_SHARE = 0.25  # of a step's tokens for one prompt while others wait, at
 TOKENS_SPAN = 16  # without step costs: the largest step has so many times the tokens of the smallest
 FEWEST_TOKENS = 8  # and at least so many: fewer take hardly less time
 HEADROOM = 1.5  # the longest step: so much longer than the largest size of the table, for what its rows read
-ROWS_SLOPE = (
-    math.log(ROWS_SPAN) / ROWS_PART
-)  # how the logarithm of the rows grows with the position, in their part
+# How the logarithm of the rows grows with the position, in their part.
+ROWS_SLOPE = math.log(ROWS_SPAN) / ROWS_PART
 TYPICAL_CONTEXT = 256  # tokens that a row reads, where it is guessed what one more costs
 PLACES = 4  # decimals of a position: what is on record is all there is
 

@@ -97,16 +97,11 @@ class Window:
 
 
 P99 = 0.99
-ENOUGH_STEPS, P90 = (
-    100,
-    0.9,
-)  # a p99 of fewer steps is the longest of them, which may have stalled: then a p90 is looked at
+# A p99 of fewer steps is the longest of them, which may have stalled: then a p90 is looked at.
+ENOUGH_STEPS, P90 = 100, 0.9
 FEW_STEPS = 8  # without which nothing is judged
-SECOND_S, GAPS_APART, LEAST_APART_S = (
-    1.0,
-    30.0,
-    0.05,
-)  # between two judgements: a second, or so many targets if less
+# Between two judgements: a second, or this number of targets if that is less.
+SECOND_S, GAPS_APART, LEAST_APART_S = 1.0, 30.0, 0.05
 # Of each target: judgements to a slice of the window, values without which nothing is judged and nothing is relaxed.
 SLICES = {DialKind.ITL: 1.0, DialKind.TTFT: 5.0}
 FEWEST = {DialKind.ITL: (50, 400), DialKind.TTFT: (50, 150)}
@@ -146,9 +141,8 @@ class Dial:
         self.setting = OFF
         self.position = self._place_of_config()
         self.limits: Limits | None = None  # None: those of the config
-        self._most_rows = self._target_rows = (
-            config.max_num_seqs
-        )  # that may run, here and wherever steps are cut first
+        # That may run, here and wherever steps are cut first.
+        self._most_rows = self._target_rows = config.max_num_seqs
         self.moves = 0
         self.reason = ""
         self.fewest = config.fewest_step_tokens  # prompt tokens that every step so far was allowed
@@ -238,9 +232,8 @@ class Dial:
             after = controller.judge(before, seen_s, window.total, binds=binds, settled=settled)
             if after >= ROWS_PART:
                 self._most_rows = self._target_rows
-            elif (
-                before >= ROWS_PART
-            ):  # fewer than run now: to allow fewer than might run would change nothing
+            elif before >= ROWS_PART:
+                # Fewer than run now: to allow fewer than might run would change nothing.
                 self._most_rows = min(max(rows, 1), self._target_rows)
             self._stand(after)
             self.reason = self._reason(seen_s) if controller.word is DialWord.UNREACHABLE else ""

@@ -151,9 +151,8 @@ def take_frame(
     )
 
 
-_new = (
-    tuple.__new__
-)  # makes a named tuple in half the time: two pictures or more are taken in every half-step
+# Makes a named tuple in half the time: two pictures or more are taken in every half-step.
+_new = tuple.__new__
 
 
 def _blocks(state: SchedulerState, last: Blocks | None) -> Blocks:

@@ -203,9 +203,8 @@ class Admission:
         parent = state.requests.get(request.parent) if request.parent is not None else None
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
-            common = min(
-                request.num_prompt, request.num_tokens - 1
-            )  # from the fork on, each goes its own way
+            # From the fork on, each goes its own way.
+            common = min(request.num_prompt, request.num_tokens - 1)
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.upper[parent.row]
             if still and done < common:

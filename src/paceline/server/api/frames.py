@@ -80,9 +80,8 @@ class EventStream(AsyncGenerator[bytes, None]):
                 if data:
                     yield data
                     generation.sent()
-            if (
-                generation.must_settle
-            ):  # what was made is out by now; the end is not before it is written down
+            if generation.must_settle:
+                # What was made is out by now; the end is not before it is written down.
                 await generation.settle()
                 yield self._end()
         finally:

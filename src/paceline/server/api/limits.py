@@ -19,12 +19,10 @@ class RequestLimits:
     branches: int = 8  # n
     prompts: int = 64  # in one request to /v1/completions
     messages: int = 1_024
-    answer_tokens: int = (
-        1_000_000  # max_tokens; what does not fit into the context is not an error up to here
-    )
-    prompt_chars_per_token: int = (
-        8  # a text longer than this times the context is refused before it is tokenised
-    )
+    # `max_tokens` up to here is no error, even if it exceeds the context.
+    answer_tokens: int = 1_000_000
+    # A text longer than this times the context is refused before it is tokenised.
+    prompt_chars_per_token: int = 8
     stops: int = 4
     stop_bytes: int = 256
     stop_ids: int = MAX_STOP_IDS

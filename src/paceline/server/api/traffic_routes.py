@@ -28,9 +28,8 @@ TRAFFIC_ROUTE = "/v1/admin/traffic"
 MOST_AT_ONCE = 256
 SHORTEST, LONGEST = 48, 192  # answers, in tokens: the first one is not over before the last of 32 has begun
 MOST_BEHIND = 1024  # pieces of the stream that wait for their reader before the answers wait for it
-_SPREAD = (
-    5**0.5 - 1
-) / 2  # multiples of it, without their whole part, are spread evenly however many there are
+# Multiples of it, without their whole part, are spread evenly however many there are.
+_SPREAD = (5**0.5 - 1) / 2
 TRAFFIC_FIELDS = FieldTable(
     TRAFFIC_ROUTE,
     (

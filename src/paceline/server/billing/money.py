@@ -13,9 +13,8 @@ MILLION = 1_000_000
 TOKEN_DECIMALS = 6  # of a price for a million tokens
 BLOCK_DECIMALS = 9  # of a price for a KV block and second
 FACTOR_DECIMALS = 6
-LARGEST_AMOUNT = (
-    2**60
-)  # nano-units, more than a billion units: what a column of the ledger holds, with room to add
+# Nano-units (more than a billion units): fits a column of the ledger with room to add.
+LARGEST_AMOUNT = 2**60
 
 
 def decimal_of(value: float | str) -> Decimal:

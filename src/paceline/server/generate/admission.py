@@ -102,9 +102,8 @@ class Admission:
         """Take places for a request, and room for its prompt by a guess at its tokens."""
         self.check_places(caller, places, tokens)
         self.places_taken += places
-        if (
-            caller.batch_id
-        ):  # its lines take nothing of what the key may have at once, and no room from prompts
+        if caller.batch_id:
+            # Its lines take nothing of what the key may have at once, and no room from prompts.
             self.batch_places += places
             return Permit(self, caller, places, 0)
         self.num_waiting += 1

@@ -188,9 +188,8 @@ class Generation:
             return [self._read(part, news) for part, found in taken for news in found]
         except _ENDINGS as error:
             raise self._noted(error) from None
-        except (
-            Exception
-        ) as error:  # an id nobody knows, a row nobody asked for: it must not reach anybody else
+        except Exception as error:
+            # An unknown id or row: it must not affect other requests.
             raise self._broken() from error
 
     async def complete(self) -> list[RequestOutput]:

@@ -237,9 +237,8 @@ def _state(decisions: Sequence[Decision]) -> str:
             state = "paused"
         elif decision.kind is DecisionKind.CHANGE and decision.reason is Rule.RESUMED:
             state = "waiting"
-        elif (
-            state != "paused" or decision.kind is not DecisionKind.PREEMPT
-        ):  # a pause is carried out by giving way
+        elif state != "paused" or decision.kind is not DecisionKind.PREEMPT:
+            # A paused request is preempted; it stays paused.
             state = _AFTER.get(decision.kind, state)
     return state
 

@@ -25,9 +25,8 @@ from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
 from paceline.server.http.protocol import ConnectionCounts, GuardedProtocol, guarded_protocol
 
-SEND_BUFFER_BYTES = (
-    131_072  # of the system, for each connection: what a reader that stopped can pile up there
-)
+# The system's send buffer of a connection: the most a stalled reader can pile up there.
+SEND_BUFFER_BYTES = 131_072
 
 
 class CannotListen(PacelineError):

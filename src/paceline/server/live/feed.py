@@ -97,9 +97,8 @@ class Feed:
 
     def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
         self.past = Past()
-        self.recent: RecentRequests | None = (
-            None  # which names requests; there is none before there is an API
-        )
+        # Names the requests; None until the API is up.
+        self.recent: RecentRequests | None = None
         self._client = client
         self._requests = requests
         self._readers: set[asyncio.Queue[bytes | None]] = set()
@@ -216,9 +215,8 @@ class Feed:
             reader.put_nowait(message)
 
 
-Named = tuple[
-    tuple[int, ...], str, str
-]  # the numbers of a request's branches, its id, the first words of its prompt
+# The numbers of a request's branches, its id, the first words of its prompt.
+Named = tuple[tuple[int, ...], str, str]
 
 
 def _names(recent: RecentRequests, count: int) -> list[Named]:

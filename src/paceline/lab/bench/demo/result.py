@@ -33,9 +33,8 @@ class _Line:
     value: Callable[[ModeFigures], float | None]
     text: Callable[[float], str]
     claim: str = ""
-    as_factor: bool = (
-        False  # continuous over static as "2.1 x", else as a change in percent; "" where text is a share
-    )
+    # Continuous over static as "2.1 x", else as a change in percent; "" where text is a share.
+    as_factor: bool = False
     compares: bool = True
 
 

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_WIDTH = (
-    8  # row, first token in the batch, number of tokens, position of the first, end of the span; padded
-)
+# Row, first token in the batch, number of tokens, position of the first, end of the span; padded.
+TILE_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
