@@ -4,8 +4,6 @@
 
 PYTHON ?=
 ARGS ?=
-# A million checked steps in every run; one seed again: make test DST_ARGS="--seed 17"
-DST_ARGS ?= --seeds 0:200 --min-steps 1000000 --require 1000 --jobs 2
 # How long a soak takes
 MINUTES ?= 60
 
@@ -17,26 +15,31 @@ DRAW := $(VENV)/.draw
 STAMP := $(VENV)/.installed
 # One thread each: the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Tests of a file share its servers, so they stay on one worker (tests/conftest.py).
+SPREAD := -n auto --dist loadgroup --no-loadscope-reorder
 CODE := src tests tools $(wildcard benchmarks)
 # Examples are read as they are: no types where a reader needs none.
 STYLED := $(CODE) examples
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test kernels check sim soak options docs clean lint
+.PHONY: help serve chat demo test campaign kernels check sim soak options docs clean lint pure steps
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(SERVE) ## Serve a model over HTTP: make serve ARGS="--port 9000"
 	@$(BIN)/paceline serve $(ARGS)
 
-test: $(STAMP) lint ## Run everything: the checks, all tests, the simulation seeds
-	@$(PYTEST) tests --ignore=tests/mutants -n auto --dist loadgroup
-	@$(PYTEST) tests/mutants
-	@$(BIN)/python -m tests.dst $(DST_ARGS)
+check: $(STAMP) ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
+	@$(MAKE) --no-print-directory -j 2 lint pure
 
-check: $(STAMP) lint ## Run the quick gate: format, lint, types, import contracts, sizes, pure tests
-	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -n auto
+test: $(STAMP) ## Run the tests of every feature, 100,000 simulated steps and a mutant of each family
+	@$(MAKE) --no-print-directory -j 2 lint steps
+	@$(PYTEST) tests -m "not campaign" $(SPREAD)
+
+campaign: $(STAMP) ## Run the long tests: a million steps, all mutants, documented commands, browser, soak
+	@$(PYTEST) tests -m campaign $(SPREAD)
+	@$(BIN)/python -m tests.dst --seeds 0:200 --min-steps 1000000 --require 1000 --jobs 2
 
 # Not in .venv: where torch brings a Triton for the GPU, that one is used.
 TRITON := build/triton-3.7.1
@@ -69,6 +72,13 @@ docs: $(STAMP) ## Build the documentation as a site into build/site
 
 soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=10
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# Parts of the gates above: what `check` and `test` run side by side.
+pure: $(STAMP)
+	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -m "not campaign" -n auto
+
+steps: $(STAMP)
+	@$(BIN)/python -m tests.dst --seeds 0:112 --min-steps 100000 --require 100
 
 # Results under out/ are the user's and stay.
 clean: ## Remove .venv, caches and build output

@@ -1,1 +1,1 @@
-"""Tests of Paceline. A package, so that `python -m tests.dst` and `from tests.helpers import ...` work."""
+"""Tests of Paceline. A package, so that `python -m tests.dst` and `from tests.fakes import ...` work."""

@@ -16,7 +16,7 @@ from tests.browser.viewing import NARROW, WIDE, View, Viewer
 from tests.e2e.client_server import DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
 from tests.e2e.model_cli import environment
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 ADMIN = "key-of-the-operator"
 CONTEXT = 32_768
 SHORT = 12  # tokens of an answer that is to end

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 HOSTILE = "<img src=x onerror=alert(1)>"
 REFUSED = "the server responded with a status of"  # what Chromium notes of an answer that is an error
 

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.viewing import NARROW, WIDE, View, Viewer
 from tests.e2e.client_server import KEY, ClientServer
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 ADMIN = "key-of-the-operator"
 AT_ONCE = 32
 SIZES = ("--max-model-len", "512", "--max-num-seqs", "40", "--max-num-batched-tokens", "512")

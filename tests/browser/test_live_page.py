@@ -14,7 +14,7 @@ import pytest
 from tests.browser.viewing import NARROW, WIDE, Viewer
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 ADMIN = "key-of-the-operator"
 NUM_BLOCKS = 36  # of 16 tokens each: two long streams do not fit beside each other
 PROMPT = "hello " * 20

@@ -14,7 +14,7 @@ import pytest
 from tests.browser.viewing import NARROW, PATIENCE_MS, View, Viewer
 from tests.e2e.shown_run import shown
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 DEMO = ("demo", "--shape", "tiny", "--seconds", "1.5", "--rate", "10", "--rows", "4")
 MODES = ["static", "dynamic", "continuous"]
 # Every combination of the tracks' states that the page has been in.

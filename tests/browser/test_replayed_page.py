@@ -14,7 +14,7 @@ from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.model_cli import run
 from tests.e2e.shown_run import shown
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
 SIMULATED = (
     *("sim", "--trace", "uniform:200-900x60-200", "--num-requests", "60", "--rate", "20"),
     *("--max-num-seqs", "16", "--num-blocks", "200", "--block-size", "16", "--host-blocks", "400"),

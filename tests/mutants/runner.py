@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -84,6 +86,17 @@ def load(table: Path = TABLE) -> dict[str, Mutant]:
         )
         for name, entry in entries.items()
     }
+
+
+def first_of_each(names: Iterable[str], family: Callable[[str], str]) -> list[Any]:
+    """Names as parameters of a test; all but the first of each family are left to the campaign."""
+    seen: set[str] = set()
+    found = []
+    for name in names:
+        is_first = family(name) not in seen
+        seen.add(family(name))
+        found.append(pytest.param(name, marks=() if is_first else pytest.mark.campaign))
+    return found
 
 
 def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:

@@ -331,8 +331,9 @@ def test_make_help_lists_the_targets() -> None:
     assert listed == [
         "help",
         "serve",
-        "test",
         "check",
+        "test",
+        "campaign",
         "kernels",
         "chat",
         "demo",
@@ -353,20 +354,34 @@ def test_make_serve_runs_the_server() -> None:
     assert "paceline serve --port 9000" in result.stdout
 
 
+def test_every_test_belongs_to_a_gate() -> None:
+    """`make test` and `make campaign` split all tests between them, and continuous integration runs both."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    commands = {
+        target: run("make", "--dry-run", "--no-print-directory", target).stdout
+        for target in ("test", "campaign")
+    }
+    assert 'pytest -q tests -m "not campaign" ' in commands["test"]
+    assert "pytest -q tests -m campaign " in commands["campaign"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert {"make test", "make campaign"} <= set(script)
+
+
 def test_serving_installs_no_development_tool() -> None:
     """`make serve` and `make chat` install the base package alone; what a developer uses is behind an extra."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     installs = {
-        target: re.findall(r"-e '(\.[^']*)'", run("make", "-B", "--dry-run", target).stdout)
+        target: set(re.findall(r"-e '(\.[^']*)'", run("make", "-B", "--dry-run", target).stdout))
         for target in ("serve", "chat", "demo", "sim", "check")
     }
     assert installs == {
-        "serve": ["."],
-        "chat": ["."],
-        "demo": [".[plot]"],
-        "sim": [".[plot]"],
-        "check": [".[dev]"],
+        "serve": {"."},
+        "chat": {"."},
+        "demo": {".[plot]"},
+        "sim": {".[plot]"},
+        "check": {".[dev]"},
     }
 
 

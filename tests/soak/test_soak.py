@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
+
 from tests.soak.__main__ import report
 from tests.soak.judge import Limits, judge
 from tests.soak.run import run_soak
@@ -13,6 +15,7 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", "3"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 
 
+@pytest.mark.campaign
 def test_nothing_is_lost_and_nothing_is_left_over() -> None:
     evidence, figures = run_soak(MINUTES, SEED)
     failures = judge(evidence, Limits(growth_mib=16.0))

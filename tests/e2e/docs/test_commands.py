@@ -94,6 +94,7 @@ def is_run(command: Command) -> bool:
     return not command.name.startswith(tuple(NOT_RUN))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("page", documented_pages(), ids=lambda page: page.stem)
 def test_the_commands_of_a_page_do_what_it_says(
     page: Path, sandbox: Sandbox, server: OpenServer, tmp_path: Path

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.by_tests.judge import HERE, TestedMutant, load, problem_of, run_tests
+from tests.mutants.runner import first_of_each
 
 MUTANTS = load()
+# A family is the folder of the tests that notice it.
+FAMILIES = first_of_each(MUTANTS, lambda name: MUTANTS[name].tests[0].rpartition("/")[0])
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_mutant_is_noticed(name: str) -> None:
     assert problem_of(MUTANTS[name]) == "", MUTANTS[name].breaks
 
 
+@pytest.mark.campaign
 def test_the_same_tests_are_green_without_mutants() -> None:
     tests = sorted({test for mutant in MUTANTS.values() for test in mutant.tests})
     endings = run_tests(tests, None)
