@@ -28,13 +28,14 @@ _END = "\x1e"
 SITE = """
 import os
 import pathlib
-from paceline.models.files import names
-names.default_model = lambda *arguments, **options: pathlib.Path(os.environ["DOCUMENTED_MODEL"])
+from paceline.models.files import fetch
+fetch.default_model = lambda *arguments, **options: pathlib.Path(os.environ["DOCUMENTED_MODEL"])
 """
 PACELINE = """
 import sys
-from paceline.cli import main, serve_run
-serve_run.run_server = lambda *configs: 0
+from paceline.cli import main
+from paceline.cli.serve import run
+run.run_server = lambda *configs: 0
 main.main()
 """
 
