@@ -37,7 +37,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.process.client import EngineStats
-from paceline.process.live_view import Sight
+from paceline.process.live_view import LiveView
 from paceline.server.live.feed import UNWATCHED_INTERVAL_S, Pace
 
 ROWS, CHURN = 1024, 1
@@ -68,15 +68,15 @@ def engine_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool
     """Processor time of watching, as a share of that of the thread, and of a look and a step alone."""
     engine, runner = _full_engine()
     runner.step_s, runner.inner.leaving = step_s, churn
-    sight = Sight(engine)
+    live_view = LiveView(engine)
     look_s, steps, next_s, pace = [], 0, 0.0, Pace()
     began_s, began_cpu = time.monotonic(), time.thread_time()
     while time.monotonic() - began_s < seconds:
         if time.monotonic() >= next_s:
-            before = sight.cpu_s
-            sight.look()
-            look_s.append(sight.cpu_s - before)
-            stats = EngineStats(watch_cpu_s=sight.cpu_s, cpu_s=time.thread_time() - began_cpu)
+            before = live_view.cpu_s
+            live_view.look()
+            look_s.append(live_view.cpu_s - before)
+            stats = EngineStats(watch_cpu_s=live_view.cpu_s, cpu_s=time.thread_time() - began_cpu)
             wanted_s = pace.interval_s(stats, time.monotonic()) if is_watched else UNWATCHED_INTERVAL_S
             next_s = time.monotonic() + wanted_s
         for _ in engine.step().finished:
@@ -89,10 +89,10 @@ def engine_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool
         "step_ms": step_s * 1e3,
         "steps": steps,
         "engine_cpu_share_of_wall": spent_s / (time.monotonic() - began_s),
-        "watch_share_of_engine_cpu": sight.cpu_s / spent_s,
+        "watch_share_of_engine_cpu": live_view.cpu_s / spent_s,
         "looks_per_s": len(look_s) / seconds,
         "look_ms": statistics.median(look_s) * 1e3,
-        "note_us": (sight.cpu_s - sum(look_s)) / steps * 1e6,
+        "note_us": (live_view.cpu_s - sum(look_s)) / steps * 1e6,
     }
 
 

@@ -44,7 +44,7 @@ def send(view: View, message: str, count: int) -> None:
 def test_32_at_once_are_32_rows_and_a_lane_is_opened_meanwhile(server: ClientServer, viewer: Viewer) -> None:
     for size, dark in ((WIDE, False), (NARROW, True)):
         with viewer.view(server.url, size=size, dark=dark) as view:
-            view.wait("stage.scene !== null")
+            view.wait("stage.snapshot !== null")
             send(view, "Hold the line " * 20, AT_ONCE)
             view.wait(f"stage.counts.some((each) => each.r === {AT_ONCE})")
             entry = view.page.locator("#lane-list button:not([data-state=free])").last
@@ -66,7 +66,7 @@ def test_32_at_once_are_32_rows_and_a_lane_is_opened_meanwhile(server: ClientSer
 
 def test_stopping_the_traffic_aborts_it(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         send(view, "Stop in time", AT_ONCE)
         view.wait("stage.rows.size > 4")
         view.page.locator("#traffic-stop").click()
@@ -77,7 +77,7 @@ def test_stopping_the_traffic_aborts_it(server: ClientServer, viewer: Viewer) ->
 
 def test_a_page_opened_late_shows_what_happened(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         send(view, "Nobody else looks", 12)
         view.wait("document.getElementById('traffic-note').textContent === '12 sent, 12 ended'")
     server.wait_until(server.is_idle)
@@ -94,7 +94,7 @@ def test_a_page_opened_late_shows_what_happened(server: ClientServer, viewer: Vi
 def test_a_request_is_opened_by_link_and_by_keyboard(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url) as view:
         page = view.page
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         send(view, "Open me", 3)
         view.wait("document.getElementById('traffic-note').textContent === '3 sent, 3 ended'")
         link = page.locator("#traffic-answers a").nth(1).get_attribute("href") or ""
@@ -155,7 +155,7 @@ def test_prompts_are_hidden_and_a_wrong_key_is_told_where_a_server_has_keys(
             page.locator("#key button").click()
             page.wait_for_selector("#link[data-state=live]")
             assert page.locator("#key").is_hidden() and page.locator("main").is_visible()
-            view.wait("stage.scene !== null")
+            view.wait("stage.snapshot !== null")
             send(view, "A secret of mine", 8)
             view.wait("stage.segments.some((each) => each.kind === 'padding')")
             view.wait_for_pixels("lanes", "padding")

@@ -91,7 +91,7 @@ def crowd(server: ClientServer, count: int) -> Iterator[None]:
 
 def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
-        view.wait("stage.scene && stage.rows.size === 0")
+        view.wait("stage.snapshot && stage.rows.size === 0")
         view.keep_pictures()
         with stream(server, "one", LONG) as first, stream(server, "two", LONG) as second:
             assert next(first) and next(second)
@@ -110,7 +110,7 @@ def test_a_picture_of_a_step_is_the_engines_own(server: ClientServer, viewer: Vi
     with closing(connection), viewer.view(server.url, key=ADMIN) as view:
         connection.request("GET", "/v1/admin/watch", None, {"Authorization": f"Bearer {ADMIN}"})
         feed = connection.getresponse()
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         view.keep_pictures()
         for _ in range(CROWDS):
             with crowd(server, 4):
@@ -121,12 +121,12 @@ def test_a_picture_of_a_step_is_the_engines_own(server: ClientServer, viewer: Vi
         for line in iter(feed.readline, b""):
             if not line.startswith(b"data: "):
                 continue
-            scene = json.loads(line[6:])["engine"]["scene"]
-            if scene["seq"] in pictures:
-                shown = [each for each in pictures[scene["seq"]] if each[0] not in scene["left"]]
-                assert shown == [list(each) for each in zip(*scene["rows"][:2], strict=True)]
+            snapshot = json.loads(line[6:])["engine"]["snapshot"]
+            if snapshot["seq"] in pictures:
+                shown = [each for each in pictures[snapshot["seq"]] if each[0] not in snapshot["left"]]
+                assert shown == [list(each) for each in zip(*snapshot["rows"][:2], strict=True)]
                 compared += bool(shown)
-            if scene["seq"] >= max(pictures):
+            if snapshot["seq"] >= max(pictures):
                 break
         assert compared > 0
         assert view.value("stage.disagreements") == 0
@@ -136,7 +136,7 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
     server: ClientServer, viewer: Viewer
 ) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         with ExitStack() as stack:
             streams = [stack.enter_context(stream(server, f"{number} {PROMPT}", LONG)) for number in range(3)]
             ids = [next(each)["id"] for each in streams]
@@ -170,7 +170,7 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
 
 def test_a_lane_is_clicked_for_its_story(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         with stream(server, "who", LONG) as answer:
             assert next(answer)
             view.wait("stage.rows.size > 0 && paceline.lanes.lanes > 0")
@@ -219,14 +219,14 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_refused(server: ClientServer, vie
         page.locator("#key-text").fill(ADMIN)
         page.locator("#key button").click()
         page.wait_for_selector("#link[data-state=live]")
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         view.problems[:] = [each for each in view.problems if "401" not in each and "403" not in each]
 
 
 def test_screenshots_wide_and_narrow_light_and_dark(server: ClientServer, viewer: Viewer) -> None:
     for name, size, dark in (("wide", WIDE, False), ("narrow", NARROW, False), ("wide-dark", WIDE, True)):
         with viewer.view(server.url, size=size, dark=dark, key=ADMIN) as view:
-            view.wait("stage.scene !== null")
+            view.wait("stage.snapshot !== null")
             with crowd(server, 6):
                 view.wait("stage.steps.length > 20")
                 view.wait_for_pixels("blocks", "held")
@@ -234,13 +234,13 @@ def test_screenshots_wide_and_narrow_light_and_dark(server: ClientServer, viewer
                 assert view.fits()
                 view.shoot(name, whole=size is NARROW)
     with viewer.view(server.url, size=NARROW, dark=True, key=ADMIN) as view:
-        view.wait("stage.scene !== null && stage.rows.size === 0")
+        view.wait("stage.snapshot !== null && stage.rows.size === 0")
         assert view.fits()
         view.shoot("narrow-dark", whole=True)
 
 
 def test_what_watching_costs_is_counted(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         server.wait_until(lambda: server.metric("watch_cpu_seconds_total") > 0)
     assert server.metric("watch_cpu_seconds_total") < server.metric("engine_cpu_seconds_total")

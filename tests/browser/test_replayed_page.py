@@ -73,7 +73,7 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         seconds = float(page.locator("#play-slider").get_attribute("max") or 0)
         assert seconds > 1
         page.locator("#play-slider").fill(str(view.value("paceline.player().slider.max")))
-        view.wait("stage.steps.length > 50 && stage.scene.finished >= 50")
+        view.wait("stage.steps.length > 50 && stage.snapshot.finished >= 50")
         assert view.value("paceline.player().time") > before
         kinds = set(view.value("stage.marks.map((mark) => mark.kind)"))
         assert {"swap", "recompute", "finish"} <= kinds
@@ -117,10 +117,10 @@ def follow_theme_and_window_while_paused(view: View) -> None:
 def test_a_run_that_rests_is_shown_at_rest_and_a_story_stays_whole(viewer: Viewer, tmp_path: Path) -> None:
     with shown(tmp_path, *RESTING) as origin, viewer.view(origin) as view:
         page, slider = view.page, view.page.locator("#play-slider")
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         page.locator("#play-button").click()
         slider.fill("0")
-        view.wait("stage.scene.time_s === 0 && stage.rows.size === 0")
+        view.wait("stage.snapshot.time_s === 0 && stage.rows.size === 0")
         assert view.value("paceline.player().times[1]") > 1, "nothing is told before the first request"
         slider.fill("30")
         view.wait("paceline.charts.data[1][1].includes(0)")
@@ -204,10 +204,10 @@ def test_a_log_is_played_step_by_step_as_it_was(viewer: Viewer, tmp_path: Path) 
     assert replay(read_run_log(log), watch=watch).is_equal
     (rows,) = watchers
     with shown(tmp_path, "replay", str(log)) as origin, viewer.view(origin, size=NARROW, dark=True) as view:
-        view.wait("stage.scene !== null")
+        view.wait("stage.snapshot !== null")
         view.keep_pictures()
         view.page.locator("#play-speed").select_option("32")
-        view.wait("!paceline.player().playing && stage.scene.finished === 60")
+        view.wait("!paceline.player().playing && stage.snapshot.finished === 60")
         pictures = view.pictures()
         assert len(pictures) > 50
         assert {seq: rows.after[seq] for seq in pictures} == pictures
@@ -225,7 +225,7 @@ def test_a_static_batch_shows_its_padding_in_grey_and_a_short_run_fills_the_wind
         assert view.value("paceline.lanes.windowS") == pytest.approx(length_s) and length_s < 20
         assert view.value("paceline.charts.spanS") <= max(1, length_s)
         view.page.locator("#play-slider").fill(str(length_s))
-        view.wait("stage.scene.finished === 24")
+        view.wait("stage.snapshot.finished === 24")
         kinds = view.value("stage.segments.map((each) => each.kind)")
         assert kinds.count("padding") > 8
         assert view.value("stage.segments.some((each) => each.kind === 'prefill' && each.padded > 0.1)")

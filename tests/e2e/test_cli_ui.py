@@ -45,7 +45,7 @@ def test_runs_of_several_modes_are_served_with_their_stories(tmp_path: Path) -> 
             last = (len(recording["times"]) - 1) // about["bundle"]
             messages = get(origin, f"/v1/admin/recordings/{number}/{last}")
             assert messages[-1]["n"] == len(recording["times"])
-            assert messages[-1]["engine"]["scene"]["finished"] == 30
+            assert messages[-1]["engine"]["snapshot"]["finished"] == 30
             told = get(origin, f"/v1/admin/recordings/{number}/requests/3/explain")
             assert told["branches"][0]["state"] == "ended"
         for path in ("/v1/admin/recordings/2/0", "/v1/admin/recordings/0/99999", "/v1/admin/watch"):
@@ -63,7 +63,7 @@ def test_a_log_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> Non
         (recording,) = get(origin, "/v1/admin/about")["recordings"]
         assert recording["name"] == "run.jsonl"
         messages = get(origin, "/v1/admin/recordings/0/0")
-        assert 0 < messages[-1]["engine"]["scene"]["seq"] <= 39
+        assert 0 < messages[-1]["engine"]["snapshot"]["seq"] <= 39
 
 
 def test_mistakes_are_told_before_the_run(tmp_path: Path) -> None:

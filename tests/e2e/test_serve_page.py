@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.watch.told import told_steps
+from paceline.watch.unpack import unpack_steps
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
 ADMIN = "key-of-the-operator"
@@ -94,21 +94,21 @@ def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> Non
     found = watch(server, 8)
     assert [message["n"] for message in found] == list(range(found[0]["n"], found[0]["n"] + len(found)))
     assert not any(message["engine"]["first"] for message in found[1:])
-    first = found[0]["engine"]["scene"]
+    first = found[0]["engine"]["snapshot"]
     rows = dict(zip(first["rows"][0], first["rows"][1], strict=True))
     joined, ended = set(), set()
     for message in found[1:]:
-        cut = message["engine"]
-        for step in told_steps(cut):
+        delta = message["engine"]
+        for step in unpack_steps(delta):
             for row in step.get("leaves", ()):
                 rows.pop(row, None)
             for row, request in step.get("joins", ()):
                 rows[row] = request
                 joined.add(request)
             ended |= {request for kind, request, *_ in step.get("notes", ()) if kind == "finish"}
-        scene = cut["scene"]
-        shown = {row: request for row, request in rows.items() if row not in scene["left"]}
-        assert shown == dict(zip(scene["rows"][0], scene["rows"][1], strict=True))
+        snapshot = delta["snapshot"]
+        shown = {row: request for row, request in rows.items() if row not in snapshot["left"]}
+        assert shown == dict(zip(snapshot["rows"][0], snapshot["rows"][1], strict=True))
     assert joined, "nobody was seen to come"
     told = json.loads(ask(server, "GET", f"/v1/admin/requests/{min(joined)}/explain", key=ADMIN)[2])
     assert told["branches"][0]["sentences"]
@@ -125,7 +125,7 @@ def test_the_last_minute_is_there_for_a_page_that_is_opened_late(server: ClientS
     (number,) = names[wanted]
     assert not any(words for *_, words in begun["names"]), "prompts are not shown where there are keys"
     found = messages(server, 1 + begun["past"] + 1, "?past=true")[1:]
-    steps = [step for message in found for step in told_steps(message["engine"])]
+    steps = [step for message in found for step in unpack_steps(message["engine"])]
     assert number in [request for step in steps for _, request in step.get("joins", ())]
     seqs = [step["seq"] for step in steps]
     assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))

@@ -39,7 +39,7 @@ class StepRecorder(Protocol):
 
 
 class StepWatcher(Protocol):
-    """Looks on while an engine works; see `watch.film`."""
+    """Observes the steps of an engine; see `watch.trace`."""
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None: ...
 
@@ -47,7 +47,7 @@ class StepWatcher(Protocol):
 
 
 class RunWatcher(StepWatcher, Protocol):
-    """Looks on from the first step of a run to its last, whether it happens or is replayed."""
+    """Observes a run from its first step to its last, live or replayed."""
 
     def told(self, events: StepEvents) -> None:
         """What became known to those who asked."""

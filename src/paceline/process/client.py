@@ -229,7 +229,7 @@ class WatchedClient(Protocol):
     """An engine that can be looked at while it works."""
 
     async def look(self) -> bytes:
-        """What happened since the last look and how things stand, as one JSON object; see `sight`.
+        """What happened since the last look and how things stand, as one JSON object; see `live_view`.
 
         Raises EngineUnavailable when the engine does not answer, QueueFull when too many ask at once.
         """

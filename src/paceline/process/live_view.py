@@ -1,8 +1,8 @@
-"""What a watching page is shown, made in the engine's process: a film of its steps, each cut as JSON.
+"""What a viewer is sent, made in the engine's process: a trace of its steps, each delta as JSON.
 
-The first look begins the film, which goes on for as long as the engine lives: an engine that nobody looks at any more
-keeps a bounded number of notes. What watching costs this process is counted and told with every look. Blocks travel as
-two bits each. Knows nothing of pages.
+The first look begins the trace, which goes on for as long as the engine lives: without a viewer, the engine keeps a
+bounded number of notes. What watching costs this process is counted and sent with every look. Blocks travel as two bits
+each. Knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.engine.engine import Engine
-from paceline.watch.film import Cut, Film
-from paceline.watch.scene import ROW_COLUMNS, Scene
+from paceline.watch.snapshot import ROW_COLUMNS, Snapshot
+from paceline.watch.trace import StepTrace, TraceDelta
 
 # How much energy the engine's device has taken, where it says so
 
@@ -100,68 +100,70 @@ CHANGE_COLUMNS = {
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
-class Sight:
-    """Looks at one engine, through a film, and knows what that has cost."""
+class LiveView:
+    """Traces one engine and counts what that costs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._energy = Energy()
-        self._film: Film | None = None
+        self._trace: StepTrace | None = None
         self._looks_s = 0.0
 
     @property
     def cpu_s(self) -> float:
         """Processor time of this thread, spent on watching since the start."""
-        return self._looks_s + (self._film.cpu_s if self._film is not None else 0.0)
+        return self._looks_s + (self._trace.cpu_s if self._trace is not None else 0.0)
 
     def look(self) -> bytes:
-        """What happened since the last look, and how things stand now."""
+        """What happened since the last look, and the state of now."""
         started_s = time.thread_time()
-        is_first = self._film is None
-        if self._film is None:
-            self._film = self._engine.watcher = Film(self._engine.scheduler.state)
+        is_first = self._trace is None
+        if self._trace is None:
+            self._trace = self._engine.watcher = StepTrace(self._engine.scheduler.state)
         costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
-        seen = msgspec.json.encode({"first": is_first, "costs": costs, **cut_values(self._film.cut())})
+        seen = msgspec.json.encode(
+            {"first": is_first, "costs": costs, **delta_values(self._trace.take_delta())}
+        )
         self._looks_s += time.thread_time() - started_s
         return seen
 
 
-def cut_values(cut: Cut) -> dict[str, Any]:
-    """A cut as plain values."""
+def delta_values(delta: TraceDelta) -> dict[str, Any]:
+    """A delta as plain values."""
     return {
-        "steps": {short: getattr(cut.steps, name) for short, name in STEP_COLUMNS.items()},
-        "changes": {short: getattr(cut.changes, name) for short, name in CHANGE_COLUMNS.items()},
-        "done": cut.done,
-        "dropped": cut.dropped,
-        "evicted": cut.evicted,
-        "cleared": cut.cleared,
-        "ended": cut.ended,
-        "scene": scene_values(cut.scene),
+        "steps": {short: getattr(delta.steps, name) for short, name in STEP_COLUMNS.items()},
+        "changes": {short: getattr(delta.changes, name) for short, name in CHANGE_COLUMNS.items()},
+        "done": delta.done,
+        "dropped": delta.dropped,
+        "evicted": delta.evicted,
+        "cleared": delta.cleared,
+        "ended": delta.ended,
+        "snapshot": snapshot_values(delta.snapshot),
     }
 
 
-def scene_values(scene: Scene) -> dict[str, Any]:
+def snapshot_values(snapshot: Snapshot) -> dict[str, Any]:
     return {
-        "seq": scene.seq,
-        "time_s": scene.time_s,
+        "seq": snapshot.seq,
+        "time_s": snapshot.time_s,
         "columns": ROW_COLUMNS,
-        "rows": scene.rows.tolist(),
-        "left": scene.left,
-        "tenants": scene.tenants,
-        "tenant_of": scene.tenant_of.tolist(),
-        "waiting": scene.waiting,
-        "num_waiting": scene.num_waiting,
-        "num_blocks": [len(kinds) for kinds in scene.blocks],
-        "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in scene.blocks],
-        "saved": scene.saved,
-        "evicted": scene.evicted,
-        "preempted": scene.preempted,
-        "swapped": scene.swapped,
-        "finished": scene.finished,
-        "prompt_tokens": scene.prompt_tokens,
-        "cached_tokens": scene.cached_tokens,
-        "computed_tokens": scene.computed_tokens,
-        "padding_tokens": scene.padding_tokens,
+        "rows": snapshot.rows.tolist(),
+        "left": snapshot.left,
+        "tenants": snapshot.tenants,
+        "tenant_of": snapshot.tenant_of.tolist(),
+        "waiting": snapshot.waiting,
+        "num_waiting": snapshot.num_waiting,
+        "num_blocks": [len(kinds) for kinds in snapshot.blocks],
+        "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in snapshot.blocks],
+        "saved": snapshot.saved,
+        "evicted": snapshot.evicted,
+        "preempted": snapshot.preempted,
+        "swapped": snapshot.swapped,
+        "finished": snapshot.finished,
+        "prompt_tokens": snapshot.prompt_tokens,
+        "cached_tokens": snapshot.cached_tokens,
+        "computed_tokens": snapshot.computed_tokens,
+        "padding_tokens": snapshot.padding_tokens,
     }
 
 

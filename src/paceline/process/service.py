@@ -32,7 +32,7 @@ from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineStats, Steering
 from paceline.process.engine_logs import LogQueue
 from paceline.process.frames import refusal_of
-from paceline.process.live_view import Sight
+from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
 from paceline.runner.machine_load import LoadNews
 from paceline.scheduler.forecast import Forecast
@@ -101,7 +101,7 @@ class EngineService:
         self._vocab_size = loaded.checkpoint.spec.vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
-        self._sight = Sight(engine)
+        self._live_view = LiveView(engine)
         self._stepper = Stepper(engine, self._tell)
         engine.on_forecast = self._foretell
         self._steps_without_a_number = 0
@@ -182,7 +182,7 @@ class EngineService:
         self._tell_of_load()
         rejected = self._channel.rejects.total
         stats = stats_of(self._engine, self._busy_s, rejected)
-        self._outbox.put_stats(replace(stats, watch_cpu_s=self._sight.cpu_s, cpu_s=time.process_time()))
+        self._outbox.put_stats(replace(stats, watch_cpu_s=self._live_view.cpu_s, cpu_s=time.process_time()))
 
     def _tell_of_load(self) -> None:
         """Look at the machine, also while there is nothing to do: the next request finds its threads right."""
@@ -226,7 +226,7 @@ class EngineService:
         elif isinstance(message, frames.Steer):
             self._answers.append(steer(self._engine.scheduler, message))
         elif isinstance(message, frames.Look):
-            self._answers.append(frames.Seen(message.question, self._sight.look()))
+            self._answers.append(frames.Seen(message.question, self._live_view.look()))
         elif isinstance(message, frames.Change):
             self._change(message)
         elif isinstance(message, frames.Drain):

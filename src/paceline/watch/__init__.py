@@ -1,1 +1,1 @@
-"""Watching an engine: what happened in its steps since the last look, and how it stands now."""
+"""Watching an engine: what happened in its steps since the last delta, and its state now."""

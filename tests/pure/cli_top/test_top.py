@@ -21,8 +21,8 @@ from paceline.cli.remote import Connection
 from paceline.cli.top.picture import RECOMPUTE, SWAP, Picture, percentile
 from paceline.cli.top.run import Watcher
 from paceline.cli.top.view import frame
-from paceline.process.live_view import cut_values
-from paceline.watch.film import Film
+from paceline.process.live_view import delta_values
+from paceline.watch.trace import StepTrace
 from tests.dst.world import World
 
 BOUND_S = 60.0
@@ -37,7 +37,7 @@ ABOUT = {
 def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
     """What a feed says of a world with faults, preemptions and several tenants."""
     world = World(seed)
-    film = world.engine.watcher = Film(world.engine.scheduler.state)
+    trace = world.engine.watcher = StepTrace(world.engine.scheduler.state)
     found: list[dict[str, Any]] = []
     rng, step = random.Random(seed), world._step
 
@@ -47,7 +47,7 @@ def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
             number = len(found) + 1
             counts = {name: [0, number, 0] for name in ("ttft", "itl", "e2e")}
             server = {**counts, "tokens": [10 * number, 5 * number]}
-            engine = {"first": number == 1, **cut_values(film.cut())}
+            engine = {"first": number == 1, **delta_values(trace.take_delta())}
             found.append(json.loads(json.dumps({"n": number, "server": server, "engine": engine})))
 
     world._step = watched  # type: ignore[method-assign]
@@ -68,12 +68,12 @@ def test_figures_are_those_of_the_state(seed: int) -> None:
     picture.meet(ABOUT)
     for message in messages(seed):
         picture.apply(message)
-        scene, figures = message["engine"]["scene"], picture.figures()
-        assert figures.running == len(scene["rows"][0]) and figures.waiting == scene["num_waiting"]
-        assert sum(figures.blocks.values()) == sum(scene["num_blocks"])
+        snapshot, figures = message["engine"]["snapshot"], picture.figures()
+        assert figures.running == len(snapshot["rows"][0]) and figures.waiting == snapshot["num_waiting"]
+        assert sum(figures.blocks.values()) == sum(snapshot["num_blocks"])
         assert sum(rows for rows, _ in figures.tenants.values()) == figures.running
         on_rows = {lane.request for lane in picture.lanes.values() if lane.request is not None}
-        assert on_rows == set(scene["rows"][1])
+        assert on_rows == set(snapshot["rows"][1])
         json.dumps(figures.values())
 
 
@@ -162,7 +162,7 @@ def test_rates_and_percentiles_are_differences() -> None:
     message = messages()[-1]
     for second in range(4):
         again = json.loads(json.dumps(message))
-        again["engine"]["scene"]["time_s"] = 100.0 + second
+        again["engine"]["snapshot"]["time_s"] = 100.0 + second
         again["engine"]["steps"] = {name: [] for name in again["engine"]["steps"]}
         again["engine"]["changes"] = {}
         again["engine"]["done"] = []
@@ -215,7 +215,7 @@ class Feed:
                     self.send_header("content-type", "text/event-stream")
                     self.end_headers()
                     for index, message in enumerate(sent):
-                        message["engine"]["scene"]["time_s"] = float(index)
+                        message["engine"]["snapshot"]["time_s"] = float(index)
                         self.wfile.write(b": alive\n\ndata: " + json.dumps(message).encode() + b"\n\n")
 
             def _answer(self, status: int, body: bytes) -> None:

@@ -20,7 +20,7 @@ from paceline.server.generate.requests import Explanations, RecentRequests
 from paceline.server.live.race import Race
 from paceline.server.live.recording import BUNDLE, Recording
 from paceline.server.live.replay_server import about_values, show_routes
-from paceline.watch.told import told_steps
+from paceline.watch.unpack import unpack_steps
 from tests.pure.sim.sim_helpers import make_workload, random_workload, sim_config
 
 
@@ -40,14 +40,14 @@ def test_messages_are_numbered_whole_and_in_bundles(run: tuple[Recording, RunRec
     found = messages(recording)
     assert [message["n"] for message in found] == list(range(1, len(recording.times) + 1))
     assert len(recording.bundles) == -(-len(found) // BUNDLE)
-    assert [message["engine"]["scene"]["time_s"] for message in found] == pytest.approx(recording.times)
+    assert [message["engine"]["snapshot"]["time_s"] for message in found] == pytest.approx(recording.times)
     assert found[0]["engine"]["first"] and not any(message["engine"]["first"] for message in found[1:])
-    steps = [step["seq"] for message in found for step in told_steps(message["engine"])]
+    steps = [step["seq"] for message in found for step in unpack_steps(message["engine"])]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     noted = {seq for message in found for seq in message["engine"]["steps"]["seq"]}
     done = [each[0] for message in found for each in message["engine"]["done"]]
     assert done == sorted(set(done)) and noted <= set(done) <= set(steps)
-    assert found[-1]["engine"]["scene"]["finished"] == 80
+    assert found[-1]["engine"]["snapshot"]["finished"] == 80
 
 
 def test_a_run_begins_before_its_first_request_and_rests_are_told_when_they_begin() -> None:
@@ -55,13 +55,13 @@ def test_a_run_begins_before_its_first_request_and_rests_are_told_when_they_begi
     simulate(sim_config(), make_workload([3.0, 60.0], prompt=20, output=5), watch=recording.watch)
     found = messages(recording)
     assert recording.times[0] == 0.0
-    assert found[0]["engine"]["steps"]["seq"] == [] and found[0]["engine"]["scene"]["rows"][0] == []
-    told = [step["seq"] for message in found for step in told_steps(message["engine"])]
+    assert found[0]["engine"]["steps"]["seq"] == [] and found[0]["engine"]["snapshot"]["rows"][0] == []
+    told = [step["seq"] for message in found for step in unpack_steps(message["engine"])]
     assert told == list(range(1, len(told) + 1)), "the first step is told like every other"
-    resting = [message["engine"] for message in found if 3.0 < message["engine"]["scene"]["time_s"] < 59.0]
-    assert resting[-1]["scene"]["rows"][0] == [] and resting[-1]["scene"]["finished"] == 1
+    resting = [message["engine"] for message in found if 3.0 < message["engine"]["snapshot"]["time_s"] < 59.0]
+    assert resting[-1]["snapshot"]["rows"][0] == [] and resting[-1]["snapshot"]["finished"] == 1
     last_done = max(done for engine in resting for _, done, _ in engine["done"])
-    assert resting[-1]["scene"]["time_s"] == pytest.approx(last_done)
+    assert resting[-1]["snapshot"]["time_s"] == pytest.approx(last_done)
     assert [kind for kind, *_ in resting[-1]["ended"]] == ["finish"]
 
 

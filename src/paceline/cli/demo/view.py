@@ -19,7 +19,7 @@ from paceline.lab.bench.demo.session import Traffic
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import format_number
-from paceline.watch.film import Watch
+from paceline.watch.trace import Watch
 
 if TYPE_CHECKING:
     from paceline.server.live.race import Race

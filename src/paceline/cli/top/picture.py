@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.watch.told import told_steps
+from paceline.watch.unpack import unpack_steps
 
 WINDOW_S = 30.0  # of percentiles and lanes
 RATE_S = 5.0
@@ -101,54 +101,54 @@ class Picture:
         return _time(self._kept[-1]) - _time(self._kept[0]) if self._kept else 0.0
 
     def apply(self, message: Message) -> None:
-        cut = message["engine"]
-        self.unavailable = cut.get("unavailable", "")
+        delta = message["engine"]
+        self.unavailable = delta.get("unavailable", "")
         if self.unavailable:
             return
-        if self._kept and cut["scene"]["time_s"] < self.now_s:  # a machine that was started anew
+        if self._kept and delta["snapshot"]["time_s"] < self.now_s:  # a machine that was started anew
             self.meet(self.about)
-        self.now_s = cut["scene"]["time_s"]
-        self.waiting = cut["scene"]["waiting"]
+        self.now_s = delta["snapshot"]["time_s"]
+        self.waiting = delta["snapshot"]["waiting"]
         self._kept.append(message)
         while len(self._kept) > 2 and _time(self._kept[0]) < self.now_s - WINDOW_S:
             self._kept.popleft()
-        self._note_steps(cut)
-        self._note_rows(cut["scene"])
+        self._note_steps(delta)
+        self._note_rows(delta["snapshot"])
 
     def figures(self) -> Figures:
         """There must have been a message."""
-        scene = self._kept[-1]["engine"]["scene"]
+        snapshot = self._kept[-1]["engine"]["snapshot"]
         latest = [step for step in self._steps if step["t"] >= self.now_s - RATE_S]
         lengths = [self._done[step["seq"]] - step["t"] for step in latest if step["seq"] in self._done]
-        prompt, cached = scene["prompt_tokens"], scene["cached_tokens"]
+        prompt, cached = snapshot["prompt_tokens"], snapshot["cached_tokens"]
         return Figures(
-            step=scene["seq"],
-            running=len(scene["rows"][0]),
+            step=snapshot["seq"],
+            running=len(snapshot["rows"][0]),
             rows=self.about.get("engine", {}).get("max_num_seqs", 0),
-            waiting=scene["num_waiting"],
-            preempted=scene["preempted"],
-            swapped=scene["swapped"],
-            finished=scene["finished"],
-            blocks=_blocks(scene),
+            waiting=snapshot["num_waiting"],
+            preempted=snapshot["preempted"],
+            swapped=snapshot["swapped"],
+            finished=snapshot["finished"],
+            blocks=_blocks(snapshot),
             hit_share=cached / prompt if prompt else None,
             output_per_s=self._rate(lambda message: message["server"]["tokens"][0]),
-            prompt_per_s=self._rate(lambda message: message["engine"]["scene"]["prompt_tokens"]),
-            steps_per_s=self._rate(lambda message: message["engine"]["scene"]["seq"]),
+            prompt_per_s=self._rate(lambda message: message["engine"]["snapshot"]["prompt_tokens"]),
+            steps_per_s=self._rate(lambda message: message["engine"]["snapshot"]["seq"]),
             step_ms=_mean([length * 1e3 for length in lengths]),
             decode_tokens=_mean([step["d"] for step in latest]),
             prefill_tokens=_mean([step["p"] for step in latest]),
             padding=_mean([step["padding"] for step in latest]),
             budget=_mean([step["b"] for step in latest]),
             latencies_ms={name: self._percentiles(name) for name in LATENCIES},
-            tenants=_tenants(scene),
+            tenants=_tenants(snapshot),
         )
 
     # -- lanes and steps -----------------------------------------------------------------------------------
 
-    def _note_steps(self, cut: Mapping[str, Any]) -> None:
-        steps = told_steps(cut)
+    def _note_steps(self, delta: Mapping[str, Any]) -> None:
+        steps = unpack_steps(delta)
         self._steps.extend(steps)
-        self._done.update((done[0], done[1]) for done in cut["done"])
+        self._done.update((done[0], done[1]) for done in delta["done"])
         for step, after in pairwise(steps):  # of steps that were only counted, the next one tells the end
             if after["seq"] == step["seq"] + 1:
                 self._done.setdefault(step["seq"], after["t"])
@@ -163,13 +163,16 @@ class Picture:
                 if kind == "preempt" and request in where:
                     where[request].cells[cell] = SWAP if rule.endswith("swap") else RECOMPUTE
 
-    def _note_rows(self, scene: Mapping[str, Any]) -> None:
-        columns = dict(zip(scene["columns"], scene["rows"], strict=True))
+    def _note_rows(self, snapshot: Mapping[str, Any]) -> None:
+        columns = dict(zip(snapshot["columns"], snapshot["rows"], strict=True))
         cell, oldest = self.cell(self.now_s), self.cell(self.now_s - WINDOW_S)
         live = set(columns["row"])
         for index, row in enumerate(columns["row"]):
             lane = self._lane(row)
-            lane.request, lane.tenant = columns["request"][index], scene["tenants"][scene["tenant_of"][index]]
+            lane.request, lane.tenant = (
+                columns["request"][index],
+                snapshot["tenants"][snapshot["tenant_of"][index]],
+            )
             lane.num_tokens, lane.limit = columns["num_tokens"][index], columns["limit"][index]
             if lane.cells.get(cell, PREFILL) == PREFILL:
                 lane.cells[cell] = DECODE if columns["decoding"][index] else PREFILL
@@ -226,25 +229,25 @@ def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> 
 
 
 def _time(message: Message) -> float:
-    return float(message["engine"]["scene"]["time_s"])
+    return float(message["engine"]["snapshot"]["time_s"])
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _blocks(scene: Mapping[str, Any]) -> dict[str, int]:
+def _blocks(snapshot: Mapping[str, Any]) -> dict[str, int]:
     """Blocks by what they are, over all layer groups."""
     totals = np.zeros(4, np.int64)
-    for packed, count in zip(scene["blocks"], scene["num_blocks"], strict=True):
+    for packed, count in zip(snapshot["blocks"], snapshot["num_blocks"], strict=True):
         words = np.frombuffer(base64.b64decode(packed), np.uint8)
         kinds = np.stack([(words >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1).reshape(-1)[:count]
         totals += np.bincount(kinds, minlength=4)
     return dict(zip(("free", "cached", "held", "shared"), totals.tolist(), strict=True))
 
 
-def _tenants(scene: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    rows = Counter(scene["tenants"][index] for index in scene["tenant_of"])
-    waits = Counter(waiting[6] for waiting in scene["waiting"])
+def _tenants(snapshot: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    rows = Counter(snapshot["tenants"][index] for index in snapshot["tenant_of"])
+    waits = Counter(waiting[6] for waiting in snapshot["waiting"])
     names = sorted({*rows, *waits}, key=lambda name: (-rows[name], -waits[name], name))
     return {name: (rows[name], waits[name]) for name in names}

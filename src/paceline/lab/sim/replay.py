@@ -40,7 +40,7 @@ from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, 
 from paceline.factory import build_scheduler
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
-from paceline.watch.film import Watch
+from paceline.watch.trace import Watch
 
 Progress = Callable[[int], None]  # steps replayed
 MAX_SHOWN = 120  # characters of a value in a message

@@ -30,7 +30,7 @@ from paceline.lab.sim.router import ROUTERS
 from paceline.lab.sim.settings import SimConfig
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.invariants import InvariantViolation
-from paceline.watch.film import Watch
+from paceline.watch.trace import Watch
 
 # Requests of a workload, made one by one at the moment they arrive.
 

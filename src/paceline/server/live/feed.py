@@ -3,7 +3,7 @@
 A message holds what happened since the one before and the whole state of now, so that a reader can begin anew from any
 of them; a reader that is too slow loses whole messages, which it sees by their numbers. While there is no reader the
 engine is looked at rarely, and not at all while it rests: that keeps the last minute for a page that is opened late.
-What is in a message comes from `serving.sight`; latencies and the names of requests come from this process.
+What is in a message comes from `process.live_view`; latencies and the names of requests come from this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.server.metrics.requests import RequestMetrics
 
 INTERVAL_S = 0.2
 LONGEST_INTERVAL_S = 2.0
-UNWATCHED_INTERVAL_S = 2.0  # the notes of that many seconds fit into a film, whatever the engine does
+UNWATCHED_INTERVAL_S = 2.0  # the notes of this time fit into a trace, whatever the engine does
 MOST_SHARE = 0.007  # of the engine's processor time, that watching may take before looks become rarer
 FREE_SHARE = 0.001  # of the time, that it may take even of an engine that does nothing else
 JUDGED_S = 2.0  # over which that is judged

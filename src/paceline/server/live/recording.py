@@ -20,12 +20,11 @@ from paceline.core.events import Decision, DecisionKind, Finished, StepEvents, T
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
 from paceline.process.client import Told
-from paceline.process.live_view import cut_values
+from paceline.process.live_view import delta_values
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.feed import LATENCIES, message
 from paceline.server.metrics.requests import RequestMetrics
-from paceline.watch.cutter import Cutter
-from paceline.watch.film import Cut
+from paceline.watch.trace import PeriodicTrace, TraceDelta
 
 INTERVAL_S = 0.1  # of the run, between two messages at its beginning
 DOUBLES_AFTER = 1_500  # messages, after which they come half as often
@@ -51,14 +50,14 @@ class Recording:
         self._pending: list[bytes] = []
         self._ring = DecisionRing(MOST_DECISIONS)
         self._latencies = _Latencies(self.requests)
-        self._cutter: Cutter | None = None
+        self._trace: PeriodicTrace | None = None
         self._state: SchedulerState | None = None
 
     def watch(self, state: SchedulerState) -> Recording:
         """Begin, as the watcher of the engine that has this state. Its clock shows when the run begins."""
         self._state = state
-        self._cutter = Cutter(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
-        self._cutter.cut(state.clock.now())  # before anything has happened
+        self._trace = PeriodicTrace(state, self._take, interval_s=INTERVAL_S, doubles_after=DOUBLES_AFTER)
+        self._trace.take_delta(state.clock.now())  # before anything has happened
         return self
 
     def bundle(self, number: int) -> bytes:
@@ -81,13 +80,13 @@ class Recording:
     # -- what a watcher is told ----------------------------------------------------------------------------
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
-        assert self._cutter is not None
+        assert self._trace is not None
         self._keep(decisions)
-        self._cutter.submitted(plan, decisions, time_s)
+        self._trace.submitted(plan, decisions, time_s)
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
-        assert self._cutter is not None
-        self._cutter.completed(seq, time_s, failed=failed)
+        assert self._trace is not None
+        self._trace.completed(seq, time_s, failed=failed)
 
     def told(self, events: StepEvents) -> None:
         for tokens in events.tokens:
@@ -98,9 +97,9 @@ class Recording:
                 self.answers.append((finished.time_s, seconds))
 
     def close(self, decisions: Sequence[Decision], time_s: float) -> None:
-        assert self._cutter is not None
+        assert self._trace is not None
         self._keep(decisions)
-        self._cutter.cut(time_s)
+        self._trace.take_delta(time_s)
         self._pack()
         self.is_over = True
 
@@ -113,9 +112,9 @@ class Recording:
                 arrival_s = decision.time_s - decision.seconds
                 self._latencies.began(decision.request, arrival_s, _own_prompt(request))
 
-    def _take(self, cut: Cut) -> None:
-        seen = msgspec.json.encode({"first": not self.times, "costs": None, **cut_values(cut)})
-        self.times.append(cut.scene.time_s)
+    def _take(self, delta: TraceDelta) -> None:
+        seen = msgspec.json.encode({"first": not self.times, "costs": None, **delta_values(delta)})
+        self.times.append(delta.snapshot.time_s)
         self._pending.append(message(len(self.times), self.requests, seen))
         if len(self._pending) == BUNDLE:
             self._pack()

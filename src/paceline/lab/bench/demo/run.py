@@ -29,7 +29,7 @@ from paceline.lab.report.record import RunRecord
 from paceline.lab.workload import Workload
 from paceline.llm.batch import Interrupts
 from paceline.scheduler.state import SchedulerState
-from paceline.watch.film import Watch
+from paceline.watch.trace import Watch
 
 # What every row of a batch did in every step, in a word
 

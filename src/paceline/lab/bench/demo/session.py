@@ -23,7 +23,7 @@ from paceline.lab.bench.machine import BUDGETS, engine_sizes
 from paceline.lab.bench.shapes import write_shape
 from paceline.lab.bench.throughput import release_memory
 from paceline.lab.workload import Workload, load_workload
-from paceline.watch.film import Watch
+from paceline.watch.trace import Watch
 
 # The traffic of the demonstration
 

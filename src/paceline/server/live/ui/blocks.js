@@ -1,4 +1,4 @@
-// The block map: every block of the KV cache as one cell. Two bits a block come in; see serving/sight.py. Only cells that
+// The block map: every block of the KV cache as one cell. Two bits a block come in; see process/live_view.py. Only cells that
 // changed are drawn. A block whose prefix was evicted is framed for a moment.
 
 import { onTheme, palette } from "./colours.js";
@@ -51,9 +51,9 @@ export class BlockMap {
     this.drawn = counts.map((count) => new Uint8Array(count).fill(255));
   }
 
-  draw(scene) {
-    const groups = scene.blocks.map((text, index) => unpack(text, scene.num_blocks[index]));
-    this.fit(scene.num_blocks);
+  draw(snapshot) {
+    const groups = snapshot.blocks.map((text, index) => unpack(text, snapshot.num_blocks[index]));
+    this.fit(snapshot.num_blocks);
     const pen = this.canvas.getContext("2d"), colours = palette(), counts = [0, 0, 0, 0], now = performance.now();
     for (const [key, until] of this.evicted) {
       const [group, block] = key.split(":").map(Number);
@@ -70,12 +70,12 @@ export class BlockMap {
       }
     });
     this.counts = Object.fromEntries(KINDS.map((name, kind) => [name, counts[kind]]));
-    const number = (value) => value.toLocaleString("en"), sizes = scene.num_blocks;
+    const number = (value) => value.toLocaleString("en"), sizes = snapshot.num_blocks;
     const alike = sizes.length > 1 && sizes.every((size) => size === sizes[0]); // layers of two kinds have a cache each
     const all = alike ? `${sizes.length} × ${number(sizes[0])}` : number(this.total);
     this.note.textContent =
-      `${number(counts[2] + counts[3])} of ${all} held, ${number(counts[3])} shared (which saves ${number(scene.saved)}); ` +
-      `${number(counts[1])} free ones still hold a prefix; ${number(scene.evicted)} prefixes evicted`;
+      `${number(counts[2] + counts[3])} of ${all} held, ${number(counts[3])} shared (which saves ${number(snapshot.saved)}); ` +
+      `${number(counts[1])} free ones still hold a prefix; ${number(snapshot.evicted)} prefixes evicted`;
   }
 
   cell(pen, group, block, colour, framed) {

@@ -79,8 +79,8 @@ export class Drawer {
   }
 
   draw() {
-    if (this.asked === null || !this.stage.scene) return;
-    const now = this.stage.scene.time_s;
+    if (this.asked === null || !this.stage.snapshot) return;
+    const now = this.stage.snapshot.time_s;
     const found = this.branches().flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
     if (!found.length) return;
     const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));

@@ -11,14 +11,14 @@ export class Figures {
   }
 
   reset() {
-    this.kept = []; // { at, server, costs, and some of the scene }
+    this.kept = []; // { at, server, costs, and some of the snapshot }
   }
 
   add(message) {
     if (message.engine.unavailable) return;
-    const { scene, costs } = message.engine, at = scene.time_s;
-    const { prompt_tokens: prompt, cached_tokens: cached, computed_tokens: computed, padding_tokens: padding } = scene;
-    this.kept.push({ at, server: message.server, costs, prompt, cached, computed, padding, running: scene.rows[0].length });
+    const { snapshot, costs } = message.engine, at = snapshot.time_s;
+    const { prompt_tokens: prompt, cached_tokens: cached, computed_tokens: computed, padding_tokens: padding } = snapshot;
+    this.kept.push({ at, server: message.server, costs, prompt, cached, computed, padding, running: snapshot.rows[0].length });
     this.drop();
   }
 
@@ -87,19 +87,19 @@ export function milliseconds(seconds) {
 
 export const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`);
 
-export function drawGauges(place, figures, scene, blocks, numSlots) {
-  const total = scene.num_blocks.reduce((sum, count) => sum + count, 0), held = (blocks.held + blocks.shared) / Math.max(1, total);
-  const computed = scene.preempted - scene.swapped;
+export function drawGauges(place, figures, snapshot, blocks, numSlots) {
+  const total = snapshot.num_blocks.reduce((sum, count) => sum + count, 0), held = (blocks.held + blocks.shared) / Math.max(1, total);
+  const computed = snapshot.preempted - snapshot.swapped;
   const values = [
-    [`running, of ${numSlots.toLocaleString("en")} rows`, scene.rows[0].length],
+    [`running, of ${numSlots.toLocaleString("en")} rows`, snapshot.rows[0].length],
     ["rows in use, mean", percent(figures.mean((each) => each.running) / Math.max(1, numSlots))],
-    ["waiting", scene.num_waiting],
+    ["waiting", snapshot.num_waiting],
     ["output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
     ["KV blocks held", percent(held)],
     ["prompt tokens found cached", percent(figures.share((each) => each.cached, (each) => each.prompt))],
     ["padding, of computed tokens", percent(figures.share((each) => each.padding, (each) => each.computed))],
-    ["preempted: recomputed / swapped", `${computed.toLocaleString("en")} / ${scene.swapped.toLocaleString("en")}`],
-    ["finished", scene.finished],
+    ["preempted: recomputed / swapped", `${computed.toLocaleString("en")} / ${snapshot.swapped.toLocaleString("en")}`],
+    ["finished", snapshot.finished],
   ];
   if (figures.kept.at(-1).costs) values.push(...costs(figures));
   while (place.children.length < values.length) {
@@ -149,13 +149,13 @@ export function drawLatencies(place, figures) {
   );
 }
 
-export function drawTenants(place, scene) {
-  const blocks = scene.rows[scene.columns.indexOf("blocks")], shares = scene.tenants.map((name) => ({ name, rows: 0, blocks: 0 }));
-  scene.tenant_of.forEach((tenant, index) => {
+export function drawTenants(place, snapshot) {
+  const blocks = snapshot.rows[snapshot.columns.indexOf("blocks")], shares = snapshot.tenants.map((name) => ({ name, rows: 0, blocks: 0 }));
+  snapshot.tenant_of.forEach((tenant, index) => {
     shares[tenant].rows += 1;
     shares[tenant].blocks += blocks[index];
   });
-  const all = Math.max(1, blocks.reduce((sum, count) => sum + count, 0)), rows = Math.max(1, scene.tenant_of.length);
+  const all = Math.max(1, blocks.reduce((sum, count) => sum + count, 0)), rows = Math.max(1, snapshot.tenant_of.length);
   const lines = shares.sort((one, other) => other.rows - one.rows).slice(0, 12);
   place.replaceChildren(
     ...lines.map((each) => {

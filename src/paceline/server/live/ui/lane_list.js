@@ -64,7 +64,7 @@ export class LaneList {
 
   // Of requests on rows, where there are several tenants.
   tenants() {
-    const { rows, columns, tenants, tenant_of: which } = this.stage.scene, found = new Map();
+    const { rows, columns, tenants, tenant_of: which } = this.stage.snapshot, found = new Map();
     if (tenants.length > 1) rows[columns.indexOf("request")].forEach((request, at) => found.set(request, tenants[which[at]]));
     return found;
   }

@@ -97,14 +97,14 @@ export class Lanes {
     this.pen.clearRect(0, 0, this.tape.width, this.tape.height);
     this.stage.takeNews();
     for (const segment of this.stage.segments) segment.painted = segment.from;
-    this.paint(this.stage.segments, this.stage.marks, this.stage.scene.time_s);
+    this.paint(this.stage.segments, this.stage.marks, this.stage.snapshot.time_s);
     this.drawnAt = null;
   }
 
   // What has come since the last time goes onto the tape.
   commit() {
     if (!this.lanes) return;
-    const news = this.stage.takeNews(), until = this.stage.scene.time_s;
+    const news = this.stage.takeNews(), until = this.stage.snapshot.time_s;
     if (this.x(until) > this.tape.width) this.shift(until);
     this.paint([...news.ended, ...this.stage.active], news.marks, until);
     this.drawnAt = null;

@@ -46,7 +46,7 @@ window.paceline = { stage, figures, blocks, lanes, queue, drawer, charts, frames
 function take(message) {
   stage.apply(message);
   figures.add(message);
-  const isPast = player && player.time - message.engine.scene.time_s > FLASH_S; // of the minute before a place in a run
+  const isPast = player && player.time - message.engine.snapshot.time_s > FLASH_S; // of the minute before a place in a run
   if (!isPast) blocks.flash(message.engine.evicted);
 }
 
@@ -58,7 +58,7 @@ function received(message) {
   if (message.engine.unavailable) return tell("lost", message.engine.unavailable);
   tell("live", "");
   lanes.commit();
-  const late = performance.now() / 1000 - message.engine.scene.time_s;
+  const late = performance.now() / 1000 - message.engine.snapshot.time_s;
   ahead = ahead === null || message.engine.first ? late : Math.min(ahead + 0.001, late); // a late message does not turn time back
   fresh = true;
 }
@@ -105,12 +105,12 @@ function draw(at) {
   const began = performance.now();
   player?.tick(Math.min(0.25, (at - before) / 1000));
   before = at;
-  if (stage.scene && !opening && !document.hidden) {
+  if (stage.snapshot && !opening && !document.hidden) {
     const now = player ? player.time : performance.now() / 1000 - ahead;
     if (!lanes.lanes && !player) showLast(now);
     lanes.draw(now, engine.max_num_seqs);
     // Up to when everything is known: a run that is over has no messages where nothing happened.
-    const told = player && stage.isIdle() ? now : stage.scene.time_s;
+    const told = player && stage.isIdle() ? now : stage.snapshot.time_s;
     if ((fresh || player?.playing) && at - drawn >= REST_MS) drawRest(now, told, at);
     if (outdated && at - charted >= CHARTS_MS) drawCharts(now, told, at);
     frames.push(performance.now() - began);
@@ -134,10 +134,10 @@ function drawRest(now, told, at) {
   drawn = at;
   stage.restUntil(told);
   figures.restUntil(told);
-  blocks.draw(stage.scene);
-  drawGauges(byId("gauges"), figures, stage.scene, blocks.counts, engine.max_num_seqs);
+  blocks.draw(stage.snapshot);
+  drawGauges(byId("gauges"), figures, stage.snapshot, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
-  drawTenants(byId("tenants"), stage.scene);
+  drawTenants(byId("tenants"), stage.snapshot);
   queue.draw(now);
   list.draw(drawer.request);
   drawer.draw();

@@ -15,10 +15,10 @@ export class Queue {
   }
 
   draw(now) {
-    const scene = this.stage.scene, scale = devicePixelRatio || 1, width = this.canvas.clientWidth;
-    this.shown = scene.waiting.slice(0, SHOWN);
-    const more = scene.num_waiting - this.shown.length;
-    this.note.textContent = scene.num_waiting ? (more > 0 ? `and ${more.toLocaleString("en")} more wait` : "") : "No request waits.";
+    const snapshot = this.stage.snapshot, scale = devicePixelRatio || 1, width = this.canvas.clientWidth;
+    this.shown = snapshot.waiting.slice(0, SHOWN);
+    const more = snapshot.num_waiting - this.shown.length;
+    this.note.textContent = snapshot.num_waiting ? (more > 0 ? `and ${more.toLocaleString("en")} more wait` : "") : "No request waits.";
     this.canvas.style.height = `${this.shown.length * HEIGHT}px`;
     this.canvas.width = width * scale;
     this.canvas.height = this.shown.length * HEIGHT * scale;

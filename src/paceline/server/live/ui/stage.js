@@ -9,7 +9,7 @@ export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "
 const GOOD_ENDS = new Set(["stop", "length"]);
 
 // The steps of a message one by one. Figures and changes come in columns; of changes, the first says in which step.
-function told({ steps, changes }) {
+function unpack({ steps, changes }) {
   const names = Object.keys(steps);
   const found = steps.seq.map((_, at) => {
     const step = { done: null, open: null };
@@ -28,7 +28,7 @@ function told({ steps, changes }) {
 export class Stage {
   constructor(keptS = KEPT_S) {
     this.keptS = keptS;
-    this.onStep = null; // told each step's number, for whoever compares
+    this.onStep = null; // called with each step's number, for tests that compare
     this.past = new Past();
     this.reset();
   }
@@ -54,7 +54,7 @@ export class Stage {
     this.endOf = new Map(); // request -> when it ended, until it has left its row
     this.early = new Set(); // requests whose end is known before a step notes it
     this.leftEarly = new Map(); // request -> the row it left since the newest step
-    this.scene = null;
+    this.snapshot = null;
     this.seq = 0;
     this.number = null; // of the last message
     this.checked = 0;
@@ -63,59 +63,59 @@ export class Stage {
   }
 
   apply(message) {
-    const cut = message.engine;
-    if (cut.unavailable) return;
+    const delta = message.engine;
+    if (delta.unavailable) return;
     const missed = this.number !== null && message.n !== this.number + 1;
-    if (this.number === null || missed || cut.first || cut.dropped) this.begin(cut);
+    if (this.number === null || missed || delta.first || delta.dropped) this.begin(delta);
     else {
-      for (const step of told(cut)) this.step(step);
-      for (const [seq, at] of cut.done) this.complete(seq, at);
-      if (cut.cleared) this.clear(cut.scene.time_s);
-      this.check(cut.scene);
+      for (const step of unpack(delta)) this.step(step);
+      for (const [seq, at] of delta.done) this.complete(seq, at);
+      if (delta.cleared) this.clear(delta.snapshot.time_s);
+      this.check(delta.snapshot);
     }
-    this.dismiss(cut);
+    this.dismiss(delta);
     this.number = message.n;
-    this.scene = cut.scene;
-    this.counts.push({ t: cut.scene.time_s, r: cut.scene.rows[0].length, w: cut.scene.num_waiting });
-    this.forget(cut.scene.time_s - this.keptS);
+    this.snapshot = delta.snapshot;
+    this.counts.push({ t: delta.snapshot.time_s, r: delta.snapshot.rows[0].length, w: delta.snapshot.num_waiting });
+    this.forget(delta.snapshot.time_s - this.keptS);
   }
 
   // Anew from the state of a message: what came before is not known.
-  begin(cut) {
-    const now = cut.scene.time_s;
+  begin(delta) {
+    const now = delta.snapshot.time_s;
     this.miss(now);
     for (const row of [...this.rows.keys()]) this.leave(row, now);
     for (const segment of [...this.active]) this.end(segment, now);
-    const column = (name) => cut.scene.rows[cut.scene.columns.indexOf(name)];
+    const column = (name) => delta.snapshot.rows[delta.snapshot.columns.indexOf(name)];
     const rows = column("row"), requests = column("request"), decoding = column("decoding"), padding = column("padding");
     rows.forEach((row, index) => {
       this.join(row, requests[index], now);
       if (decoding[index]) this.decode(row, now, padding[index] ? PADDING : DECODE);
     });
-    this.seq = cut.scene.seq;
+    this.seq = delta.snapshot.seq;
   }
 
   // What happened between the last state and a time was not seen.
   miss(until) {
-    const from = this.scene?.time_s ?? -Infinity;
-    if (this.scene) this.counts.push({ t: from, r: null, w: null });
+    const from = this.snapshot?.time_s ?? -Infinity;
+    if (this.snapshot) this.counts.push({ t: from, r: null, w: null });
     else this.unknown = [];
     this.unknown.push({ from, to: until });
     for (const step of this.steps) step.done ??= step.u;
   }
 
   // Rows that were left since the newest step: an engine with nothing to do makes no step that would say so.
-  dismiss(cut) {
-    const ends = new Map(cut.ended.map((note) => [note[1], note.at(-1)]));
-    for (const note of cut.ended) {
+  dismiss(delta) {
+    const ends = new Map(delta.ended.map((note) => [note[1], note.at(-1)]));
+    for (const note of delta.ended) {
       if (this.early.has(note[1])) continue;
       this.note(note);
       this.early.add(note[1]);
     }
-    for (const row of cut.scene.left) {
+    for (const row of delta.snapshot.left) {
       const request = this.rows.get(row)?.request;
       if (request === undefined) continue;
-      this.leave(row, ends.get(request) ?? cut.scene.time_s);
+      this.leave(row, ends.get(request) ?? delta.snapshot.time_s);
       this.leftEarly.set(request, row);
     }
   }
@@ -239,14 +239,14 @@ export class Stage {
   }
 
   // The rows that steps say must be those the state says.
-  check(scene) {
-    const [rows, requests] = scene.rows;
-    const left = new Set(scene.left);
+  check(snapshot) {
+    const [rows, requests] = snapshot.rows;
+    const left = new Set(snapshot.left);
     let live = 0;
     for (const row of this.rows.keys()) if (!left.has(row)) live += 1;
     const same = live === rows.length && rows.every((row, at) => this.rows.get(row)?.request === requests[at]);
     this.checked += 1;
-    if (!same || this.seq !== scene.seq) this.disagreements += 1;
+    if (!same || this.seq !== snapshot.seq) this.disagreements += 1;
   }
 
   // What a picture has not drawn yet; asked for once.
@@ -269,12 +269,12 @@ export class Stage {
 
   // No request runs or waits.
   isIdle() {
-    return !this.scene.rows[0].length && !this.scene.num_waiting;
+    return !this.snapshot.rows[0].length && !this.snapshot.num_waiting;
   }
 
   // Nothing has happened since the last message.
   restUntil(until) {
-    if (until > this.scene.time_s) this.forget(until - this.keptS);
+    if (until > this.snapshot.time_s) this.forget(until - this.keptS);
   }
 
   // The row a request is on, or was on last; undefined where that is not known.

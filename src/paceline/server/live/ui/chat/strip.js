@@ -80,7 +80,7 @@ export class Strip {
     if (!message.engine) return this.begin(); // the feed begins, with the last minute
     if (message.engine.unavailable) return this.tell("lost", message.engine.unavailable);
     this.stage.apply(message);
-    const late = performance.now() / 1000 - this.stage.scene.time_s;
+    const late = performance.now() / 1000 - this.stage.snapshot.time_s;
     this.ahead = this.ahead === null || message.engine.first ? late : Math.min(this.ahead + 0.001, late);
     this.tell("live", "");
     byId("batch-figures").textContent = this.figures();
@@ -101,16 +101,16 @@ export class Strip {
   }
 
   figures() {
-    const { scene } = this.stage, tokens = this.stage.decodedSince(scene.time_s - RATE_S);
+    const { snapshot } = this.stage, tokens = this.stage.decodedSince(snapshot.time_s - RATE_S);
     const parts = [`${this.stage.rows.size} running`];
-    if (scene.num_waiting) parts.push(`${scene.num_waiting} waiting`);
+    if (snapshot.num_waiting) parts.push(`${snapshot.num_waiting} waiting`);
     parts.push(`${Math.round(tokens / RATE_S)} tokens/s`);
     return parts.join(" · ");
   }
 
   frame(at) {
     requestAnimationFrame((next) => this.frame(next));
-    if (at - (this.drawn ?? 0) < FRAME_MS || !this.stage.scene || !this.reading) return;
+    if (at - (this.drawn ?? 0) < FRAME_MS || !this.stage.snapshot || !this.reading) return;
     this.drawn = at;
     this.draw(performance.now() / 1000 - this.ahead);
   }

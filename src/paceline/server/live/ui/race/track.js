@@ -65,15 +65,15 @@ export class Track {
     this.place.dataset.state = told.state;
     this.stage.mostRow = Math.max(this.stage.mostRow, told.rows - 1);
     this.answers = told.answers.map(([at, seconds]) => [at - told.start_s, seconds]);
-    if (this.stage.scene) this.lanes.commit();
+    if (this.stage.snapshot) this.lanes.commit();
     else this.canvas.style.height = `${Math.min(430, 18 * told.rows)}px`; // until there is something to draw
   }
 
   take(message, told) {
     this.have += 1;
     this.stage.apply(message);
-    const { scene } = message.engine;
-    this.points.push({ at: scene.time_s - told.start_s, tokens: message.server.tokens[0], computed: scene.computed_tokens, padding: scene.padding_tokens });
+    const { snapshot } = message.engine;
+    this.points.push({ at: snapshot.time_s - told.start_s, tokens: message.server.tokens[0], computed: snapshot.computed_tokens, padding: snapshot.padding_tokens });
   }
 
   // What had been reached by a time since the start.
@@ -124,7 +124,7 @@ export class Track {
       this.flag.style.left = left(this.finish / this.total);
       this.flag.classList.toggle("late", this.finish / this.total > 0.95);
     }
-    if (!this.stage.scene) return;
+    if (!this.stage.snapshot) return;
     const rows = Math.max(this.told.rows, this.stage.mostRow + 1);
     this.lanes.draw(this.told.start_s + time, rows, isGhostShown && this.told.state === "over" ? GHOST : 0);
   }

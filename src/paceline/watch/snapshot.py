@@ -1,7 +1,7 @@
-"""How an engine stands at one moment: its rows, who waits, and every block of its KV cache.
+"""The state of an engine at one moment: its rows, waiting requests, and every block of its KV cache.
 
-A function of the scheduler's state alone, made from whole columns: it costs the same for a thousand rows as for ten,
-nearly. What a picture drawn from steps says of the same moment must agree with it.
+A function of the scheduler's state alone, made from whole columns: a thousand rows cost nearly the same as ten. The
+steps of a trace, followed up to the same moment, must give the same rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.request import RequestState, account_of
 from paceline.scheduler.queue import first
 from paceline.scheduler.state import SchedulerState
 
-MOST_WAITING = 256  # of the queue that are shown one by one
+MOST_WAITING = 256  # requests of the queue that are shown one by one
 FREE, CACHED, HELD, SHARED = range(4)  # what a block is; cached: free, with a prefix that can still be found
 # Columns of `rows`, one line per live row in order of their rows.
 ROW_COLUMNS = (
@@ -47,21 +47,21 @@ class Waiting(NamedTuple):
 
 
 @value
-class Scene:
+class Snapshot:
     """The state after the newest submitted step."""
 
     seq: int
     time_s: float
     rows: NDArray[np.int64]  # [columns, live rows], as ROW_COLUMNS names them
-    tenants: tuple[str, ...]  # that have live rows
-    tenant_of: NDArray[np.int64]  # which of these each live row is of
-    left: tuple[int, ...]  # rows that were left after the newest step was submitted: the next plan says so
+    tenants: tuple[str, ...]  # with live rows
+    tenant_of: NDArray[np.int64]  # by live row: its place in `tenants`
+    left: tuple[int, ...]  # rows left since the newest step was submitted: the next plan says so
     waiting: tuple[Waiting, ...]  # the first of them, in the policy's order
     num_waiting: int
     # By layer group: FREE, CACHED, HELD or SHARED; the null block is left out.
     blocks: tuple[NDArray[np.uint8], ...]
     saved: int  # blocks that sharing saves: references beyond the first
-    evicted: int  # blocks whose prefix was given up, since the start
+    evicted: int  # blocks whose prefix was evicted, since the start
     preempted: int
     swapped: int
     finished: int
@@ -71,7 +71,7 @@ class Scene:
     padding_tokens: int  # of these
 
 
-def scene_of(state: SchedulerState) -> Scene:
+def snapshot_of(state: SchedulerState) -> Snapshot:
     rows = state.rows
     live = np.flatnonzero(rows.live[: rows.high])
     counters = state.counters
@@ -91,7 +91,7 @@ def scene_of(state: SchedulerState) -> Scene:
         blocks_of,
     )
     tenants, tenant_of = _tenants(state, live)
-    return Scene(
+    return Snapshot(
         seq=state.kv.submitted,
         time_s=state.clock.now(),
         rows=np.stack([np.asarray(column, np.int64) for column in columns]),
@@ -134,7 +134,7 @@ def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:
 
 
 def _tenants(state: SchedulerState, live: NDArray[np.int64]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Accounts, and which of them each row belongs to. One request of each tenant says the name."""
+    """Accounts, and which of them each row belongs to. One request of each tenant gives the name."""
     rows = state.rows
     _, ones, which = np.unique(rows.tenant[live], return_index=True, return_inverse=True)
     found = [rows.requests[row] for row in live[ones].tolist()]

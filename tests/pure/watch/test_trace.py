@@ -1,4 +1,4 @@
-"""A film of an engine's steps shows what its state shows, in every simulated world."""
+"""A trace of an engine's steps shows what its state shows, in every simulated world."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from paceline.core.events import DecisionKind
-from paceline.process.live_view import cut_values
-from paceline.watch.film import Cut, Film
-from paceline.watch.scene import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, scene_of
-from paceline.watch.told import told_steps
+from paceline.process.live_view import delta_values
+from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
+from paceline.watch.trace import StepTrace, TraceDelta
+from paceline.watch.unpack import unpack_steps
 from tests.dst.world import World
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -25,11 +25,11 @@ class Picture:
         self.filling: set[int] = set()
         self.last = 0
 
-    def show(self, cut: Cut) -> None:
-        seqs = [step["seq"] for step in told_steps(cut_values(cut))]
-        assert cut.dropped or seqs == list(range(self.last + 1, self.last + 1 + len(seqs)))
-        self.last = cut.scene.seq
-        for step in told_steps(cut_values(cut)):
+    def show(self, delta: TraceDelta) -> None:
+        seqs = [step["seq"] for step in unpack_steps(delta_values(delta))]
+        assert delta.dropped or seqs == list(range(self.last + 1, self.last + 1 + len(seqs)))
+        self.last = delta.snapshot.seq
+        for step in unpack_steps(delta_values(delta)):
             if "cleared" in step:
                 self.clear()
             for row in step.get("leaves", ()):
@@ -47,7 +47,7 @@ class Picture:
             self.filling |= set(step.get("fills", ()))
             assert self.filling <= self.decoding
             assert len(self.filling) == step["pr"] == step["padding"] - pads
-        if cut.cleared:
+        if delta.cleared:
             self.clear()
 
     def clear(self) -> None:
@@ -56,33 +56,33 @@ class Picture:
         self.filling.clear()
 
 
-def column(cut: Cut, name: str) -> list[int]:
-    found: list[int] = cut.scene.rows[ROW_COLUMNS.index(name)].tolist()
+def column(delta: TraceDelta, name: str) -> list[int]:
+    found: list[int] = delta.snapshot.rows[ROW_COLUMNS.index(name)].tolist()
     return found
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_steps_and_state_tell_the_same(seed: int) -> None:
     world = World(seed)
-    film = world.engine.watcher = Film(world.engine.scheduler.state)
+    trace = world.engine.watcher = StepTrace(world.engine.scheduler.state)
     picture, rng, step = Picture(), random.Random(seed), world._step
     seen: set[str] = set()
 
     def watched_step() -> None:
         step()
         if rng.random() < 0.4:
-            cut = film.cut()
-            picture.show(cut)
-            scene = cut.scene
-            shown = {row: who for row, who in picture.rows.items() if row not in scene.left}
-            live = dict(zip(column(cut, "row"), column(cut, "request"), strict=True))
+            delta = trace.take_delta()
+            picture.show(delta)
+            snapshot = delta.snapshot
+            shown = {row: who for row, who in picture.rows.items() if row not in snapshot.left}
+            live = dict(zip(column(delta, "row"), column(delta, "request"), strict=True))
             assert shown == live
-            assert scene.num_waiting == len(world.engine.scheduler.state.queue)
-            for kinds, group in zip(scene.blocks, world.engine.scheduler.state.kv.groups, strict=True):
+            assert snapshot.num_waiting == len(world.engine.scheduler.state.queue)
+            for kinds, group in zip(snapshot.blocks, world.engine.scheduler.state.kv.groups, strict=True):
                 pool = group.pool
                 assert int((kinds <= CACHED).sum()) == pool.num_free
                 assert int((kinds == SHARED).sum()) == int((pool.refs[1:] > 1).sum())
-            seen.update(note.kind for note in cut.changes.notes[1])
+            seen.update(note.kind for note in delta.changes.notes[1])
 
     world._step = watched_step  # type: ignore[method-assign]
     world.run(120)
@@ -91,11 +91,11 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
 
 def test_rows_of_a_static_batch_are_told_as_padding_once_they_have_their_last_token() -> None:
     bench = Bench(engine_config(mode="static", batch_size=3))
-    film = bench.engine.watcher = Film(bench.scheduler.state)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
     for index, (num_prompt, num_output) in enumerate(((4, 2), (8, 6), (6, 4))):
         bench.add(prompt(num_prompt, index), num_output)
     bench.run()
-    steps = told_steps(cut_values(film.cut()))
+    steps = unpack_steps(delta_values(trace.take_delta()))
     assert steps[0]["pads"] == [[0, 4], [2, 2]] and steps[0]["padding"] == 6
     began = {row: step["seq"] for step in steps for row in step.get("fills", ())}
     assert began == {0: steps[0]["seq"] + 2, 2: steps[0]["seq"] + 4}  # the first token came with the prompt
@@ -107,41 +107,41 @@ def test_what_a_block_is() -> None:
     bench.add(prompt(24), 4)
     bench.run()
     state = bench.scheduler.state
-    (kinds,) = scene_of(state).blocks
+    (kinds,) = snapshot_of(state).blocks
     assert set(np.unique(kinds)) == {FREE, CACHED}
     request = bench.add(prompt(24) + prompt(3, 1), 8)
     bench.step(2)
     bench.fork(request)
     bench.step()
-    (kinds,) = scene_of(state).blocks
+    (kinds,) = snapshot_of(state).blocks
     assert {HELD, SHARED} <= set(np.unique(kinds).tolist())
     assert len(kinds) == state.kv.groups[0].pool.usable
 
 
 def test_steps_that_change_nothing_are_counted_with_the_one_before() -> None:
     bench = Bench(engine_config())
-    film = bench.engine.watcher = Film(bench.scheduler.state)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
     bench.add(prompt(8), 20)
     bench.step(12)
-    cut = film.cut()
-    assert cut.steps.count == [1, 11] and cut.done[-1][0] == cut.scene.seq
-    steps = told_steps(cut_values(cut))
+    delta = trace.take_delta()
+    assert delta.steps.count == [1, 11] and delta.done[-1][0] == delta.snapshot.seq
+    steps = unpack_steps(delta_values(delta))
     assert [step["seq"] for step in steps] == list(range(1, 13))
     assert [step["d"] for step in steps] == [0] + [1] * 11 and [step["p"] for step in steps] == [8] + [0] * 11
     times = [step["t"] for step in steps]
-    assert times == sorted(times) and times[-1] == cut.steps.until_s[-1]
+    assert times == sorted(times) and times[-1] == delta.steps.until_s[-1]
 
 
 def test_what_is_not_fetched_is_dropped_and_counted() -> None:
     bench = Bench(engine_config())
-    film = bench.engine.watcher = Film(bench.scheduler.state, most=3)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state, most=3)
     for index in range(10):  # each step has a prompt to compute
         bench.add(prompt(8, index), 2)
         bench.step()
-    cut = film.cut()
-    assert len(cut.steps) == 3 and cut.dropped == 7
-    assert [seq for seq, *_ in cut.done] == [*cut.steps.seq, cut.scene.seq]
-    again = film.cut()
+    delta = trace.take_delta()
+    assert len(delta.steps) == 3 and delta.dropped == 7
+    assert [seq for seq, *_ in delta.done] == [*delta.steps.seq, delta.snapshot.seq]
+    again = trace.take_delta()
     assert not len(again.steps) and again.dropped == 0
 
 
@@ -150,38 +150,38 @@ def test_the_waiting_come_in_the_policys_order() -> None:
     for index in range(40):
         bench.add(prompt(20, index), 8)
     bench.step()
-    scene = scene_of(bench.scheduler.state)
-    assert scene.num_waiting == len(scene.waiting) > 10
-    ids = [waiting.request for waiting in scene.waiting]
+    snapshot = snapshot_of(bench.scheduler.state)
+    assert snapshot.num_waiting == len(snapshot.waiting) > 10
+    ids = [waiting.request for waiting in snapshot.waiting]
     assert ids == sorted(ids)
 
 
-def test_prefixes_that_are_given_up_are_told_once() -> None:
+def test_evicted_prefixes_are_reported_once() -> None:
     bench = Bench(engine_config())
-    film = bench.engine.watcher = Film(bench.scheduler.state)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
     pool = bench.scheduler.state.kv.groups[0].pool
     for index in range(40):  # prompts of their own fill the cache, until it has to forget
         bench.add(prompt(20, index), 4)
     bench.run()
-    cut = film.cut()
+    delta = trace.take_delta()
     assert pool.num_evicted > 0
-    (evicted,) = cut.evicted
+    (evicted,) = delta.evicted
     assert list(evicted) == [block - 1 for block in pool.evicted_last][-pool.num_evicted :]
-    assert all(0 <= block < len(cut.scene.blocks[0]) for block in evicted)
-    assert film.cut().evicted == ((),)
+    assert all(0 <= block < len(delta.snapshot.blocks[0]) for block in evicted)
+    assert trace.take_delta().evicted == ((),)
 
 
 def test_endings_are_told_before_a_step_notes_them() -> None:
     bench = Bench(engine_config())
-    film = bench.engine.watcher = Film(bench.scheduler.state)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
     first = bench.add(prompt(8), 3)
     bench.run()
-    cut = film.cut()
-    assert [note.request for note in cut.ended] == [first] and cut.scene.left
-    assert not any(note.kind == DecisionKind.FINISH.value for note in cut.changes.notes[1])
+    delta = trace.take_delta()
+    assert [note.request for note in delta.ended] == [first] and delta.snapshot.left
+    assert not any(note.kind == DecisionKind.FINISH.value for note in delta.changes.notes[1])
     bench.add(prompt(8, 1), 3)
     bench.step()
-    cut = film.cut()
-    places, notes = cut.changes.notes
+    delta = trace.take_delta()
+    places, notes = delta.changes.notes
     told = zip(places, notes, strict=True)
     assert [(at, note.request) for at, note in told if note.kind == DecisionKind.FINISH.value] == [(0, first)]

@@ -1,8 +1,9 @@
-"""What happened in an engine since the last cut: steps, who came onto a row and left it, and what was decided.
+"""A trace of an engine's steps: what each changed, which requests took and left rows, and what was decided.
 
-A step that changes something costs one tuple, whose content is put together when the film is cut. A step of plain
-decode like the one before it is only counted. Beyond a number of notes, steps are counted as dropped until the next
-cut, which holds the whole state. It must not know who watches, nor how a cut travels.
+`StepTrace` keeps notes until its owner takes them as a `TraceDelta`, together with the state of now. A step that
+changes something costs one tuple, whose content is put together then; a step of plain decode like the one before it is
+only counted. Beyond a number of notes, steps are counted as dropped until the next delta. `PeriodicTrace` takes its
+deltas itself, by the run's clock, for runs that are watched afterwards. Knows nothing of viewers and messages.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from paceline.core.fast import value
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.scheduler.state import Flight, SchedulerState
-from paceline.watch.scene import Scene, scene_of
+from paceline.watch.snapshot import Snapshot, snapshot_of
 
-Watch = Callable[[SchedulerState], RunWatcher]  # makes somebody who looks on at the engine of that state
-MOST_STEPS = 4096  # notes between two cuts
+Watch = Callable[[SchedulerState], RunWatcher]  # makes the watcher of the engine with that state
+MOST_STEPS = 4096  # notes between two deltas
 SAMPLED = 64  # one step in this many is timed: the clock costs as much as a note
-# What a lane or a story shows; who waited for what is asked for by request.
-TOLD = frozenset(
+# What a viewer draws; why a request waited is explained on demand.
+SHOWN = frozenset(
     {
         DecisionKind.ADMIT,
         DecisionKind.RESUME,
@@ -40,7 +41,7 @@ TOLD = frozenset(
 
 
 class Noted(NamedTuple):
-    """One decision, as far as a picture shows it."""
+    """One decision, as far as a viewer shows it."""
 
     kind: str  # a DecisionKind
     request: int
@@ -80,7 +81,7 @@ Column = list[int]
 class Changes:
     """What changed, and in which of the steps: columns as well, the first of each with places in `Steps`, in order."""
 
-    cleared: tuple[Column]  # a step failed before it: until then nobody has a row
+    cleared: tuple[Column]  # a step failed before it: all rows were empty then
     leaves: tuple[Column, Column]  # rows
     joins: tuple[Column, Column, Column]  # rows, requests
     spans: tuple[Column, Column, Column]  # rows, tokens
@@ -95,37 +96,37 @@ Done = tuple[int, float, bool]  # a step came back: its number, when, and whethe
 
 
 @value
-class Cut:
-    """Everything since the cut before, and the state of now."""
+class TraceDelta:
+    """Everything since the last delta, and the state of now."""
 
     steps: Steps
     changes: Changes
     done: tuple[Done, ...]
-    dropped: int  # steps that were not fetched in time
-    # By layer group: blocks whose prefix was evicted, by place in `Scene.blocks`.
+    dropped: int  # steps without a note
+    # By layer group: blocks whose prefix was evicted, by place in `Snapshot.blocks`.
     evicted: tuple[tuple[int, ...], ...]
     cleared: bool  # a step failed after the newest one of these
     ended: tuple[Noted, ...]  # endings since the newest step; the next one notes them too
-    scene: Scene
+    snapshot: Snapshot
 
 
 @value
-class Glance:
-    """What a cut says of one moment, without the steps before it."""
+class Moment:
+    """The part of a delta that describes one moment."""
 
     evicted: tuple[tuple[int, ...], ...]
     num_evicted: tuple[int, ...]  # by layer group, since the start
     ended: tuple[Noted, ...]
-    scene: Scene
+    snapshot: Snapshot
 
 
-# What is kept of a step until the cut: its plan and decisions, when it was submitted, whether a step failed before it,
-# its flight (None while there is none), rows in use and requests waiting, and the requests that joined, in the order of
-# the plan's joins. A plain tuple, since many are made: a named one takes several times as long.
+# What is kept of a step until the next delta: its plan and decisions, when it was submitted, whether a step failed
+# before it, its flight (None while there is none), rows in use and requests waiting, and the requests that joined, in
+# the order of the plan's joins. A plain tuple, since many are made: a named one takes several times as long.
 _Note = tuple[StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, Sequence[int]]
 
 
-class Film:
+class StepTrace:
     """Takes notes of one engine's steps."""
 
     def __init__(self, state: SchedulerState, most: int = MOST_STEPS) -> None:
@@ -143,8 +144,8 @@ class Film:
         self._last_done: Done | None = None  # of all steps
         self._dropped = 0
         self._cleared = False
-        self._filling: NDArray[np.bool_] = _NO_ROWS  # rows that decode only padding, as of the last cut
-        self._evicted = self._num_evicted()  # as of the last cut
+        self._filling: NDArray[np.bool_] = _NO_ROWS  # rows that decode only padding, as of the last delta
+        self._evicted = self._num_evicted()  # as of the last delta
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         started_s = 0.0 if plan.seq % SAMPLED else time.thread_time()
@@ -198,37 +199,37 @@ class Film:
         if failed:
             self._cleared = True
 
-    def glance(self) -> Glance:
-        """How things stand, for a cut that may be wanted later; changes nothing."""
-        return Glance(
+    def moment(self) -> Moment:
+        """The state of now, for a delta that may be taken later; changes nothing."""
+        return Moment(
             evicted=self._newly_evicted(),
             num_evicted=self._num_evicted(),
             ended=tuple(_noted(each) for each in self._state.decisions if each.kind is DecisionKind.FINISH),
-            scene=scene_of(self._state),
+            snapshot=snapshot_of(self._state),
         )
 
-    def cut(self, seen: Glance | None = None) -> Cut:
-        """Hand out what was noted and begin anew: with the state of now, or of a moment since the newest step."""
-        seen = self.glance() if seen is None else seen
-        steps, changes, self._filling = _told(self._steps, self._counts, self._until_s, self._filling)
+    def take_delta(self, moment: Moment | None = None) -> TraceDelta:
+        """Hand out the notes and begin anew: with the state of now, or of a moment since the newest step."""
+        moment = self.moment() if moment is None else moment
+        steps, changes, self._filling = _as_columns(self._steps, self._counts, self._until_s, self._filling)
         if self._last_done is not None and (not self._done or self._done[-1] != self._last_done):
             self._done.append(self._last_done)
-        cut = Cut(
+        delta = TraceDelta(
             steps=steps,
             changes=changes,
             done=tuple(self._done),
             dropped=self._dropped,
-            evicted=seen.evicted,
+            evicted=moment.evicted,
             cleared=self._cleared,
-            ended=seen.ended,
-            scene=seen.scene,
+            ended=moment.ended,
+            snapshot=moment.snapshot,
         )
         self._steps, self._counts, self._until_s = [], [], []
         self._done.clear()
         self._last_done = None
         self._dropped = 0
-        self._evicted = seen.num_evicted
-        return cut
+        self._evicted = moment.num_evicted
+        return delta
 
     def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
         """The newest of them where there were very many."""
@@ -242,10 +243,66 @@ class Film:
         return tuple(pool.num_evicted for pool in self._pools)
 
 
+class PeriodicTrace:
+    """Takes a delta every `interval_s` of the engine's clock, whatever clock that is, and gives it to `on_delta`.
+
+    Where the engine had nothing to do for longer than that, a delta of the beginning of its rest comes too: the step
+    that ends the rest would be the first to say which requests had left. The interval doubles after every
+    `doubles_after` deltas, so that their number stays bounded however long the run is.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        on_delta: Callable[[TraceDelta], None],
+        *,
+        interval_s: float,
+        doubles_after: int,
+    ) -> None:
+        self._state = state
+        self._trace = StepTrace(state)
+        self._on_delta = on_delta
+        self._interval_s = interval_s
+        self._doubles_after = doubles_after
+        self._num_deltas = 0
+        self._num_noted = 0
+        self._due_s: float | None = None
+        self._rest: Moment | None = None  # the state when the engine came to rest
+
+    def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None and time_s - rest.snapshot.time_s >= self._interval_s:
+            self._take(self._trace.take_delta(rest), rest.snapshot.time_s)
+        self._trace.submitted(plan, decisions, time_s)
+        self._num_noted += 1
+        if self._due_s is None or time_s >= self._due_s or self._num_noted >= self._trace.most:
+            self.take_delta(time_s)
+
+    def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
+        self._trace.completed(seq, time_s, failed=failed)
+        self._rest = self._trace.moment() if self._has_nothing_to_do() else None
+
+    def take_delta(self, time_s: float) -> None:
+        """Take one now, whenever the next is due; for the beginning and the end of a run."""
+        self._take(self._trace.take_delta(), time_s)
+
+    def _has_nothing_to_do(self) -> bool:
+        state = self._state
+        return not (state.rows.num_live or len(state.queue) or state.flights)
+
+    def _take(self, delta: TraceDelta, time_s: float) -> None:
+        self._on_delta(delta)
+        self._num_deltas += 1
+        self._num_noted = 0
+        if self._num_deltas % self._doubles_after == 0:
+            self._interval_s *= 2
+        self._due_s = time_s + self._interval_s
+
+
 _NO_ROWS: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
-def _told(
+def _as_columns(
     notes: Sequence[_Note],
     counts: Sequence[int],
     until_s: Sequence[float],
@@ -273,11 +330,11 @@ def _told(
     spans = [plan.spans for plan in plans]
     join_places, join_rows = _gathered([plan.joins.row for plan in plans])
     span_places, span_rows = _gathered([span.row for span in spans])
-    told = [
+    noted = [
         (place, _noted(decision))
         for place, several in enumerate(decisions)
         for decision in several
-        if decision.kind in TOLD
+        if decision.kind in SHOWN
     ]
     pads, fills, filling = _padding(flights, filling)
     changes = Changes(
@@ -289,7 +346,7 @@ def _told(
         decode_removed=_gathered([rows.removed for rows in row_sets]),
         pads=pads,
         fills=fills,
-        notes=([place for place, _ in told], [note for _, note in told]),
+        notes=([place for place, _ in noted], [note for _, note in noted]),
     )
     return steps, changes, filling
 
