@@ -60,10 +60,11 @@ demo: $(DRAW) ## Compare batching modes on this machine, with a picture: make de
 sim: $(DRAW) ## Run the simulator: make sim ARGS="--help"
 	@$(BIN)/paceline sim $(ARGS)
 
-options: $(STAMP) ## Write again what is made from the code: pages of docs/reference, dashboards
+options: $(STAMP) ## Write again what is made from code and results: reference pages, figures, dashboards
 	@$(BIN)/python -m tools.option_pages
 	@$(BIN)/python -m tools.api_pages
 	@$(BIN)/python -m tools.metric_pages
+	@$(BIN)/python -m tools.figure_tables
 	@$(BIN)/python -m tools.dashboards
 
 docs: $(STAMP) ## Build the documentation as a site into build/site

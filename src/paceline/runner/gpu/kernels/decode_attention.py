@@ -30,7 +30,7 @@ _QUERY_ROWS = 16  # least number of rows of a matrix instruction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTuning:
-    """How the kernel is launched; the defaults are what measured best on an H200 (docs/log.md)."""
+    """How the kernel is launched; the defaults are what measured best on an H200 (docs/measurements/)."""
 
     tile: int = 32
     num_warps: int = 2

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.runner.gpu.kernels.gated_activation import Activation, activate, reference_gated_activation
 from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS
 
-# Chosen on an H200 (docs/log.md). Tiles of 256 tokens and 64 columns are as fast alone and slower in a step.
+# Chosen on an H200 (docs/measurements/). Tiles of 256 tokens and 64 columns are as fast alone and slower in a step.
 _TOKENS, _COLUMNS, _STEP = 128, 128, 64
 _WARPS, _STAGES = 8, 4
 _GROUP = 8  # tiles of tokens that programs go through before they move on to other columns
@@ -32,7 +32,7 @@ def can_be_gated(columns: int, inner: int) -> bool:
 
 
 def is_worth_gating(tokens: int, columns: int, inner: int, multiprocessors: int) -> bool:
-    """Whether this is faster than cuBLAS and the activation after it, by measurements on an H200 (docs/log.md).
+    """Whether this is faster than cuBLAS and the activation after it, by measurements on an H200 (docs/measurements/).
 
     One program runs on a multiprocessor at a time. What the device could compute in the rounds this takes is held
     against what there is to compute, in pieces of 64 tokens, as others cut them too.

@@ -28,7 +28,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
-    """How the kernel is launched; the defaults are what measured best on an H200 (docs/log.md)."""
+    """How the kernel is launched; the defaults are what measured best on an H200 (docs/measurements/)."""
 
     query_rows: int = 64  # query tokens times heads of a group in one tile
     num_warps: int = 4
