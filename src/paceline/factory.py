@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
+from paceline.config.options import pick
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.policy import Policy
@@ -192,7 +193,7 @@ def load_model(
     from paceline.models.files.open import open_checkpoint
 
     # Raises at once for a bad policy option.
-    make_policy(SchedulerConfig(**_fields_of(SchedulerConfig, given)))
+    make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
 
@@ -358,16 +359,14 @@ def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
     windows = checkpoint.spec.group_windows
     return EngineConfig(
-        kv=KVConfig(
-            **_fields_of(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)
-        ),
+        kv=KVConfig(**pick(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)),
         scheduler=_scheduler_config(sizes),
-        **_fields_of(EngineConfig, sizes),
+        **pick(EngineConfig, sizes),
     )
 
 
 def _scheduler_config(sizes: Mapping[str, Any]) -> SchedulerConfig:
-    config = SchedulerConfig(**_fields_of(SchedulerConfig, sizes))
+    config = SchedulerConfig(**pick(SchedulerConfig, sizes))
     # A pace and a dial learn in their own way; padded batches have one size.
     if config.step_target_ms or config.has_dial or config.mode != "continuous":
         return config
@@ -380,11 +379,6 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     if model.tokenizer is None:
         return Tokenizer.from_checkpoint(checkpoint)
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
-
-
-def _fields_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {spec.name for spec in fields(config) if "help" in spec.metadata}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _log_violation(violation: InvariantViolation) -> None:

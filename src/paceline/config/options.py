@@ -7,6 +7,7 @@ validation, command-line flags and the reference page are derived from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from typing import Any
 
@@ -42,11 +43,20 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def options_of(config: Any) -> list[Field[Any]]:
+    """The fields of a config that are options: made with `option(...)`."""
+    return [spec for spec in fields(config) if "help" in spec.metadata]
+
+
+def pick(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are options of `config`."""
+    return {spec.name: values[spec.name] for spec in options_of(config) if spec.name in values}
+
+
 def check_options(config: Any) -> None:
     """Raise `ConfigError` for the first option of `config` that is out of its declared range."""
-    for spec in fields(config):
-        if "help" in spec.metadata:
-            _check_option(spec, getattr(config, spec.name))
+    for spec in options_of(config):
+        _check_option(spec, getattr(config, spec.name))
 
 
 def _check_option(spec: Field[Any], value: Any) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config.options import options_of, pick
 from paceline.core.keywords import is_off, not_supported, with_closest
 from paceline.errors import ConfigError
 from paceline.llm.unsupported import OPTIONS
 
+ENGINE_CONFIGS = (KVConfig, SchedulerConfig, EngineConfig)
 # Other names for options: what vLLM calls them.
 ALIASES = {"num_gpu_blocks_override": "num_blocks"}
 # Known from vLLM, accepted where they ask for what we do anyway.
@@ -39,19 +40,14 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
         value = options.pop(name)
         if value not in WITHOUT_EFFECT.get(name, ()) and not is_off(value):
             raise ConfigError(not_supported(f"{name}={value!r:.100}", OPTIONS.get(name, "leave it out")))
-    own = _names(ModelConfig)
-    engine = _names(KVConfig) | _names(SchedulerConfig) | _names(EngineConfig)
+    known = {spec.name for config in (ModelConfig, *ENGINE_CONFIGS) for spec in options_of(config)}
     for name in options:
-        if name not in own | engine:
-            raise ConfigError(with_closest(f"there is no option {name}", name, own | engine))
-    mine = {name: value for name, value in options.items() if name in own}
+        if name not in known:
+            raise ConfigError(with_closest(f"there is no option {name}", name, known))
+    own = pick(ModelConfig, options)
+    engine = {name: value for name, value in options.items() if name not in own}
+    for config in ENGINE_CONFIGS:  # before a model is loaded for nothing
+        config(**pick(config, engine))
     if model is not None:
-        mine["model"] = str(model)
-    given = {name: value for name, value in options.items() if name not in own}
-    for config in (KVConfig, SchedulerConfig, EngineConfig):  # before a model is loaded for nothing
-        config(**{name: value for name, value in given.items() if name in _names(config)})
-    return ModelConfig(**mine), given
-
-
-def _names(config: type) -> set[str]:
-    return {spec.name for spec in fields(config) if "help" in spec.metadata}
+        own["model"] = str(model)
+    return ModelConfig(**own), engine

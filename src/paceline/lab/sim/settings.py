@@ -7,12 +7,13 @@ no command line and runs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.options import pick
 from paceline.costs.fit import FittedCost, Spread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
@@ -141,13 +142,13 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     if "max_num_batched_tokens" in chosen:  # as on a server, it then is the size of all steps
         chosen.setdefault("max_num_prompt_tokens", 0)
     options = {**recorded, **chosen}
-    block_size = KVConfig(**_own(KVConfig, {"block_size": machine.block_size, **options})).block_size
+    block_size = KVConfig(**pick(KVConfig, {"block_size": machine.block_size, **options})).block_size
     kv_defaults = {
         "block_size": block_size,
         "num_blocks": machine.num_blocks(block_size),
         "enable_prefix_caching": workload.prefix_ids is not None,
     }
-    kv = KVConfig(**_own(KVConfig, {**kv_defaults, **options}))
+    kv = KVConfig(**pick(KVConfig, {**kv_defaults, **options}))
     if options.get("preemption") == "swap" and "num_host_blocks" not in options:
         kv = replace(kv, num_host_blocks=kv.num_blocks)
     declared = SchedulerConfig()
@@ -158,7 +159,7 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
         "max_queue": max(declared.max_queue, 2 * len(workload)),
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
-    scheduler = SchedulerConfig(**_own(SchedulerConfig, {**scheduler_defaults, **options}))
+    scheduler = SchedulerConfig(**pick(SchedulerConfig, {**scheduler_defaults, **options}))
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
         sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))
@@ -166,7 +167,7 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
     scheduler = replace(scheduler, preemption_costs=costs)
-    return EngineConfig(kv=kv, scheduler=scheduler, **_own(EngineConfig, options))
+    return EngineConfig(kv=kv, scheduler=scheduler, **pick(EngineConfig, options))
 
 
 def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:
@@ -178,9 +179,3 @@ def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:
         *(size for size in SIZES if size < budget),
         budget,
     )
-
-
-def _own(config: type, options: Mapping[str, object]) -> dict[str, Any]:
-    """The options that this config declares."""
-    declared = {spec.name for spec in fields(config) if "help" in spec.metadata}
-    return {name: value for name, value in options.items() if name in declared}
