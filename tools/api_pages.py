@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from paceline import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from paceline.config.server import ServerConfig
+from paceline.core.sampling import PARAMETERS
 from paceline.llm.outputs import RequestMetrics
 from paceline.server.access.auth import Keyring
 from paceline.server.api.route import Route
@@ -141,6 +142,11 @@ def _paragraph(member: Any) -> str:
 
 def _fields(kind: Any) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and the comment that stands beside or above each field."""
+    if kind is SamplingParams:
+        for spec in PARAMETERS.values():
+            type_name = SamplingParams.__annotations__[spec.name]
+            yield f"`{spec.name}`", _cell(type_name), f"`{_written(spec.default)}`", _cell(spec.help)
+        return
     above: list[str] = []
     lines = iter(inspect.getsource(kind).splitlines())
     for line in lines:
@@ -159,11 +165,15 @@ def _fields(kind: Any) -> Iterator[tuple[str, str, str, str]]:
             above = []
 
 
+def _written(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "{}" if isinstance(value, Mapping) else str(value)
+
+
 def _default(text: str | None) -> str:
     if text is None or text == "field(default_factory=list)":
         return "" if text is None else "`[]`"
-    if "MappingProxyType" in text:
-        return "`{}`"
     return f"`{text.removeprefix('(').removesuffix(')') if text.startswith('(') and text != '()' else text}`"
 
 

@@ -11,23 +11,20 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.config.options import flag_of, option
+from paceline.core.sampling import Offer, SamplingParams, offered
 from paceline.errors import InputError, InvalidRequest
 from paceline.llm.arguments import split_arguments
 from paceline.models.files.sampling_defaults import ANSWER_TOKENS, FALLBACK
-
-if TYPE_CHECKING:
-    from paceline.core.sampling import SamplingParams
-
 
 MANY = 20  # options; a command with more shows only the basic ones on its help page
 HELP_ALL = "help_all"
@@ -378,39 +375,27 @@ def depth_panel(title: str) -> Panel:
 # The flags that commands which load a model share, and what they become
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How tokens are chosen, under the names of `SamplingParams`. None: as the model's makers recommend."""
-
-    max_tokens: int | None = option(None, "most tokens of an answer", kind=int, basic=True)
-    temperature: float | None = option(
-        None, "0: the most likely token; higher: more varied", kind=float, basic=True
-    )
-    top_p: float | None = option(
-        None, "sample from the likeliest tokens with this total probability", kind=float, basic=True
-    )
-    top_k: int | None = option(None, "sample from this number of the likeliest tokens; 0: all", kind=int)
-    min_p: float | None = option(
-        None, "leave out tokens less likely than this share of the likeliest one", kind=float
-    )
-    repetition_penalty: float | None = option(None, "above 1: repeat earlier tokens less often", kind=float)
-    stop: tuple[str, ...] | None = option(
-        None, "text that ends an answer; can be given several times", kind=tuple
-    )
-
-
+# How tokens are chosen: the parameters of `SamplingParams` that commands offer. None: as the model's makers recommend.
+SamplingOptions = make_dataclass(
+    "SamplingOptions",
+    [
+        (spec.name, spec.type | None, option(None, spec.help, kind=spec.kind, basic=spec.is_basic))
+        for spec in offered(Offer.FLAG)
+    ],
+    frozen=True,
+)
+_RECOMMENDED = {**FALLBACK.sampling, "max_tokens": ANSWER_TOKENS, "top_k": 0}
 SAMPLING = Panel(
     title="Sampling",
     config=SamplingOptions,
     optional=True,
-    flags=(
-        Flag(name="max_tokens", default=f"the model's own, else {ANSWER_TOKENS}"),
-        Flag(name="temperature", default=f"the model's own, else {FALLBACK.temperature}"),
-        Flag(name="top_p", default=f"the model's own, else {FALLBACK.top_p}"),
-        Flag(name="top_k", default="the model's own, else 0"),
-        Flag(name="min_p"),
-        Flag(name="repetition_penalty"),
-        Flag(name="stop", metavar="TEXT"),
+    flags=tuple(
+        Flag(
+            name=spec.name,
+            default=f"the model's own, else {_RECOMMENDED[spec.name]}" if spec.name in _RECOMMENDED else None,
+            metavar="TEXT" if spec.is_text else None,
+        )
+        for spec in offered(Offer.FLAG)
     ),
 )
 MODEL = Panel(
@@ -492,8 +477,6 @@ def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_sampling(given: Mapping[str, Any]) -> SamplingParams:
     """Sampling from what was given; a mistake is told under the name of its flag."""
-    from paceline.core.sampling import SamplingParams
-
     try:
         return SamplingParams(**given)
     except InvalidRequest as error:

@@ -1,17 +1,20 @@
-"""How tokens are chosen for one request: a frozen, validated value.
+"""How tokens are chosen for one request: a frozen, validated value, and the one declaration of its parameters.
 
-Ranges follow the OpenAI API and vLLM where they agree. Validation happens once, on construction, so that no
-later part has to doubt a value; ids are checked against a vocabulary by `check_vocabulary`, at the door.
+Each field of `SamplingParams` is declared with its range, its help text and the places that offer it. The frames
+between the processes, the fields of the HTTP API, the flags of `run` and `chat`, `/set` in a chat and the defaults that
+model files recommend are derived from `PARAMETERS`. Ranges follow the OpenAI API and vLLM where they agree. Validation
+happens once, on construction; ids are checked against a vocabulary by `check_vocabulary`.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from types import MappingProxyType
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
 from paceline.errors import InvalidRequest
@@ -25,7 +28,8 @@ MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_WISH_MS = 86_400_000  # a day
 ON_INFEASIBLE = ("refuse", "try")
-SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
+_LARGEST = 2**31 - 1
+_LARGEST_SEED = 2**63 - 1
 
 
 _SCHEMA = "answers are not constrained to a schema or grammar; describe the format in the prompt and check the answer"
@@ -46,7 +50,50 @@ UNSUPPORTED = {
 }
 
 
-class RequestOutputKind(Enum):
+class Offer(enum.Flag):
+    """Where a parameter can be given, besides the constructor."""
+
+    NOWHERE = 0
+    API = enum.auto()  # a field of every route that generates, and of the lines that `run-batch` reads
+    SERVER = enum.auto()  # a field of a server's routes only
+    FLAG = enum.auto()  # a flag of `run` and `chat`
+    SET = enum.auto()  # `/set` in a chat
+    MODEL = enum.auto()  # the files of a model may recommend a value
+    CHAT = FLAG | SET
+    EVERYWHERE = API | CHAT | MODEL
+
+
+def parameter(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    offered: Offer = Offer.API,
+    is_basic: bool = False,
+    is_text: bool = False,
+) -> Any:
+    """Declare one parameter: its default, its meaning, its range (both ends included) and where it is offered.
+
+    `is_basic`: on the short help page of a command. `is_text`: about text, which the engine never sees. A default
+    that is a function makes the value.
+    """
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "offered": offered,
+        "is_basic": is_basic,
+        "is_text": is_text,
+    }
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class RequestOutputKind(enum.Enum):
     """What each item of `AsyncLLM.generate` holds."""
 
     CUMULATIVE = 0  # everything so far
@@ -57,39 +104,124 @@ class RequestOutputKind(Enum):
 @refusing(UNSUPPORTED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. `temperature` 0 is greedy; 0 switches `top_k` and `min_p` off."""
+    """Sampling of one request."""
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    n: int = 1  # branches that share the prompt
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    allowed_token_ids: tuple[int, ...] | None = None
-    # Words that must not be produced: text, or token ids, which text is turned into before a request is added.
-    bad_words: tuple[str | tuple[int, ...], ...] = ()
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of a stream; `LLM` gives whole outputs
-    # What is wanted of its times; see docs/guides/deadlines.md.
-    deadline_ms: int | None = None  # from arrival to the last token; it ends then, whatever it has
-    ttft_slo_ms: int | None = None  # from arrival to the first token
-    itl_slo_ms: int | None = None  # between two tokens
-    # What to do with a request that cannot make its times: refuse, or try anyway.
-    on_infeasible: str = "refuse"
+    max_tokens: int = parameter(
+        16, "most tokens of an answer", low=1, high=_LARGEST, offered=Offer.CHAT, is_basic=True
+    )
+    min_tokens: int = parameter(0, "tokens before anything may end the answer", low=0, high=_LARGEST)
+    n: int = parameter(1, "answers to make; they share the prompt", low=1, high=MAX_BRANCHES)
+    temperature: float = parameter(
+        1.0,
+        "0: always the most likely token; higher: more varied",
+        low=0,
+        high=2,
+        offered=Offer.EVERYWHERE,
+        is_basic=True,
+    )
+    top_k: int = parameter(
+        0,
+        "sample from this number of the most likely tokens; 0 and -1: all",
+        low=-1,
+        high=_LARGEST,
+        offered=Offer.EVERYWHERE,
+    )
+    top_p: float = parameter(
+        1.0,
+        "sample from the most likely tokens with this total probability",
+        low=1e-9,
+        high=1,
+        offered=Offer.EVERYWHERE,
+        is_basic=True,
+    )
+    min_p: float = parameter(
+        0.0,
+        "minimum probability, relative to the most likely token; 0: off",
+        low=0,
+        high=1,
+        offered=Offer.EVERYWHERE,
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        "above 1: tokens of the prompt and the answer become less likely",
+        low=1e-3,
+        high=100,
+        offered=Offer.EVERYWHERE,
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        "subtracted from the logits of tokens that the answer has",
+        low=-2,
+        high=2,
+        offered=Offer.API | Offer.SET,
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        "subtracted from the logit of a token for each time the answer has it",
+        low=-2,
+        high=2,
+        offered=Offer.API | Offer.SET,
+    )
+    logit_bias: Mapping[int, float] = parameter(
+        lambda: MappingProxyType({}), "added to the logits of these tokens, -100 to 100"
+    )
+    allowed_token_ids: tuple[int, ...] | None = parameter(None, "no other tokens are produced")
+    # Text is turned into token ids before a request is added.
+    bad_words: tuple[str | tuple[int, ...], ...] = parameter(
+        (), "words that are not produced, as text or token ids"
+    )
+    seed: int | None = parameter(
+        None,
+        "the same seed gives the same answer",
+        low=-_LARGEST_SEED - 1,
+        high=_LARGEST_SEED,
+        offered=Offer.API | Offer.SET,
+    )
+    stop: tuple[str, ...] = parameter(
+        (), "text that ends an answer; several are allowed", offered=Offer.API | Offer.CHAT, is_text=True
+    )
+    stop_token_ids: tuple[int, ...] = parameter((), "tokens that end an answer")
+    ignore_eos: bool = parameter(False, "continue after the end of text")
+    logprobs: int | None = parameter(
+        None,
+        "likely tokens to return for each token of the answer; -1: the whole vocabulary",
+        low=-1,
+        high=MAX_LOGPROBS,
+        offered=Offer.NOWHERE,
+    )
+    prompt_logprobs: int | None = parameter(
+        None, "the same for the prompt", low=-1, high=MAX_LOGPROBS, offered=Offer.NOWHERE
+    )
+    detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
+    skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
+    spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)
+    include_stop_str_in_output: bool = parameter(False, "keep the text that ended the answer", is_text=True)
+    output_kind: RequestOutputKind = parameter(  # noqa: RUF009
+        RequestOutputKind.CUMULATIVE,
+        "what the items of a stream hold; `LLM` returns whole outputs",
+        offered=Offer.NOWHERE,
+        is_text=True,
+    )
+    # Times wanted of a request; see docs/guides/deadlines.md.
+    deadline_ms: int | None = parameter(
+        None,
+        "from arrival to the last token; the request ends then, with the tokens it has",
+        low=1,
+        high=MAX_WISH_MS,
+        offered=Offer.SERVER,
+    )
+    ttft_slo_ms: int | None = parameter(
+        None, "wanted from arrival to the first token", low=1, high=MAX_WISH_MS, offered=Offer.SERVER
+    )
+    itl_slo_ms: int | None = parameter(
+        None, "wanted between two tokens", low=1, high=MAX_WISH_MS, offered=Offer.SERVER
+    )
+    on_infeasible: str = parameter(
+        "refuse",
+        "try: accept the request even if the forecast says that its times cannot be met",
+        choices=ON_INFEASIBLE,
+        offered=Offer.SERVER,
+    )
 
     def __post_init__(self) -> None:
         _normalize(self)
@@ -115,6 +247,49 @@ class SamplingParams:
                     raise InvalidRequest(f"{name}: token id {token} is not in [0, {vocab_size})", param=name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A declared parameter, for the places that offer it."""
+
+    name: str
+    type: Any  # as annotated
+    default: Any
+    help: str
+    low: Any
+    high: Any
+    choices: tuple[str, ...] | None
+    offered: Offer
+    is_basic: bool
+    is_text: bool
+
+    @property
+    def kind(self) -> Any:
+        """The class of its values, None left out."""
+        plain = self.type
+        if isinstance(plain, UnionType):
+            plain = next(part for part in get_args(plain) if part is not NoneType)
+        return get_origin(plain) or plain
+
+
+def _declared() -> dict[str, Parameter]:
+    hints = get_type_hints(SamplingParams)
+    declared = {}
+    for spec in fields(SamplingParams):
+        default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+        declared[spec.name] = Parameter(
+            name=spec.name, type=hints[spec.name], default=default, **spec.metadata
+        )
+    return declared
+
+
+PARAMETERS: Mapping[str, Parameter] = _declared()
+
+
+def offered(where: Offer) -> list[Parameter]:
+    """The parameters that a place offers, in the order of their declaration."""
+    return [parameter for parameter in PARAMETERS.values() if parameter.offered & where]
+
+
 def branch_seed(seed: int, branch: int) -> int:
     """The seed of one branch of a request; branch 0 keeps the request's own."""
     if branch == 0:
@@ -138,44 +313,31 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
 
-_INT_RANGES: tuple[tuple[str, int, int], ...] = (
-    ("max_tokens", 1, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
-    ("n", 1, MAX_BRANCHES),
-    ("top_k", -1, 2**31 - 1),
-    ("seed", SEED_LOW, SEED_HIGH),
-    ("logprobs", -1, MAX_LOGPROBS),
-    ("prompt_logprobs", -1, MAX_LOGPROBS),
-    ("deadline_ms", 1, MAX_WISH_MS),
-    ("ttft_slo_ms", 1, MAX_WISH_MS),
-    ("itl_slo_ms", 1, MAX_WISH_MS),
-)
-_MAY_BE_NONE = frozenset({"seed", "logprobs", "prompt_logprobs", "deadline_ms", "ttft_slo_ms", "itl_slo_ms"})
-_FLOAT_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 2.0),
-    ("top_p", 1e-9, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 1e-3, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
+_INT_RANGES, _FLOAT_RANGES = (
+    [
+        (spec.name, spec.low, spec.high, spec.default is None)
+        for spec in PARAMETERS.values()
+        if spec.kind is kind
+    ]
+    for kind in (int, float)
 )
 
 
 def _check_ranges(params: SamplingParams) -> None:
-    for name, low, high in _INT_RANGES:
+    for name, low, high, may_be_none in _INT_RANGES:
         value = getattr(params, name)
-        if value is None and name in _MAY_BE_NONE:
+        if value is None and may_be_none:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidRequest(f"{name} must be a whole number, not {value!r}", param=name)
         if not low <= value <= high:
             raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
-    for name, low_f, high_f in _FLOAT_RANGES:
+    for name, low, high, _ in _FLOAT_RANGES:
         value = getattr(params, name)
         if not _is_finite(value):
             raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
-        if not low_f <= value <= high_f:
-            raise InvalidRequest(f"{name} must be between {low_f:g} and {high_f:g}, not {value}", param=name)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value}", param=name)
     if not isinstance(params.output_kind, RequestOutputKind):
         message = f"output_kind must be a RequestOutputKind, not {params.output_kind!r}"
         raise InvalidRequest(message, param="output_kind")

@@ -7,7 +7,7 @@ a branch by its request's number and its place (`first + branch`); numbers only 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import NO_COST, ChangeOutcome, Cost
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import (
     DeadlineImpossible,
@@ -39,46 +39,46 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Given = dict[str, bool | int | float | str | None]
 
 
-class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+class _Sampling(msgspec.Struct):
     """The fields of `SamplingParams` that an engine reads; text stays in the HTTP process."""
 
-    max_tokens: int
-    min_tokens: int = 0
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    deadline_ms: int | None = None
-    ttft_slo_ms: int | None = None
-    itl_slo_ms: int | None = None
-    on_infeasible: str = "refuse"
-
     @classmethod
-    def of(cls, params: SamplingParams) -> Sampling:
+    def of(cls, params: SamplingParams) -> Self:
         """Words in `bad_words` must be token ids by now, as the prompt is."""
-        values = {name: getattr(params, name) for name in _PLAIN_FIELDS}
-        words = [word for word in params.bad_words if not isinstance(word, str)]
-        assert len(words) == len(params.bad_words), "bad_words travel as token ids"
-        return cls(logit_bias=dict(params.logit_bias), bad_words=tuple(words), **values)
+        assert not any(isinstance(word, str) for word in params.bad_words), "bad_words travel as token ids"
+        values = {name: getattr(params, name) for name in cls.__struct_fields__}
+        return cls(**values | {"logit_bias": dict(params.logit_bias)})
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequest for values out of range: `SamplingParams` checks itself."""
         return SamplingParams(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
-_PLAIN_FIELDS = [name for name in Sampling.__struct_fields__ if name not in ("logit_bias", "bad_words")]
+if TYPE_CHECKING:
+
+    class Sampling(_Sampling):
+        n: int
+
+        def __init__(self, **values: Any) -> None: ...
+
+else:
+    _WIRE_TYPES = {"logit_bias": dict[int, float], "bad_words": tuple[tuple[int, ...], ...]}
+    Sampling = msgspec.defstruct(
+        "Sampling",
+        [
+            (
+                spec.name,
+                _WIRE_TYPES.get(spec.name, spec.type),
+                {} if spec.name == "logit_bias" else spec.default,
+            )
+            for spec in PARAMETERS.values()
+            if not spec.is_text
+        ],
+        bases=(_Sampling,),
+        omit_defaults=True,
+        forbid_unknown_fields=True,
+        frozen=True,
+    )
 
 
 # -- to the engine -----------------------------------------------------------------------------------------

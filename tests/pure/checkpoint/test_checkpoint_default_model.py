@@ -67,7 +67,7 @@ def test_a_copy_of_its_file_is_known_by_name_and_size(tmp_path: Path) -> None:
     assert packaged_model(copy) is None
     os.truncate(copy, DEFAULT_MODEL.file_bytes)
     found = packaged_model(copy)
-    assert found is DEFAULT_MODEL and (found.generation.temperature, found.generation.top_p) == (0.2, 0.9)
+    assert found is DEFAULT_MODEL and found.generation.sampling == {"temperature": 0.2, "top_p": 0.9}
     assert packaged_model(copy.rename(tmp_path / "other.gguf")) is None
 
 

@@ -247,8 +247,7 @@ def test_generation_defaults_and_ends(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.spec.eos_token_ids == (5, 6) and checkpoint.spec.bos_token_id == 3
     found = checkpoint.generation
-    assert (found.temperature, found.top_p, found.top_k, found.do_sample) == (0.6, 0.9, 20, True)
-    assert found.min_p is None
+    assert found.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 20} and found.do_sample is True
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(
         CheckpointError, match="generation_config.json: temperature must be a number, not 'hot'"

@@ -75,7 +75,7 @@ def test_sampling_out_of_the_fields(tmp_path: Path) -> None:
     fields |= {"general.sampling.temp": 0.6, "general.sampling.top_p": 0.95, "general.sampling.top_k": 20}
     fields |= {"general.sampling.penalty_repeat": 1.1}
     assert opened(tmp_path, fields, stored).generation == GenerationDefaults(
-        temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1
+        sampling={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
     )
     fields["general.sampling.temp"] = -1.0
     with pytest.raises(CheckpointError, match=r"general.sampling: temperature must be a finite number"):

@@ -144,7 +144,7 @@ def test_a_body_without_a_model_is_for_the_one_that_is_served(url: str) -> None:
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 def test_every_route_takes_the_sampling_that_the_model_card_tells(url: str) -> None:
-    api = Api(generation=GenerationDefaults(temperature=0.2, top_p=0.9))
+    api = Api(generation=GenerationDefaults(sampling={"temperature": 0.2, "top_p": 0.9}))
     card = api.ask("/v1/models/{id:path}", method="GET", path={"id": "tiny"})
     told = card["paceline"]["default_sampling"]
     assert (told["temperature"], told["top_p"], told["top_k"]) == (0.2, 0.9, 0)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from paceline.cli.answer import Answer, Answering
 from paceline.cli.terminal import AnswerPrinter, Printer, has_colour, is_dumb, note
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import Offer, SamplingParams, offered
 from paceline.errors import InputError
 from paceline.models.files.fetch import models_folder
 
@@ -35,19 +35,7 @@ Up, Down            earlier messages; pasted lines are one message
 Ctrl-C              stops an answer'''
 
 UNKNOWN = "the server's own"
-Kind = Callable[[str], object]
-SETTINGS: dict[str, Kind] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "seed": int,
-    "stop": str,
-}
+SETTINGS = {spec.name: str if spec.is_text else spec.kind for spec in offered(Offer.SET)}
 
 
 def answer_printer(stream: TextIO) -> AnswerPrinter:

@@ -143,7 +143,7 @@ DEFAULT_MODEL = PackagedModel(
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    generation=GenerationDefaults(temperature=0.2, top_p=0.9),
+    generation=GenerationDefaults(sampling={"temperature": 0.2, "top_p": 0.9}),
     # Asked for rivers under the makers' system prompt, the 4-bit model invents some every other time ("The River of
     # Ash"), at any temperature; under this one hardly ever. The figures are in docs/reference/sampling.md.
     template_changes={

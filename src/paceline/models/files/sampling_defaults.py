@@ -7,73 +7,64 @@ model leaves out is neutral, as in vLLM. A model without settings of its own get
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import Offer, SamplingParams, offered
 from paceline.models.files.fields import NEGATIVE, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Values for requests that do not say otherwise. None: neutral."""
+    """Values for requests that do not say otherwise."""
 
+    sampling: Mapping[str, float] = field(default_factory=dict)  # by parameter; neutral where it is absent
     do_sample: bool | None = None  # False: greedy is what the makers meant
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0 and -1: no limit
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
 
 # Temperature 1 with every token allowed makes small and quantised models ramble: their unlikely tokens are noise.
-FALLBACK = GenerationDefaults(temperature=0.7, top_p=0.95)
+FALLBACK = GenerationDefaults(sampling={"temperature": 0.7, "top_p": 0.95})
 ANSWER_TOKENS = 1024  # an answer on a terminal is no longer, unless the user or the model says so
 GGUF_PREFIX = "general.sampling."
-GGUF_NAMES = {
-    "temp": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+# Parameters that a GGUF file calls by another name.
+GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 def generation_defaults(fields: Fields) -> GenerationDefaults:
     """What generation_config.json says."""
+    found: dict[str, float | None] = {}
+    for spec in offered(Offer.MODEL):
+        if spec.kind is int:
+            found[spec.name] = fields.optional_integer(spec.name, minimum=spec.low)
+        else:
+            found[spec.name] = fields.optional_number(spec.name, above=0 if spec.low > 0 else NEGATIVE)
     return GenerationDefaults(
+        sampling={name: value for name, value in found.items() if value is not None},
         do_sample=fields.flag("do_sample") if fields.has("do_sample") else None,
-        temperature=fields.optional_number("temperature", above=NEGATIVE),
-        top_p=fields.optional_number("top_p", above=0),
-        top_k=fields.optional_integer("top_k", minimum=-1),
-        min_p=fields.optional_number("min_p", above=NEGATIVE),
-        repetition_penalty=fields.optional_number("repetition_penalty", above=0),
         max_new_tokens=fields.optional_integer("max_new_tokens"),
     )
 
 
 def gguf_generation(values: Mapping[str, object], where: str) -> GenerationDefaults | None:
     """What the fields of a GGUF file say; None where they say nothing."""
-    found = {
-        name: values[GGUF_PREFIX + own] for own, name in GGUF_NAMES.items() if GGUF_PREFIX + own in values
-    }
+    found = {}
+    for spec in offered(Offer.MODEL):
+        value = values.get(GGUF_PREFIX + GGUF_NAMES.get(spec.name, spec.name))
+        if value is not None:
+            # The format keeps float32: 0.95 is meant where 0.949999988 is written.
+            found[spec.name] = round(value, 6) if isinstance(value, float) else value
     if not found:
         return None
-    # The format keeps float32: 0.95 is meant where 0.949999988 is written.
-    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in found.items()}
-    return generation_defaults(Fields(rounded, f"{where}: {GGUF_PREFIX.removesuffix('.')}"))
+    return generation_defaults(Fields(found, f"{where}: {GGUF_PREFIX.removesuffix('.')}"))
 
 
 # Sampling of requests that leave it open
 
 
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
 def default_sampling(generation: GenerationDefaults, **changes: Any) -> SamplingParams:
     """Recommended sampling with `changes` on top."""
-    given = {name: getattr(generation, name) for name in NAMES if getattr(generation, name) is not None}
+    given: dict[str, Any] = dict(generation.sampling)
     if generation.do_sample is False:
         given["temperature"] = 0.0
     if generation.max_new_tokens is not None:
@@ -89,4 +80,4 @@ def chat_sampling(generation: GenerationDefaults, longest: int, **changes: Any) 
 def described_sampling(generation: GenerationDefaults) -> dict[str, float]:
     """The defaults by name, for clients that show them."""
     sampling = default_sampling(generation)
-    return {name: getattr(sampling, name) for name in NAMES}
+    return {spec.name: getattr(sampling, spec.name) for spec in offered(Offer.MODEL)}

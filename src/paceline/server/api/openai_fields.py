@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.core.sampling import MAX_WISH_MS, ON_INFEASIBLE, SEED_HIGH, SEED_LOW
+from paceline.core.sampling import Offer, Parameter, offered
 from paceline.core.service_class import TIERS
 from paceline.server.access.caller import LARGEST_PRICE
 from paceline.server.api.fields import (
@@ -13,6 +13,7 @@ from paceline.server.api.fields import (
     FieldTable,
     Flag,
     Group,
+    Kind,
     ListOf,
     MapOf,
     Number,
@@ -25,7 +26,6 @@ from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
-WISHES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible")  # about times; see `wish_fields`
 CLAMPED = "more than fit into the context are not made"
 PROMPT_MUST = "a text, a list of texts, a list of token ids, or a list of such lists"
 MESSAGES_MUST = "a list with at least one message"
@@ -44,55 +44,34 @@ TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def sampling_fields(limits: RequestLimits) -> list[Field]:
-    """What says how tokens are chosen and when they end, under the names of SamplingParams."""
+    """How tokens are chosen and when they end: the parameters of SamplingParams under their names."""
     ids = Whole(0, LARGEST)
     stop = Text(1, max_bytes=limits.stop_bytes, no_nul=True)
+    bias = MapOf(Number(-100, 100), limits.biases, 12, "maps token ids to numbers from -100 to 100")
+    # Where an operator can lower the range, or where the value is more than a number or a flag.
+    kinds: dict[str, Kind] = {
+        "min_tokens": Whole(0, limits.answer_tokens),
+        "n": Whole(1, limits.branches),
+        "top_p": Number(0, 1, above=True),
+        "stop": OneOrMany(stop, ListOf(stop, limits.stops), "a text or a list of texts"),
+        "stop_token_ids": ListOf(ids, limits.stop_ids),
+        "allowed_token_ids": ListOf(ids, limits.allowed_ids, 1),
+        "bad_words": ListOf(Text(1, 256), limits.bad_words),
+        "logit_bias": bias,
+    }
     return [
-        Field(
-            name="min_tokens",
-            kind=Whole(0, limits.answer_tokens),
-            help="tokens before anything may end the answer",
-        ),
-        Field(name="n", kind=Whole(1, limits.branches), help="answers to make"),
-        Field(name="temperature", kind=Number(0, 2), help="0 is greedy"),
-        Field(name="top_p", kind=Number(0, 1, above=True), help="likeliest tokens of this mass only"),
-        Field(name="top_k", kind=Whole(-1, LARGEST), help="likeliest tokens only; 0 and -1: all"),
-        Field(
-            name="min_p", kind=Number(0, 1), help="tokens at least so likely as this part of the likeliest"
-        ),
-        Field(
-            name="repetition_penalty", kind=Number(1e-3, 100), help="above 1: what was said is less likely"
-        ),
-        Field(name="presence_penalty", kind=Number(-2, 2), help="for tokens the answer has"),
-        Field(name="frequency_penalty", kind=Number(-2, 2), help="for each time the answer has a token"),
-        Field(name="seed", kind=Whole(SEED_LOW, SEED_HIGH), help="the same seed gives the same answer"),
-        Field(
-            name="stop",
-            kind=OneOrMany(stop, ListOf(stop, limits.stops), "a text or a list of texts"),
-            help="texts that end the answer",
-        ),
-        Field(name="stop_token_ids", kind=ListOf(ids, limits.stop_ids), help="tokens that end the answer"),
-        Field(name="ignore_eos", kind=Flag(), help="go on behind the end of text"),
-        Field(name="include_stop_str_in_output", kind=Flag(), help="show what ended the answer"),
-        Field(name="skip_special_tokens", kind=Flag(), help="leave control tokens out of the text"),
-        Field(name="spaces_between_special_tokens", kind=Flag(), help="spaces around control tokens"),
-        Field(name="allowed_token_ids", kind=ListOf(ids, limits.allowed_ids, 1), help="no other tokens"),
-        Field(
-            name="bad_words",
-            kind=ListOf(Text(1, 256), limits.bad_words),
-            help="words that are not produced",
-        ),
-        Field(
-            name="logit_bias",
-            kind=MapOf(
-                Number(-100, 100),
-                limits.biases,
-                12,
-                "maps token ids to numbers from -100 to 100",
-            ),
-            help="added to the logits of tokens",
-        ),
+        Field(name=spec.name, kind=kinds.get(spec.name) or kind_of(spec), help=spec.help)
+        for spec in offered(Offer.API)
     ]
+
+
+def kind_of(spec: Parameter) -> Kind:
+    """What a field of a parameter holds, from its declaration."""
+    if spec.choices is not None:
+        return Choice(spec.choices)
+    if spec.kind is bool:
+        return Flag()
+    return Whole(spec.low, spec.high) if spec.kind is int else Number(spec.low, spec.high)
 
 
 def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
@@ -218,21 +197,7 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
 
 def wish_fields() -> list[Field]:
     """What is wanted of a request's times, in milliseconds."""
-    wish = Whole(1, MAX_WISH_MS)
-    return [
-        Field(
-            name="deadline_ms",
-            kind=wish,
-            help="from arrival to the end; what is not there by then is not made",
-        ),
-        Field(name="ttft_slo_ms", kind=wish, help="wanted from arrival to the first token"),
-        Field(name="itl_slo_ms", kind=wish, help="wanted between two tokens"),
-        Field(
-            name="on_infeasible",
-            kind=Choice(ON_INFEASIBLE),
-            help="try: take the request even if the forecast says that its times cannot be kept",
-        ),
-    ]
+    return [Field(name=spec.name, kind=kind_of(spec), help=spec.help) for spec in offered(Offer.SERVER)]
 
 
 def urgency_fields() -> list[Field]:
@@ -276,7 +241,7 @@ def _not_serving() -> Iterable[Field]:
         Field(name="stream", group=Group.ONLY, only=(False,)),
         Field(name="stream_options", group=Group.WITHOUT_EFFECT),
         Field(name="service_tier", kind=Text(0, OWN_LIMITS.name_chars), group=Group.WITHOUT_EFFECT),
-        *_unsupported("priority", "cache_salt", "max_price", *WISHES),
+        *_unsupported("priority", "cache_salt", "max_price", *(field.name for field in wish_fields())),
     ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.api.fields import Field, FieldTable
@@ -21,7 +21,6 @@ from paceline.server.api.openai_fields import (
     COMPLETIONS,
     MESSAGES_MUST,
     PROMPT_MUST,
-    WISHES,
     chat_table,
     completions_table,
     sampling_fields,
@@ -29,13 +28,6 @@ from paceline.server.api.openai_fields import (
 from paceline.server.billing.money import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
 
-# Fields that go into SamplingParams under their own name.
-SAMPLED = (
-    *("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"),
-    *("allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "prompt_logprobs", *WISHES),
-)
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
@@ -194,7 +186,7 @@ def checked_model(name: object, facts: ModelFacts) -> str:
 
 
 def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
-    changes = {name: given[name] for name in SAMPLED if name in given}
+    changes = {name: given[name] for name in PARAMETERS if name in given}
     most = given.get("max_completion_tokens")
     if most is not None and changes.setdefault("max_tokens", most) != most:
         message = "max_tokens and max_completion_tokens differ; give one of them"
@@ -287,7 +279,7 @@ def conversation_sampling(
     given: Mapping[str, Any], facts: ModelFacts, max_tokens: int | None, **changes: Any
 ) -> SamplingParams:
     """Sampling out of fields under their own names."""
-    found = {name: given[name] for name in SAMPLED if name in given}
+    found = {name: given[name] for name in PARAMETERS if name in given}
     if "logit_bias" in given:
         found["logit_bias"] = bias_of(given["logit_bias"])
     if max_tokens is not None:
