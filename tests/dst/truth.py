@@ -17,7 +17,7 @@ from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
-from paceline.scheduler.dial.dial import Dial
+from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.scheduler.policy.fair import SPARE
 from tests.dst.settings import Trouble
@@ -62,7 +62,7 @@ class Seat:
     owner: int
     generation: int
     known: int  # tokens it joined with
-    upper: int  # tokens scheduled
+    scheduled: int  # tokens scheduled
     table: dict[int, int] = field(default_factory=dict)
 
 
@@ -115,7 +115,7 @@ class Truth:
             elif decision.time_s == record.t_plan and decision.kind is DecisionKind.CHUNK:
                 self._check_chunk(decision, plan)
         for row, count in zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True):
-            self._seats[row].upper += count
+            self._seats[row].scheduled += count
         if record.result is not None:
             self._results[plan.seq] = record.result
 
@@ -209,7 +209,7 @@ class Truth:
             if row not in spans and row not in joining:
                 self._seats[row].table[index] = block
         for row in self._decoding:
-            self._seats[row].upper += 1
+            self._seats[row].scheduled += 1
 
     def _prompts(self, plan: StepPlan, joined: Sequence[Decision]) -> None:
         """Prompts and new rows in the order in which they were given blocks."""
@@ -341,7 +341,7 @@ class Truth:
         promised = sum(
             max(0, self._blocks(seat.known) - len(seat.table))
             for row, seat in self._seats.items()
-            if seat.upper + scheduled.get(row, 0) < seat.known
+            if seat.scheduled + scheduled.get(row, 0) < seat.known
         )
         watermark = int(self._usable * self._config.scheduler.watermark) if self._seats else 0
         left = self._free() - promised - watermark

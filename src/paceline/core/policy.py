@@ -33,8 +33,13 @@ class RequestView:
     deadline_s: NDArray[np.float64]  # absolute, as `now_s`; infinity for none
     first_due_s: NDArray[np.float64]  # when a first token is wanted; infinity for whenever
     num_computed: NDArray[np.int64]  # tokens whose KV is there: on the device, or kept on the host
-    attained: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
+    peak_computed: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
     started: NDArray[np.int64]  # 1 once it has been admitted, though it may wait again
+
+    @property
+    def attained(self) -> NDArray[np.int64]:
+        """The former name of `peak_computed`, for policies written for it."""
+        return self.peak_computed
 
     @property
     def num_output(self) -> NDArray[np.int64]:

@@ -121,7 +121,6 @@ class Request:
         "adapter",
         "admitted_s",
         "arrival_s",
-        "attained",
         "blocked",
         "branch",
         "branches",
@@ -142,6 +141,7 @@ class Request:
         "num_computed",
         "num_prompt",
         "parent",
+        "peak_computed",
         "preemptions",
         "reserved",
         "row",
@@ -186,7 +186,7 @@ class Request:
         self.blocked: Blocked | None = None
         self.row = NO_ROW
         self.num_computed = 0  # tokens whose KV lies in host_places, or was brought along from outside
-        self.attained = 0  # most tokens it ever had computed, as of when it last left a row
+        self.peak_computed = 0  # most tokens it ever had computed, as of when it last left a row
         self.host_places: tuple[NDArray[np.int64], ...] = ()
         self.reserved = False  # its full length is reserved: never preempted
         self.preemptions = 0

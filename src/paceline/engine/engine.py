@@ -41,7 +41,7 @@ MAX_FAILURES_IN_A_ROW = 3
 
 
 @dataclass(slots=True)
-class Underway:
+class StepInFlight:
     """A submitted plan, and what the log will say about it."""
 
     plan: StepPlan
@@ -78,7 +78,7 @@ class Engine:
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
         self.watcher: StepWatcher | None = None  # nobody, most of the time
-        self._underway: deque[Underway] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
 
@@ -208,13 +208,13 @@ class Engine:
         plan = self._schedule()
         if plan is not None:
             self._submit(plan)
-        if self._underway and (plan is None or len(self._underway) > self.depth):
+        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
             self._wait()
         return self.scheduler.take_events()
 
     def drain(self) -> StepEvents:
         """Wait for every step under way."""
-        while self._underway:
+        while self._in_flight:
             self._wait()
         return self.scheduler.take_events()
 
@@ -235,7 +235,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way; a further step would do nothing until something new comes in."""
-        return not self._underway and not self.scheduler.has_open_copies
+        return not self._in_flight and not self.scheduler.has_open_copies
 
     def close(self) -> None:
         """Complete what is under way and close the log."""
@@ -260,20 +260,20 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._underway.append(Underway(plan, _Failed(), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, _Failed(), t_plan, inputs, decisions))
             self._recover(error)
             return False
-        self._underway.append(Underway(plan, pending, t_plan, inputs, decisions))
+        self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions))
         return True
 
     def _wait(self) -> None:
-        step = self._underway[0]
+        step = self._in_flight[0]
         try:
             result = step.pending.wait()
         except Exception as error:
             self._recover(error)
             return
-        self._underway.popleft()
+        self._in_flight.popleft()
         self._failures = 0
         self.scheduler.update(result)
         if self.checker is not None:
@@ -285,7 +285,7 @@ class Engine:
         self.last_error = error
         if not (_is_out_of_memory(error) and self.scheduler.shrink()):
             self._failures += 1
-        lost, self._underway = list(self._underway), deque()
+        lost, self._in_flight = list(self._in_flight), deque()
         snapshot = self.scheduler.recover()
         for step in lost:
             self._record(step, None)
@@ -298,7 +298,7 @@ class Engine:
         if self.checker is not None:
             self.checker.after_update(None)
 
-    def _record(self, step: Underway, result: StepResult | None) -> None:
+    def _record(self, step: StepInFlight, result: StepResult | None) -> None:
         if self.watcher is not None:
             self.watcher.completed(step.plan.seq, self.scheduler.state.now_s, failed=result is None)
         if self._recorder is None:

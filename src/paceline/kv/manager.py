@@ -19,7 +19,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
-from paceline.kv.swap import HostPlaces, Ticket, Tickets
+from paceline.kv.swap import HostPlacePool, Ticket, Tickets
 
 # How long blocks are held
 
@@ -76,7 +76,7 @@ NO_BLOCKS: Blocks = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class Match:
+class PrefixMatch:
     """A cached beginning: `num_blocks` blocks long; per group the table entry it starts at and its blocks.
 
     Not frozen, and neither is a fence: requests make several inside a step, and freezing at least doubles their cost.
@@ -117,13 +117,13 @@ class KVManager:
             _make_group(index, spec, config, shape, make_pool) for index, spec in enumerate(config.groups)
         ]
         self.windowed = [group for group in self.groups if group.window is not None]
-        self.places = [HostPlaces(config.num_host_blocks) for _ in self.groups]
+        self.places = [HostPlacePool(config.num_host_blocks) for _ in self.groups]
         self.tickets = Tickets()
         self.block_time = BlockTime(capacity.num_rows)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)
-        self._no_match = Match(0, (0,) * len(self.groups), none)
+        self._no_match = PrefixMatch(0, (0,) * len(self.groups), none)
         self.submitted = 0  # seq of the last plan handed out
         self.completed = 0  # every step up to this one has completed
 
@@ -183,7 +183,7 @@ class KVManager:
 
     # -- prefixes ------------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> Match:
+    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> PrefixMatch:
         """The longest cached beginning of a sequence. Its last token is always left to compute."""
         limit = min(len(keys), (num_tokens - 1) // self.block_size) if self.caching else 0
         if not limit or (len(self.groups) == 1 and self.groups[0].cache.find(keys[0]) is None):
@@ -209,9 +209,9 @@ class KVManager:
         for index, group in enumerate(self.groups):
             if group.window is None:
                 del found[index][length:]
-        return Match(length, tuple(starts), tuple(np.array(blocks, np.int64) for blocks in found))
+        return PrefixMatch(length, tuple(starts), tuple(np.array(blocks, np.int64) for blocks in found))
 
-    def cost(self, match: Match, num_tokens: int) -> Needs:
+    def cost(self, match: PrefixMatch, num_tokens: int) -> Needs:
         """Free blocks that admitting a sequence takes: new ones, and hits that nobody holds now."""
         fresh = self.blocks_for(num_tokens) - match.num_blocks
         if not match.num_blocks:
@@ -222,7 +222,7 @@ class KVManager:
             costs.append(self._at_most(fresh + unheld)[group.index])
         return tuple(costs)
 
-    def adopt(self, row: int, match: Match) -> None:
+    def adopt(self, row: int, match: PrefixMatch) -> None:
         """A row starts from a cached beginning."""
         if not match.num_blocks:
             return  # the row is as empty as it was left

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
 
-class HostPlaces:
+class HostPlacePool:
     """Numbered places in host memory, one block each."""
 
     def __init__(self, num_places: int) -> None:

@@ -206,10 +206,10 @@ def kv_slots(state: SchedulerState) -> tuple[int, int]:
     high = rows.high
     used = (group.pool.usable - group.pool.num_free) * state.kv.block_size
     held = int(np.add.reduce(group.held[:high])) * state.kv.block_size
-    tokens = rows.upper[:high]
+    tokens = rows.scheduled[:high]
     if state.mode.keeps_finished:
         # A padded batch goes on computing rows past their end; what it writes there is of no use to anyone.
-        tokens = np.minimum(tokens, rows.limit[:high])
+        tokens = np.minimum(tokens, rows.max_len[:high])
     return used, used - held + int(np.dot(tokens, rows.live[:high]))
 
 

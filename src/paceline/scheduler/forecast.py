@@ -205,7 +205,9 @@ class Forecaster:
     def _left(self, live: Ints) -> NDArray[np.float64]:
         """Tokens that running requests are thought to generate still."""
         rows = self._state.rows
-        return self._state.output_stats.outputs_left(rows.tenant[live], (rows.limit - rows.num_tokens)[live])
+        return self._state.output_stats.outputs_left(
+            rows.tenant[live], (rows.max_len - rows.num_tokens)[live]
+        )
 
     def _project(self, cost: Cost, budget: Budget) -> StepProjection:
         """The steps to come with those that run now; the prompts under way are read first."""
@@ -225,7 +227,7 @@ class Forecaster:
             free_blocks=kv.room(),
             block_size=kv.block_size,
         )
-        tokens = (rows.known - rows.upper)[live]
+        tokens = (rows.num_known - rows.scheduled)[live]
         for index in np.flatnonzero(reading).tolist():
             projection.read(int(tokens[index]))
             projection.decode(float(left[index]), float(held[index]))
@@ -296,6 +298,6 @@ def _with(view: RequestView, state: SchedulerState, request: Request) -> Request
         deadline_s=np.append(view.deadline_s, request.due_s),
         first_due_s=np.append(view.first_due_s, request.first_due_s),
         num_computed=more(view.num_computed, 0),
-        attained=more(view.attained, 0),
+        peak_computed=more(view.peak_computed, 0),
         started=more(view.started, 0),
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.state import SchedulerState
 
 
-class Objection(NamedTuple):
+class Rejection(NamedTuple):
     """Why requests are refused."""
 
     requests: Sequence[Request]
@@ -33,7 +33,7 @@ class Objection(NamedTuple):
     error: PacelineError
 
 
-def objection_to(state: SchedulerState, requests: Sequence[Request]) -> Objection | None:
+def rejection_of(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
     """Why these requests cannot be taken; None: they can."""
     for request in requests:
         impossible = _impossible(state, request)
@@ -42,7 +42,7 @@ def objection_to(state: SchedulerState, requests: Sequence[Request]) -> Objectio
     return _no_place(state, requests)
 
 
-def _impossible(state: SchedulerState, request: Request) -> Objection | None:
+def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
     """Why a request can never be served; one that is known already is not refused but an error of the caller."""
     if request.id in state.requests or request.state is not RequestState.NEW:
         raise InvalidRequest(f"request {request.id} is already known")
@@ -52,30 +52,30 @@ def _impossible(state: SchedulerState, request: Request) -> Objection | None:
             f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
             f"and {request.sampling.max_tokens} more are asked for"
         )
-        return Objection([request], Rule.CONTEXT_LENGTH, NeverFits(message, param="max_tokens"))
+        return Rejection([request], Rule.CONTEXT_LENGTH, NeverFits(message, param="max_tokens"))
     if not state.kv.can_ever_hold(request.max_total):
         slots = min(group.pool.usable for group in state.kv.groups) * state.kv.block_size
         message = (
             f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
             "ask for fewer tokens or give the cache more blocks"
         )
-        return Objection([request], Rule.KV_CAPACITY, NeverFits(message, param="max_tokens"))
+        return Rejection([request], Rule.KV_CAPACITY, NeverFits(message, param="max_tokens"))
     return None
 
 
-def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Objection | None:
+def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
     """Why the queue does not take them now."""
     num_tokens = sum(request.num_tokens for request in requests)
     config, queue = state.config, state.queue
     if len(queue) + len(requests) > config.max_queue:
         message = f"{len(queue)} requests are waiting; the queue takes {config.max_queue}"
-        return Objection(requests, Rule.QUEUE_FULL, QueueFull(message))
+        return Rejection(requests, Rule.QUEUE_FULL, QueueFull(message))
     if queue.num_tokens + num_tokens > config.max_queue_tokens:
         message = (
             f"{queue.num_tokens} prompt tokens are waiting and {num_tokens} come; "
             f"the queue takes {config.max_queue_tokens}"
         )
-        return Objection(requests, Rule.QUEUE_FULL, QueueFull(message))
+        return Rejection(requests, Rule.QUEUE_FULL, QueueFull(message))
     return None
 
 
@@ -100,7 +100,7 @@ class _Wish(NamedTuple):
     expected_s: float
 
 
-def late_objection(request: Request, forecast: Forecast) -> Objection | None:
+def late_rejection(request: Request, forecast: Forecast) -> Rejection | None:
     """Why a request cannot make its times; None: it can, or means to try."""
     if request.sampling.on_infeasible == "try":
         return None
@@ -109,12 +109,12 @@ def late_objection(request: Request, forecast: Forecast) -> Objection | None:
         if CERTAIN * wish.alone_s > wish.wanted_s:
             message = f"{wanted} would take about {1e3 * wish.alone_s:.0f} ms on this machine if it were empty{CHANCE}"
             error = DeadlineImpossible(message, param=wish.param)
-            return Objection([request], Rule.DEADLINE_IMPOSSIBLE, error)
+            return Rejection([request], Rule.DEADLINE_IMPOSSIBLE, error)
         if CERTAIN * wish.soonest_s > wish.wanted_s or wish.expected_s > LATE * wish.wanted_s:
             message = f"{wanted} would take about {1e3 * wish.expected_s:.0f} ms as things stand{CHANCE}"
             retry_after_s = max(0.0, wish.expected_s - wish.wanted_s)
             late = DeadlineInfeasible(message, param=wish.param, retry_after_s=retry_after_s)
-            return Objection([request], Rule.DEADLINE_INFEASIBLE, late)
+            return Rejection([request], Rule.DEADLINE_INFEASIBLE, late)
     return None
 
 

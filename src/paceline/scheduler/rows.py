@@ -22,25 +22,25 @@ Flag = NDArray[np.bool_]
 COUNTS = (
     "request_id",
     "num_prompt",
-    "known",
+    "num_known",
     "num_tokens",
     "computed",
-    "upper",
-    "limit",
+    "scheduled",
+    "max_len",
     "pad",
     "pad_left",
     "order",
     "priority",
     "tenant",
     "preemptions",
-    "attained",
+    "peak_computed",
     "displaced_at",
 )
 FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
 
 
 class Rows:
-    """Columns of all rows. `upper` counts what has been scheduled, `computed` what is known to be done."""
+    """Columns of all rows. `scheduled` counts what has been scheduled, `computed` what is known to be done."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
@@ -55,18 +55,18 @@ class Rows:
         self._counts: Count = np.zeros((len(COUNTS), num_rows), np.int64)
         self.request_id: Count
         self.num_prompt: Count
-        self.known: Count  # tokens the row joined with
+        self.num_known: Count  # tokens the row joined with
         self.num_tokens: Count  # known and delivered so far
         self.computed: Count
-        self.upper: Count
-        self.limit: Count
+        self.scheduled: Count
+        self.max_len: Count
         self.pad: Count
         self.pad_left: Count
         self.order: Count
         self.priority: Count
         self.tenant: Count
         self.preemptions: Count
-        self.attained: Count  # tokens computed before it joined
+        self.peak_computed: Count  # tokens computed before it joined
         self.displaced_at: Count  # it gives its place to another only once it is further than this
         for name, count in zip(COUNTS, self._counts, strict=True):
             setattr(self, name, count)
@@ -121,7 +121,7 @@ class Rows:
             request.priority,
             tenant,
             request.preemptions,
-            request.attained,
+            request.peak_computed,
             request.displaced_at,
         )
         self._flags[:, row] = False
@@ -138,19 +138,19 @@ class Rows:
     def collect(self, request: Request) -> bool:
         """Tokens delivered since the request joined go into it and are known from now on; False when there are none."""
         row = request.row
-        known, num_tokens = self.known.item(row), self.num_tokens.item(row)
+        known, num_tokens = self.num_known.item(row), self.num_tokens.item(row)
         if known == num_tokens:
             return False
         request.tokens = np.concatenate((request.tokens, self.outputs[row, : num_tokens - known]))
-        self.known[row] = num_tokens
+        self.num_known[row] = num_tokens
         return True
 
     def leave(self, request: Request, fence: int, completed: int) -> None:
         """The request leaves its row, taking its tokens along; the row rests until step `fence` has completed."""
         row = request.row
         self.collect(request)
-        attained, computed = self.attained.item(row), self.computed.item(row)
-        request.attained = attained if attained > computed else computed
+        peak_computed, computed = self.peak_computed.item(row), self.computed.item(row)
+        request.peak_computed = peak_computed if peak_computed > computed else computed
         self.live[row] = self.decoding[row] = False
         self.generation[row] = self.generation.item(row) + 1
         self.requests[row] = None

@@ -29,7 +29,7 @@ from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecast, Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, start_over
-from paceline.scheduler.rejections import Objection, late_objection, objection_to
+from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
 from paceline.scheduler.state import Journal, SchedulerState
 from paceline.scheduler.step.compose import Composer
 from paceline.scheduler.step.pace import expected_budget, make_pace
@@ -53,7 +53,7 @@ class Scheduler:
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
         self._note_withheld()
-        self.state.service.settle()
+        self.state.accounting.settle()
         plan = self.composer.compose()
         if plan is None:
             self._note_idle(noted, decided)
@@ -74,16 +74,7 @@ class Scheduler:
 
     def take_events(self) -> StepEvents:
         """What has become known since the last call."""
-        outbox = self.state.outbox
-        events = StepEvents(
-            tokens=tuple(outbox.tokens),
-            logprobs=tuple(outbox.logprobs),
-            finished=tuple(outbox.finished),
-        )
-        outbox.tokens.clear()
-        outbox.logprobs.clear()
-        outbox.finished.clear()
-        return events
+        return self.state.events.take()
 
     def take_decisions(self) -> list[Decision]:
         taken, self.state.decisions = self.state.decisions, []
@@ -108,18 +99,18 @@ class Scheduler:
         """Accept new requests, all of them or none. Raises when one can never fit, cannot make its times, or the queue
         is full."""
         self._tick()
-        objection = objection_to(self.state, requests) or self._too_late(requests[0])
-        if objection is not None:
-            self._reject(objection.requests, objection.rule)
-            raise objection.error
+        rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
+        if rejection is not None:
+            self._reject(rejection.requests, rejection.rule)
+            raise rejection.error
         for request in requests:
             self._accept(request, len(requests))
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise what these requests would be refused with if they came now."""
-        objection = objection_to(self.state, requests) or self._too_late(requests[0])
-        if objection is not None:
-            raise objection.error
+        rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
+        if rejection is not None:
+            raise rejection.error
 
     def abort(self, request_id: RequestId, detail: str = "abort") -> bool:
         """End a request now, whatever it is doing. An unknown or finished one is left alone."""
@@ -153,7 +144,7 @@ class Scheduler:
             return True
         rows, row = state.rows, request.row
         request.tokens = request.tokens[:total]
-        for column in (rows.num_tokens, rows.known, rows.computed):
+        for column in (rows.num_tokens, rows.num_known, rows.computed):
             column[row] = min(int(column[row]), total)
         finish(state, request, FinishReason.STOP)
         self._after_leaving()
@@ -177,7 +168,7 @@ class Scheduler:
         if request.row == NO_ROW:
             return request.tokens
         rows, row = self.state.rows, request.row
-        count = int(rows.num_tokens[row] - rows.known[row])
+        count = int(rows.num_tokens[row] - rows.num_known[row])
         return np.concatenate([request.tokens, rows.outputs[row, :count]])
 
     def set_priority(self, request_id: RequestId, priority: int) -> None:
@@ -360,13 +351,13 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _too_late(self, request: Request) -> Objection | None:
+    def _too_late(self, request: Request) -> Rejection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""
         wanted = request.sampling
         if not wanted.has_wishes or wanted.on_infeasible == "try" or request.parent is not None:
             return None
         forecast = self.forecast(request)
-        return None if forecast is None else late_objection(request, forecast)
+        return None if forecast is None else late_rejection(request, forecast)
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
         kv = self.state.kv

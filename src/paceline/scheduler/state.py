@@ -24,6 +24,7 @@ from paceline.core.events import (
     Finished,
     LogprobEvent,
     Rule,
+    StepEvents,
     TokenEvents,
 )
 from paceline.core.plan import StepWork
@@ -40,13 +41,13 @@ from paceline.core.request import (
 )
 from paceline.kv.manager import KVManager
 from paceline.scheduler.counters import Counters
-from paceline.scheduler.dial.dial import Dial
+from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
-from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.step_sizes import StepSizes
-from paceline.scheduler.tenants import Service
+from paceline.scheduler.tenants import TenantAccounting
+from paceline.scheduler.waiting_queue import WaitingQueue, first
 
 # What a request has cost so far, brought up to date when it leaves a row and when it has caught up with
 # itself.
@@ -55,11 +56,11 @@ from paceline.scheduler.tenants import Service
 def settle_cost(request: Request, computed: int, block_us: int) -> None:
     """A request is about to leave its row, where it has held blocks for `block_us`."""
     blocks_us, redone_us, redone, swaps = request.cost
-    attained = request.attained
-    if attained > request.joined_at:  # it had given up some of what it had
-        if computed < attained:
+    peak_computed = request.peak_computed
+    if peak_computed > request.joined_at:  # it had given up some of what it had
+        if computed < peak_computed:
             redone_us += block_us
-        redone += max(0, min(computed, attained) - request.joined_at)
+        redone += max(0, min(computed, peak_computed) - request.joined_at)
     request.cost = Cost(blocks_us + block_us, redone_us, redone, swaps)
 
 
@@ -114,12 +115,22 @@ class Join:
 
 
 @dataclass(slots=True)
-class Outbox:
-    """What became known and has not been taken yet."""
+class EventBuffer:
+    """Events that have not been taken yet."""
 
     tokens: list[TokenEvents] = field(default_factory=list)
     logprobs: list[LogprobEvent] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+
+    def take(self) -> StepEvents:
+        """All of them; the buffer is empty afterwards."""
+        events = StepEvents(
+            tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), finished=tuple(self.finished)
+        )
+        self.tokens.clear()
+        self.logprobs.clear()
+        self.finished.clear()
+        return events
 
 
 class SchedulerState:
@@ -146,7 +157,7 @@ class SchedulerState:
         self.requests: dict[RequestId, Request] = {}  # every live request
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.queue = WaitingQueue()
-        self.service = Service(policy, self.queue)
+        self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
@@ -159,10 +170,10 @@ class SchedulerState:
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
         self.output_stats = OutputStats()
-        self.outbox = Outbox()
+        self.events = EventBuffer()
         self.decisions: list[Decision] = []
-        self.last_in: RequestId = NOBODY  # who was given a row last
-        self.earlier_in: RequestId = NOBODY  # the last one before that who is somebody else
+        self.last_admitted: RequestId = NOBODY  # who was given a row last
+        self.admitted_before: RequestId = NOBODY  # the last one before that who is somebody else
         self.journal: Journal = []
         self.now_s = -math.inf
         self.forgives_failure = False  # the next failed step is held against nobody
@@ -193,7 +204,7 @@ class SchedulerState:
 
     def ahead_of(self, request: Request) -> RequestId:
         """Who was given a row last, other than the request itself."""
-        return self.last_in if self.last_in != request.id else self.earlier_in
+        return self.last_admitted if self.last_admitted != request.id else self.admitted_before
 
     def tenant_index(self, name: str) -> int:
         """A number for a tenant, the same as long as one of its requests lives."""
@@ -223,12 +234,12 @@ class SchedulerState:
             tenant=table.tenant[rows],
             num_prompt=table.num_prompt[rows],
             num_tokens=table.num_tokens[rows],
-            max_total=table.limit[rows],
+            max_total=table.max_len[rows],
             preemptions=table.preemptions[rows],
             deadline_s=table.deadline_s[rows],
             first_due_s=table.first_due_s[rows],
             num_computed=(computed := table.computed[rows]),
-            attained=np.maximum(table.attained[rows], computed),
+            peak_computed=np.maximum(table.peak_computed[rows], computed),
             started=np.ones(len(rows), np.int64),
         )
 
@@ -257,7 +268,7 @@ class SchedulerState:
             self.orders[request.id] = self._next_order
             self._next_order += 1
         tenant = self.tenant_index(request.tenant)
-        self.service.comes(tenant, account_of(request.tenant), back=request.state is RequestState.RUNNING)
+        self.accounting.comes(tenant, account_of(request.tenant), back=request.state is RequestState.RUNNING)
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], tenant)
 
@@ -266,12 +277,12 @@ class SchedulerState:
         self.config = self.dial.config = config
         if policy is self.policy:
             return
-        self.service.settle()
+        self.accounting.settle()
         self.policy = policy
-        self.service = Service(policy, self.queue)
-        if self.service.accounts is not None:
+        self.accounting = TenantAccounting(policy, self.queue)
+        if self.accounting.accounts is not None:
             for name in dict.fromkeys(account_of(request.tenant) for request in self.requests.values()):
-                self.service.accounts.began(self.tenant_index(name), name, ())
+                self.accounting.accounts.began(self.tenant_index(name), name, ())
 
     def watch_deadline(self, request: Request) -> None:
         if request.deadline_s is not None:
@@ -295,8 +306,8 @@ class SchedulerState:
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, source))
-        if request.id != self.last_in:
-            self.earlier_in, self.last_in = self.last_in, request.id
+        if request.id != self.last_admitted:
+            self.admitted_before, self.last_admitted = self.last_admitted, request.id
         return row
 
     def leave_row(self, request: Request) -> None:
@@ -405,7 +416,7 @@ class SchedulerState:
         queue_s = started_s - request.arrival_s
         if queue_s < 0.0:  # arrivals are told from outside
             queue_s = 0.0
-        self.outbox.finished.append(
+        self.events.finished.append(
             Finished(request.id, reason, detail, self.now_s, *sizes, queue_s, request.cost)
         )
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.core.dial import DialSetting, DialWord
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError
-from paceline.scheduler.dial.dial import Dial
+from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.state import Flight, SchedulerState
 
 Index = NDArray[np.int64]

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.policy import Accounting, Policy
-from paceline.scheduler.queue import WaitingQueue
+from paceline.scheduler.waiting_queue import WaitingQueue
 
 
-class Service:
+class TenantAccounting:
     """What was served and has not been told yet, for the policy in use."""
 
     def __init__(self, policy: Policy, queue: WaitingQueue) -> None:

@@ -64,13 +64,13 @@ def _deliver(
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
     after = before + 1
-    place = before - rows.known[at]
+    place = before - rows.num_known[at]
     rows.outputs[at, place] = tokens
     rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
-    if state.service.accounts is not None:
-        state.service.delivered(rows.tenant[at])
-    state.outbox.tokens.append(
+    if state.accounting.accounts is not None:
+        state.accounting.delivered(rows.tenant[at])
+    state.events.tokens.append(
         TokenEvents(
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
         )
@@ -86,7 +86,7 @@ def _deliver(
     endings = finished.tobytes()
     if flight.at_length or STOPPED in endings or AT_LENGTH in endings:
         stopped = finished == STOPPED
-        ended = after >= rows.limit[at]
+        ended = after >= rows.max_len[at]
         ended |= stopped
         _end_rows(state, at[ended], stopped[ended])
 
@@ -95,7 +95,7 @@ def _deliver_logprobs(state: SchedulerState, result: StepResult, current: set[in
     for logprobs in result.logprobs:
         if logprobs.row in current:
             request = _owner(state, logprobs.row).id
-            state.outbox.logprobs.append(LogprobEvent(request=request, logprobs=logprobs))
+            state.events.logprobs.append(LogprobEvent(request=request, logprobs=logprobs))
 
 
 def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -> None:
@@ -143,7 +143,7 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
         before = rows.computed.item(row)
         computed = before + count
         rows.computed[row] = computed
-        if before < request.attained <= computed:
+        if before < request.peak_computed <= computed:
             caught_up(request, kv.block_time.so_far(row))
         try:
             kv.publish(row, request.keys, computed)

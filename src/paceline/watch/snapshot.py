@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
-from paceline.scheduler.queue import first
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.waiting_queue import first
 
 MOST_WAITING = 256  # requests of the queue that are shown one by one
 FREE, CACHED, HELD, SHARED = range(4)  # what a block is; cached: free, with a prefix that can still be found
@@ -83,7 +83,7 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         rows.num_prompt[live],
         rows.num_tokens[live],
         rows.computed[live],
-        rows.limit[live],
+        rows.max_len[live],
         rows.preemptions[live],
         rows.priority[live],
         rows.decoding[live],

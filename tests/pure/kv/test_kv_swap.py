@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.config.engine import GroupSpec
-from paceline.kv.swap import HostPlaces, Tickets
+from paceline.kv.swap import HostPlacePool, Tickets
 from tests.pure.kv.kv_helpers import (
     FULL,
     check_conservation,
@@ -19,7 +19,7 @@ from tests.pure.kv.kv_helpers import (
 
 
 def test_places_are_taken_and_given_back() -> None:
-    places = HostPlaces(4)
+    places = HostPlacePool(4)
     taken = places.take(3)
     assert len(set(taken.tolist())) == 3 and places.num_free == 1
     places.give_back(taken)

@@ -10,8 +10,8 @@ from paceline.config.engine import StepCosts
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import INVARIANTS
-from paceline.scheduler.invariants.frames import Underway
-from paceline.scheduler.invariants.registry import Look
+from paceline.scheduler.invariants.half_steps import BlocksInUse
+from paceline.scheduler.invariants.registry import CheckContext
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -29,7 +29,7 @@ class Scene:
         self.group = self.kv.groups[0]
         self.pool = self.group.pool
         self.decisions = list(self.state.decisions)
-        self.in_flight: list[Underway] = []
+        self.in_flight: list[BlocksInUse] = []
         self.backlog: dict[int, float] = {}
         self.displaced: dict[RequestId, int] = {}
 
@@ -38,14 +38,14 @@ class Scene:
 
     def objections(self, only: str = "") -> dict[str, str]:
         """What the checks (or one of them) find wrong, by the name of the check."""
-        look = Look(self.bench.scheduler, self.plan, self.in_flight)
-        look.decisions = self.decisions
-        look.backlog = self.backlog
-        look.displaced = self.displaced
+        context = CheckContext(self.bench.scheduler, self.plan, self.in_flight)
+        context.decisions = self.decisions
+        context.backlog = self.backlog
+        context.displaced = self.displaced
         orders = self.state.orders
-        look.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
+        context.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
         mine = [entry for entry in INVARIANTS if self.state.config.mode in entry.modes]
-        found = {e.check.__name__: e.check(look) for e in mine if only in ("", e.check.__name__)}
+        found = {e.check.__name__: e.check(context) for e in mine if only in ("", e.check.__name__)}
         return {name: message for name, message in found.items() if message is not None}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.core.request import SALT, account_of
 from paceline.scheduler.policy.fair import FairShare
-from paceline.scheduler.tenants import Service
+from paceline.scheduler.tenants import TenantAccounting
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -39,11 +39,11 @@ class Waiting:
 
 def test_two_that_come_back_between_two_plans_are_lifted_one_after_the_other() -> None:
     policy, queue = FairShare(0.5, {}, 2.0), Waiting()
-    service = Service(policy, queue)  # type: ignore[arg-type]
+    accounting = TenantAccounting(policy, queue)  # type: ignore[arg-type]
     for tenant, served in ((1, 314), (2, 100)):
         policy.began(tenant, str(tenant), ())
         policy.served(np.array([tenant]), np.array([served]), np.array([0]))
-        service.comes(tenant, str(tenant), back=True)  # in this order; nobody else waits
+        accounting.comes(tenant, str(tenant), back=True)  # in this order; nobody else waits
         queue.tenants[tenant] = 1
-    service.settle()
+    accounting.settle()
     assert (policy.counter(1), policy.counter(2)) == (314.0, 314.0)

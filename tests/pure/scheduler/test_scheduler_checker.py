@@ -24,9 +24,9 @@ def name_of(build: Callable[[], Scene], damage: Break, *, updated: bool) -> str:
     scene = build()
     damage(scene)
     checker = InvariantChecker(scene.bench.scheduler)
-    look = partial(checker.after_update, None) if updated else partial(checker.after_schedule, scene.plan)
+    check = partial(checker.after_update, None) if updated else partial(checker.after_schedule, scene.plan)
     with pytest.raises(InvariantViolation) as caught:
-        look()
+        check()
     assert str(caught.value).startswith(caught.value.name + ": ")
     return caught.value.name
 

@@ -24,7 +24,7 @@ from paceline.core.dial import (
 from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.scheduler.dial.control import ROWS_PART, Range
-from paceline.scheduler.dial.dial import NUM_SLICES, Dial, Window
+from paceline.scheduler.dial.engine_dial import NUM_SLICES, Dial, Window
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SIZES = (256, 512, 1024, 2048)

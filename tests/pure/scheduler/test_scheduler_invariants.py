@@ -9,9 +9,9 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import i32
 from paceline.core.request import RequestId, RequestState
-from paceline.scheduler.dial.control import Limits
+from paceline.scheduler.dial.control import DialLimits
 from paceline.scheduler.invariants import INVARIANTS
-from paceline.scheduler.invariants.frames import Underway
+from paceline.scheduler.invariants.half_steps import BlocksInUse
 from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import prompt
 from tests.pure.scheduler import broken_places
@@ -68,7 +68,7 @@ def a_row_holds_a_block_twice(scene: Scene) -> None:
 
 @breaks("tables_cover_what_is_computed")
 def more_is_scheduled_than_the_table_holds(scene: Scene) -> None:
-    scene.rows.upper[0] = 40
+    scene.rows.scheduled[0] = 40
 
 
 @breaks("tables_cover_what_is_computed")
@@ -78,13 +78,13 @@ def blocks_lie_beyond_what_is_computed(scene: Scene) -> None:
 
 @breaks("nothing_is_written_where_others_read")
 def two_rows_write_into_one_block(scene: Scene) -> None:
-    at = int(scene.rows.upper[0] - 1) // 4
+    at = int(scene.rows.scheduled[0] - 1) // 4
     scene.group.table[1, at] = scene.group.table[0, at]
 
 
 @breaks("nothing_is_written_where_others_read", forked)
 def a_branch_writes_without_a_copy(scene: Scene) -> None:
-    at = int(scene.rows.upper[0] - 1) // 4
+    at = int(scene.rows.scheduled[0] - 1) // 4
     scene.group.table[scene.row(2), at] = scene.group.table[scene.row(1), at]
 
 
@@ -138,8 +138,8 @@ def a_block_is_offered_before_it_is_computed(scene: Scene) -> None:
 @breaks("no_block_changes_hands_under_a_step")
 def a_block_in_flight_is_written_by_another_row(scene: Scene) -> None:
     touched = np.full(scene.pool.num_blocks, -1, np.int64)
-    touched[scene.group.table[0, int(scene.rows.upper[0] - 1) // 4]] = 1
-    scene.in_flight.append(Underway(touched))
+    touched[scene.group.table[0, int(scene.rows.scheduled[0] - 1) // 4]] = 1
+    scene.in_flight.append(BlocksInUse(touched))
 
 
 @breaks("tenants_never_share_blocks", forked)
@@ -185,12 +185,12 @@ def somebody_waits_behind_a_prompt_with_all_tokens(scene: Scene) -> None:
 
 @breaks("counters_are_in_order")
 def more_is_computed_than_was_scheduled(scene: Scene) -> None:
-    scene.rows.computed[0] = scene.rows.upper[0] + 1
+    scene.rows.computed[0] = scene.rows.scheduled[0] + 1
 
 
 @breaks("counters_are_in_order")
 def more_tokens_than_the_limit(scene: Scene) -> None:
-    scene.rows.num_tokens[0] = scene.rows.limit[0] + 1
+    scene.rows.num_tokens[0] = scene.rows.max_len[0] + 1
 
 
 @breaks("each_request_is_in_one_place", crowded)
@@ -330,7 +330,10 @@ def a_block_is_held_for_nothing(scene: Scene) -> None:
 @breaks("plans_keep_the_limits_of_the_dial", ahead)
 @breaks("plans_keep_the_limits_of_the_dial", long_prompt)
 def a_plan_knows_nothing_of_the_dial(scene: Scene) -> None:
-    scene.state.dial.limits, scene.state.dial.fewest = Limits(target_s=None, tokens=1, share=1.0, rows=1), 0
+    scene.state.dial.limits, scene.state.dial.fewest = (
+        DialLimits(target_s=None, tokens=1, share=1.0, rows=1),
+        0,
+    )
 
 
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])

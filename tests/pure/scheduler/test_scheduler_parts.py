@@ -17,8 +17,8 @@ from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.policy.priority import PriorityWithAgeing
 from paceline.scheduler.policy.shortest import ShortestFirst
-from paceline.scheduler.queue import WaitingQueue, first
 from paceline.scheduler.rows import Rows
+from paceline.scheduler.waiting_queue import WaitingQueue, first
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 entries = st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), min_size=1, max_size=40)
@@ -41,7 +41,7 @@ def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
         deadline_s=np.full(count, np.inf),
         first_due_s=np.full(count, np.inf),
         num_computed=np.zeros(count, np.int64),
-        attained=np.zeros(count, np.int64),
+        peak_computed=np.zeros(count, np.int64),
         started=np.zeros(count, np.int64),
     )
 
@@ -212,7 +212,7 @@ def test_a_row_is_written_anew_for_its_next_owner() -> None:
     before = request(1, 9, urgency=Urgency(priority=3), arrival_s=4.0)
     before.needs_host, before.preemptions = True, 2
     row = seat(used, before, order=7, tenant=5)
-    for name in ("computed", "upper", "pad", "pad_left", "num_tokens"):
+    for name in ("computed", "scheduled", "pad", "pad_left", "num_tokens"):
         getattr(used, name)[row] = 6
     for name in ("decoding", "padding", "done", "sharing"):
         getattr(used, name)[row] = True
@@ -239,7 +239,7 @@ def test_a_request_takes_its_output_along_when_it_leaves() -> None:
     assert mine.tokens.tolist() == [0, 1, 2, 41, 42]
     assert mine.row == NO_ROW
     seat(rows, mine)
-    assert (rows.known[0], rows.num_tokens[0], rows.num_prompt[0]) == (5, 5, 3)
+    assert (rows.num_known[0], rows.num_tokens[0], rows.num_prompt[0]) == (5, 5, 3)
 
 
 def test_the_lowest_free_row_is_taken() -> None:

@@ -20,7 +20,7 @@ from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
 from paceline.scheduler.policy.fair import FairShare, parse_weights
 from paceline.scheduler.policy.tail import SoftTail
-from paceline.scheduler.queue import first
+from paceline.scheduler.waiting_queue import first
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -41,7 +41,7 @@ def view_of(count: int, now_s: float = 10.0, **columns: Any) -> RequestView:
         deadline_s=np.full(count, np.inf),
         first_due_s=np.full(count, np.inf),
         num_computed=np.zeros(count, np.int64),
-        attained=np.zeros(count, np.int64),
+        peak_computed=np.zeros(count, np.int64),
         started=np.zeros(count, np.int64),
     )
     given_columns: dict[str, Any] = {
@@ -170,7 +170,7 @@ def test_a_prompt_is_charged_once_and_output_as_it_comes() -> None:
     bench.step(3)
     bench.scheduler.preempt(rid)
     bench.run()
-    bench.scheduler.state.service.settle()
+    bench.scheduler.state.accounting.settle()
     policy = bench.state.policy
     assert isinstance(policy, FairShare)
     assert policy.counters == {0: 6 + 2 * 5.0}
@@ -187,7 +187,7 @@ def test_least_slack_goes_first_and_who_is_late_goes_last() -> None:
     assert policy.order(view)[3] == 20.0
     assert ranked(policy, view) == [1, 0, 3, 2, 4]
     assert policy.victim(view, 1).index == 4
-    nearly_done = replace(view, num_tokens=np.full(5, 19), attained=np.full(5, 18))
+    nearly_done = replace(view, num_tokens=np.full(5, 19), peak_computed=np.full(5, 18))
     assert policy.order(nearly_done)[2] == pytest.approx(10.0 - 0.1 - 1.0)
 
 
@@ -220,7 +220,7 @@ def test_small_work_passes_large_work_and_age_passes_all() -> None:
     assert ranked(policy, view) == [1, 0, 2]
     later = replace(view, now_s=1000.0)
     assert ranked(policy, replace(later, arrival_s=np.array([0.0, 990.0, 995.0])))[0] == 0
-    grown = replace(view, attained=np.array([0, 9000, 0]))
+    grown = replace(view, peak_computed=np.array([0, 9000, 0]))
     assert policy.victim(replace(grown, arrival_s=np.array([0.0, 5.0, 5.0])), 1).index == 1
 
 

@@ -47,15 +47,15 @@ def test_what_was_attained_is_kept_when_a_request_gives_way() -> None:
         bench.step()
     view = running(bench)
     computed = int(view.num_computed[0])
-    assert computed >= 6 and view.attained.tolist() == [computed] and view.started.tolist() == [1]
+    assert computed >= 6 and view.peak_computed.tolist() == [computed] and view.started.tolist() == [1]
     assert view.num_output.tolist() == [computed - 5 + 1]
     bench.scheduler.preempt(rid)
     view = waiting(bench)
     assert view.row.tolist() == [NO_ROW] and view.started.tolist() == [1]
-    assert (view.num_computed.tolist(), view.attained.tolist()) == ([0], [computed])
+    assert (view.num_computed.tolist(), view.peak_computed.tolist()) == ([0], [computed])
     assert view.num_output.tolist() == [computed - 5 + 1]
-    bench.step()  # computes again what it had: nothing new is attained before it has got on
-    assert running(bench).attained[0] >= computed
+    bench.step()  # computes again what it had: nothing new is peak_computed before it has got on
+    assert running(bench).peak_computed[0] >= computed
 
 
 def test_tokens_kept_on_the_host_count_as_computed() -> None:

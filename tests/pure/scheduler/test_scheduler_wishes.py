@@ -18,7 +18,7 @@ from paceline.lab.sim.replay import replay
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.policy.deadline import HOPELESS_S, LeastSlack
-from paceline.scheduler.rejections import CERTAIN, LATE, late_objection
+from paceline.scheduler.rejections import CERTAIN, LATE, late_rejection
 from paceline.scheduler.scheduler import Scheduler
 from tests.pure.engine.engine_helpers import Bench, prompt
 from tests.pure.engine.engine_helpers import engine_config as small_engine
@@ -48,8 +48,8 @@ def wanting(**wishes: Any) -> Request:
 
 def test_a_refusal_names_what_was_asked_for_however_long_it_has_waited() -> None:
     for name in ("itl_slo_ms", "ttft_slo_ms", "deadline_ms"):
-        objection = late_objection(wanting(**{name: 10}), replace(FORECAST, waited_s=2.0))
-        assert objection is not None and str(objection.error).startswith(f"{name} is 10, but")
+        rejection = late_rejection(wanting(**{name: 10}), replace(FORECAST, waited_s=2.0))
+        assert rejection is not None and str(rejection.error).startswith(f"{name} is 10, but")
 
 
 # -- the values ----------------------------------------------------------------------------------------------
@@ -104,23 +104,23 @@ def test_who_cannot_make_its_times_is_refused(
     wishes: dict[str, Any], refused: type[PacelineError] | None, param: str | None
 ) -> None:
     assert (CERTAIN, LATE) == (0.8, 2.0)
-    objection = late_objection(wanting(**wishes), FORECAST)
-    assert (None if objection is None else type(objection.error)) is refused
-    if objection is not None:
-        assert getattr(objection.error, "param", None) == param
-        assert str(param) in str(objection.error) and "on_infeasible" in str(objection.error)
+    rejection = late_rejection(wanting(**wishes), FORECAST)
+    assert (None if rejection is None else type(rejection.error)) is refused
+    if rejection is not None:
+        assert getattr(rejection.error, "param", None) == param
+        assert str(param) in str(rejection.error) and "on_infeasible" in str(rejection.error)
 
 
 def test_when_to_come_again_is_when_the_forecast_fits() -> None:
-    objection = late_objection(wanting(ttft_slo_ms=1000), FORECAST)
-    assert objection is not None and isinstance(objection.error, DeadlineInfeasible)
-    assert objection.error.retry_after_s == pytest.approx(3.0)
+    rejection = late_rejection(wanting(ttft_slo_ms=1000), FORECAST)
+    assert rejection is not None and isinstance(rejection.error, DeadlineInfeasible)
+    assert rejection.error.retry_after_s == pytest.approx(3.0)
 
 
 def test_what_a_request_has_waited_already_counts() -> None:
     waited = replace(FORECAST, waited_s=1.0)
-    assert late_objection(wanting(ttft_slo_ms=2500), FORECAST) is None
-    assert late_objection(wanting(ttft_slo_ms=2500), waited) is not None
+    assert late_rejection(wanting(ttft_slo_ms=2500), FORECAST) is None
+    assert late_rejection(wanting(ttft_slo_ms=2500), waited) is not None
 
 
 # -- in the scheduler ----------------------------------------------------------------------------------------

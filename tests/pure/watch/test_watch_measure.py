@@ -84,7 +84,7 @@ def slow_kv_slots(state: SchedulerState) -> tuple[int, int]:
     used = {block for block in range(1, group.pool.num_blocks) if group.pool.refs[block] > 0}
     empty: set[tuple[int, int]] = set()
     for row in np.flatnonzero(rows.live).tolist():
-        filled = min(int(rows.upper[row]), int(rows.limit[row]))
+        filled = min(int(rows.scheduled[row]), int(rows.max_len[row]))
         for slot in range(filled, int(group.held[row]) * size):
             empty.add((int(group.table[row, slot // size]), slot % size))
     return len(used) * size, len(used) * size - len(empty)

@@ -30,7 +30,7 @@ PLACES = 4  # decimals of a position: what is on record is all there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class DialLimits:
     """What steps are held to."""
 
     target_s: float | None  # of a step with prompts; None: no step costs are known
@@ -72,13 +72,13 @@ class Range:
             return self.rows
         return min(max(int((target_s - self.low) / self._row_s), 1), self.rows)
 
-    def at(self, position: float, most_rows: int | None = None) -> Limits:
+    def at(self, position: float, most_rows: int | None = None) -> DialLimits:
         """What a place means where at most so many rows may run; None: as many as there are."""
         turned = max(0.0, position - ROWS_PART) / (1.0 - ROWS_PART)
         length = self.low * math.exp(turned * self._span)
         missing = max(0.0, ROWS_PART - position) / ROWS_PART
         rows = max(1, round((most_rows or self.rows) * math.exp(-missing * math.log(ROWS_SPAN))))
-        return Limits(
+        return DialLimits(
             target_s=round(length, 7) if self.by_time else None,
             tokens=self._most if self.by_time else min(max(1, round(length)), self._most),
             share=round(SMALLEST_SHARE + (1.0 - SMALLEST_SHARE) * position, PLACES),

@@ -6,14 +6,14 @@ import numpy as np
 
 from paceline.core.request import RequestState
 from paceline.kv.block_pool import NULL_BLOCK
-from paceline.scheduler.invariants.frames import Frames, first_true, in_time
+from paceline.scheduler.invariants.half_steps import Frames, first_true, in_time
 from paceline.scheduler.invariants.registry import (
     BLOCKS,
     CHANGES,
     HOST,
     PLANNED,
+    CheckContext,
     Findings,
-    Look,
     invariant,
     sweep,
 )
@@ -91,16 +91,16 @@ def no_row_holds_a_block_twice(frames: Frames) -> Findings:
 def tables_cover_what_is_computed(frames: Frames) -> Findings:
     state, at = frames.state, frames.scheduled
     size = state.kv.block_size
-    upper, live = frames.counts["upper"][at], frames.flags["live"][at]
+    scheduled, live = frames.counts["scheduled"][at], frames.flags["live"][at]
     for group in frames.groups:
         held = group.held[frames.picture_of[at]]
-        wrong = first_true((held * size < upper) & live)
+        wrong = first_true((held * size < scheduled) & live)
         if wrong is not None:
             place, row = divmod(wrong, frames.num_rows)
             yield int(at[place]), f"row {row}: its table is too short"
         if state.mode.keeps_finished:
             continue
-        wrong = first_true(((held - 1) * size > upper) & live)
+        wrong = first_true(((held - 1) * size > scheduled) & live)
         if wrong is not None:
             yield int(at[wrong // frames.num_rows]), "a row holds blocks beyond what it computes"
 
@@ -109,7 +109,7 @@ def tables_cover_what_is_computed(frames: Frames) -> Findings:
 def nothing_is_written_where_others_read(frames: Frames) -> Findings:
     """Others may hold the block a row writes only if they see none of the positions written."""
     writes = frames.writes
-    upper = frames.counts["upper"]
+    scheduled = frames.counts["scheduled"]
     for group in frames.groups:
         # A prompt's blocks between its first and last are new, or S7 would see them.
         written = writes.blocks_of(group, frames.state.kv.block_size)
@@ -118,14 +118,14 @@ def nothing_is_written_where_others_read(frames: Frames) -> Findings:
             step, row, start = int(writes.step[at]), int(writes.row[at]), int(writes.start[at])
             for block in (int(blocks[at]) for blocks in written):
                 others = [other for other in group.rows_with(writes.picture[at], block) if other != row]
-                if block == NULL_BLOCK or any(upper[step, other] > start for other in others):
+                if block == NULL_BLOCK or any(scheduled[step, other] > start for other in others):
                     what = f"writes tokens {start} to {writes.end[at]} where rows {others} read"
                     yield step, f"row {row} {what}"
 
 
 @invariant("S10", moment=CHANGES)
-def who_does_not_run_owns_nothing(look: Look) -> str | None:
-    for request in look.scheduler.state.requests.values():
+def who_does_not_run_owns_nothing(context: CheckContext) -> str | None:
+    for request in context.scheduler.state.requests.values():
         if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"
         if request.row >= 0 and request.state not in _MAY_HAVE_A_ROW:
@@ -154,8 +154,8 @@ def promised_blocks_are_there(frames: Frames) -> Findings:
 
 
 @invariant("S4h", moment=HOST)
-def host_places_are_free_or_taken_once(look: Look) -> str | None:
-    state = look.scheduler.state
+def host_places_are_free_or_taken_once(context: CheckContext) -> str | None:
+    state = context.scheduler.state
     kv = state.kv
     for index, host in enumerate(kv.places):
         if not host.num_places:

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, fairness, progress, requests
-from paceline.scheduler.invariants import requests as invariants_requests
-from paceline.scheduler.invariants.frames import (
+from paceline.scheduler.invariants import blocks, fairness, progress, rows_and_requests
+from paceline.scheduler.invariants.half_steps import (
     NOBODY,
     SEVERAL,
     Blocks,
+    BlocksInUse,
     Frame,
     Frames,
     Planned,
-    Underway,
     take_frame,
     take_owners,
 )
@@ -32,14 +31,14 @@ from paceline.scheduler.invariants.registry import (
     INVARIANTS,
     PLANNED,
     Check,
+    CheckContext,
     Invariant,
     InvariantViolation,
-    Look,
 )
 from paceline.scheduler.scheduler import Scheduler
 
 # Importing them fills the registry.
-_PARTS = (blocks, fairness, fairness, fairness, progress, requests, fairness, invariants_requests)
+_PARTS = (blocks, fairness, progress, rows_and_requests)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
@@ -95,19 +94,19 @@ class InvariantChecker:
             if len(plan.swap_out.ticket):
                 self._note_copies(plan.swap_out)
             planned = Planned(plan, state.flights[-1], self._in_flight())
-        look = Look(self._scheduler, plan)
-        look.arrived = self._arrived
-        look.backlog = self._backlog.before(self._scheduler)
-        look.displaced = self._displaced.marks
-        look.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
+        context = CheckContext(self._scheduler, plan)
+        context.arrived = self._arrived
+        context.backlog = self._backlog.before(self._scheduler)
+        context.displaced = self._displaced.marks
+        context.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
         due = self._at[PLANNED]
         for group in state.kv.groups:
             if group.pool.withheld:
                 due = self._without_room
-        self._check(look, due, after_schedule=True, planned=planned)
+        self._check(context, due, after_schedule=True, planned=planned)
         self._backlog.note(self._scheduler)
-        self._displaced.note(self._scheduler, look.decisions)
+        self._displaced.note(self._scheduler, context.decisions)
         if plan is not None and len(plan.swap_in.ticket):
             self._note_copies(plan.swap_in)
         if planned is not None and self.overlapped:
@@ -128,11 +127,11 @@ class InvariantChecker:
                 self._underway.popleft()
             if any(result.count.tolist()):
                 self._silent = 0
-        self._check(Look(self._scheduler, None), [], after_schedule=False, planned=None)
+        self._check(CheckContext(self._scheduler, None), [], after_schedule=False, planned=None)
         self._seen_decisions = len(self._scheduler.state.decisions)
 
     def flush(self) -> None:
-        """Look at what has not been looked at; raises the first violation there is."""
+        """CheckContext at what has not been looked at; raises the first violation there is."""
         if self.first is None:
             self._sweep()
         if self.first is not None:
@@ -148,7 +147,7 @@ class InvariantChecker:
 
     def _check(
         self,
-        look: Look,
+        context: CheckContext,
         planned_due: list[tuple[Invariant, Check]],
         *,
         after_schedule: bool,
@@ -174,7 +173,7 @@ class InvariantChecker:
                 frame.owners = take_owners(scheduler.state)
             # First what is always true: a plan made from a broken state says little about the plan.
             for entry, check in due + planned_due if planned_due else due:
-                message = check(look)
+                message = check(context)
                 if message is not None:
                     self._sweep((entry, message))
                     break
@@ -187,7 +186,7 @@ class InvariantChecker:
             self.flush()
 
     def _sweep(self, seen: tuple[Invariant, str] | None = None) -> None:
-        """Look at the pictures. `seen` is a violation found at the last of them."""
+        """CheckContext at the pictures. `seen` is a violation found at the last of them."""
         if not self._frames:
             return
         found = []
@@ -197,7 +196,7 @@ class InvariantChecker:
         unreadable: Exception | None = None
         try:
             if self.overlapped:
-                invariants_requests.remember(frames)
+                rows_and_requests.remember(frames)
         except Exception as error:
             unreadable = error
         known = len(frames.blocks) == 1 and frames.blocks[0] is self._swept
@@ -219,13 +218,13 @@ class InvariantChecker:
         elif unreadable is not None:
             raise unreadable
 
-    def _in_flight(self) -> Sequence[Planned | Underway]:
+    def _in_flight(self) -> Sequence[Planned | BlocksInUse]:
         if not self._copying:
             return tuple(self._underway)
         touched = np.full(self._starts[-1], NOBODY, np.int64)
         # Not even its own row may write there until the copy is done.
         touched[np.concatenate(list(self._copying.values()))] = SEVERAL
-        return (*self._underway, Underway(touched))
+        return (*self._underway, BlocksInUse(touched))
 
     def _note_arrivals(self) -> None:
         """Each request's place in the order of arrival, as it was when it came."""

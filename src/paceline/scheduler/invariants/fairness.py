@@ -9,7 +9,7 @@ import numpy as np
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.request import NO_ROW, RequestId, RequestState
 from paceline.scheduler.invariants.progress import could_wait_for_prefix, goes_first
-from paceline.scheduler.invariants.registry import CHANGES, CONTINUOUS_ONLY, PLANNED, Look, invariant
+from paceline.scheduler.invariants.registry import CHANGES, CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.policy.fair import FairShare
 from paceline.scheduler.policy.priority import PriorityWithAgeing
 from paceline.scheduler.scheduler import Scheduler
@@ -19,7 +19,7 @@ ROUNDING = 1e-6  # tokens
 
 
 class Backlog:
-    """The counters of the tenants that waited at the last look, as long as the same policy is in use."""
+    """The counters of the tenants that waited at the last context, as long as the same policy is in use."""
 
     def __init__(self) -> None:
         self._policy: object = None
@@ -35,14 +35,14 @@ class Backlog:
 
 
 @invariant("F5", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_was_served_least_is_admitted_first(look: Look) -> str | None:
+def who_was_served_least_is_admitted_first(context: CheckContext) -> str | None:
     """Nobody who waits for room had a lower counter than the tenant of a request that was admitted."""
-    state, policy = look.scheduler.state, look.scheduler.state.policy
-    if not isinstance(policy, FairShare) or not look.decisions or not len(state.queue):
+    state, policy = context.scheduler.state, context.scheduler.state.policy
+    if not isinstance(policy, FairShare) or not context.decisions or not len(state.queue):
         return None
     highest, last = -np.inf, None
     charged: dict[int, float] = {}  # by admissions after the one looked at
-    for decision in reversed(look.decisions):
+    for decision in reversed(context.decisions):
         request = state.requests.get(decision.request)
         if request is None:
             if decision.kind is DecisionKind.ADMIT:
@@ -60,22 +60,22 @@ def who_was_served_least_is_admitted_first(look: Look) -> str | None:
     for index in np.flatnonzero(policy.order(view) < highest - ROUNDING).tolist():
         waiting = state.queue.get(index)
         assert last is not None
-        if waiting.id in look.scheduler.composer.passed or could_wait_for_prefix(look, waiting):
+        if waiting.id in context.scheduler.composer.passed or could_wait_for_prefix(context, waiting):
             continue
-        if look.scheduler.composer.admission.refusal(waiting) not in (*PASSABLE, None):
+        if context.scheduler.composer.admission.refusal(waiting) not in (*PASSABLE, None):
             return f"request {last.id} was admitted past {waiting.id}, whose tenant was served less"
     return None
 
 
 @invariant("F6", moment=PLANNED)
-def nobody_saves_up_service(look: Look) -> str | None:
+def nobody_saves_up_service(context: CheckContext) -> str | None:
     """Who comes to wait is not behind all who waited before it."""
-    state, policy = look.scheduler.state, look.scheduler.state.policy
-    if not isinstance(policy, FairShare) or not look.backlog:
+    state, policy = context.scheduler.state, context.scheduler.state.policy
+    if not isinstance(policy, FairShare) or not context.backlog:
         return None
-    least = min(look.backlog.values())
+    least = min(context.backlog.values())
     for tenant in state.queue.tenants:
-        is_new = tenant not in look.backlog and not state.service.is_unsettled(tenant)
+        is_new = tenant not in context.backlog and not state.accounting.is_unsettled(tenant)
         if is_new and policy.counter(tenant) < least - ROUNDING:
             return f"tenant {tenant} came with {policy.counter(tenant)} tokens, those who waited had {least}"
     return None
@@ -104,10 +104,10 @@ def place_takings(decisions: Sequence[Decision]) -> list[Decision]:
 
 
 @invariant("P1", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_takes_a_place_goes_before(look: Look) -> str | None:
+def who_takes_a_place_goes_before(context: CheckContext) -> str | None:
     """Nobody gives its place to a request that comes after it, or under priority to one of no higher class."""
-    state, policy = look.scheduler.state, look.scheduler.state.policy
-    for decision in place_takings(look.decisions):
+    state, policy = context.scheduler.state, context.scheduler.state.policy
+    for decision in place_takings(context.decisions):
         victim, other = state.requests.get(decision.request), state.requests.get(decision.against)
         if victim is None or other is None:
             continue  # it failed on its way off or onto a row
@@ -116,35 +116,35 @@ def who_takes_a_place_goes_before(look: Look) -> str | None:
         if isinstance(policy, FairShare):  # scores say what tenants were served, not who came first
             if victim.tenant == other.tenant:
                 return f"request {victim.id} gave its place to {other.id} of the same tenant"
-        elif not goes_first(look, other, victim, as_waited=True):
+        elif not goes_first(context, other, victim, as_waited=True):
             return f"request {victim.id} gave its place to {other.id}, which comes after it"
     return None
 
 
 @invariant("P2", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def progress_is_not_lost_twice(look: Look) -> str | None:
+def progress_is_not_lost_twice(context: CheckContext) -> str | None:
     """Who gave its place does so again only beyond where it was, and not once it is protected."""
-    most = look.scheduler.state.config.max_preemptions
+    most = context.scheduler.state.config.max_preemptions
     seen: set[RequestId] = set()
-    for decision in place_takings(look.decisions):
+    for decision in place_takings(context.decisions):
         if decision.request in seen:
             return f"request {decision.request} gave its place twice in one plan"
         seen.add(decision.request)
-        mark = look.displaced.get(decision.request, -1)
+        mark = context.displaced.get(decision.request, -1)
         if decision.value <= mark:
             return (
                 f"request {decision.request} gave its place at {decision.value} tokens, and at {mark} before"
             )
-        victim = look.scheduler.state.requests.get(decision.request)
+        victim = context.scheduler.state.requests.get(decision.request)
         if victim is not None and victim.preemptions > most > 0:
             return f"request {victim.id} gave way {victim.preemptions} times, {most} are allowed"
     return None
 
 
 @invariant("P3", moment=CHANGES)
-def who_is_paused_holds_nothing(look: Look) -> str | None:
+def who_is_paused_holds_nothing(context: CheckContext) -> str | None:
     """A paused request has no row and does not wait for one."""
-    state = look.scheduler.state
+    state = context.scheduler.state
     for request in state.requests.values():
         if request.state is not RequestState.PAUSED:
             continue
@@ -157,8 +157,8 @@ def who_is_paused_holds_nothing(look: Look) -> str | None:
 
 
 @invariant("B1")
-def time_is_counted_for_the_blocks_rows_hold(look: Look) -> str | None:
-    kv, live = look.scheduler.state.kv, look.live
+def time_is_counted_for_the_blocks_rows_hold(context: CheckContext) -> str | None:
+    kv, live = context.scheduler.state.kv, context.live
     held = np.zeros(len(live), np.int64)
     for group in kv.groups:
         held += group.held[live] - group.first[live]
@@ -174,9 +174,9 @@ def time_is_counted_for_the_blocks_rows_hold(look: Look) -> str | None:
 
 
 @invariant("D1", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def plans_keep_the_limits_of_the_dial(look: Look) -> str | None:
+def plans_keep_the_limits_of_the_dial(context: CheckContext) -> str | None:
     """Nobody joins beyond its rows, and no step with prompts has more tokens than it allows beside the rows."""
-    state, plan = look.scheduler.state, look.plan
+    state, plan = context.scheduler.state, context.plan
     limits = state.dial.limits
     if limits is None or plan is None:
         return None

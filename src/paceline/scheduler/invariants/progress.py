@@ -7,20 +7,20 @@ import numpy as np
 from paceline.core.events import DecisionKind
 from paceline.core.policy import RequestView, is_relative
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
-from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Look, invariant
-from paceline.scheduler.queue import first
+from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.step.admission import PASSABLE
 from paceline.scheduler.step.preemption import first_in_order
+from paceline.scheduler.waiting_queue import first
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
 @invariant("L1", moment=PLANNED)
-def work_is_done_when_there_is_any(look: Look) -> str | None:
+def work_is_done_when_there_is_any(context: CheckContext) -> str | None:
     """No plan only while results are under way, or everybody waits for something outside or for the clock."""
-    state = look.scheduler.state
-    if look.plan is not None or state.flights:
+    state = context.scheduler.state
+    if context.plan is not None or state.flights:
         return None
     for request in state.requests.values():
         if request.state is RequestState.PAUSED:
@@ -36,13 +36,13 @@ def work_is_done_when_there_is_any(look: Look) -> str | None:
 
 
 @invariant("L1w", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_fits_is_in_the_plan(look: Look) -> str | None:
+def who_fits_is_in_the_plan(context: CheckContext) -> str | None:
     """Bounded waiting: the first waiting request is admitted unless a row, tokens or blocks are missing."""
-    state = look.scheduler.state
-    composer = look.scheduler.composer
+    state = context.scheduler.state
+    composer = context.scheduler.composer
     if not len(state.queue) or composer.tokens_left < 1 or composer.admission.rows_left() < 1:
         return None
-    head = _head(look)
+    head = _head(context)
     if head is None:
         return None
     if head.id not in composer.passed and composer.admission.refusal(head) is None:
@@ -51,20 +51,20 @@ def who_fits_is_in_the_plan(look: Look) -> str | None:
 
 
 @invariant("F1", moment=PLANNED)
-def the_last_in_order_gives_way(look: Look) -> str | None:
-    if not look.decisions:
+def the_last_in_order_gives_way(context: CheckContext) -> str | None:
+    if not context.decisions:
         return None
-    state = look.scheduler.state
-    gave_way = [d for d in look.decisions if d.reason.startswith("blocks:")]
+    state = context.scheduler.state
+    gave_way = [d for d in context.decisions if d.reason.startswith("blocks:")]
     victims = [d.request for d in gave_way if d.kind is DecisionKind.PREEMPT and d.request in state.requests]
     if not victims:
         return None
-    joined = set(look.plan.joins.row.tolist()) if look.plan is not None else set()
+    joined = set(context.plan.joins.row.tolist()) if context.plan is not None else set()
     # Who has joined since may go before everybody; the one that was spared was first among those that ran.
-    ran = [row for row in look.live.tolist() if row not in joined and not state.rows.done[row]]
+    ran = [row for row in context.live.tolist() if row not in joined and not state.rows.done[row]]
     rows, foremost = state.rows, int(state.in_order(np.array(ran, np.int64))[0]) if ran else None
-    charged = _tenants_admitted(look) if is_relative(state.policy) else set()
-    for row in look.live.tolist():
+    charged = _tenants_admitted(context) if is_relative(state.policy) else set()
+    for row in context.live.tolist():
         request = rows.requests[row]
         assert request is not None
         if row in joined or rows.reserved[row] or request.state is not RequestState.RUNNING:
@@ -76,28 +76,28 @@ def the_last_in_order_gives_way(look: Look) -> str | None:
                 if request.is_spot:
                     return f"request {victim} gave way although {request.id} is spot work"
                 continue
-            if goes_first(look, state.requests[victim], request):
+            if goes_first(context, state.requests[victim], request):
                 return f"request {victim} gave way although {request.id} comes after it"
     return None
 
 
 @invariant("F2", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def nobody_is_passed_over(look: Look) -> str | None:
+def nobody_is_passed_over(context: CheckContext) -> str | None:
     """Nobody is admitted past an earlier request, unless that one waits for a prefix under way.
 
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
-    state = look.scheduler.state
-    if not look.decisions or not len(state.queue) or is_relative(state.policy):
+    state = context.scheduler.state
+    if not context.decisions or not len(state.queue) or is_relative(state.policy):
         return None
-    admitted = [d.request for d in look.decisions if d.kind in _LET_IN]
+    admitted = [d.request for d in context.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners:
         return None
     waiting_requests = list(state.queue)
-    view = _view_of(look, waiting_requests)
+    view = _view_of(context, waiting_requests)
     waiting = state.policy.order(view)
-    admitted_view = _view_of(look, runners, as_waited=True)
+    admitted_view = _view_of(context, runners, as_waited=True)
     scores = state.policy.order(admitted_view)
     last = int(np.lexsort((admitted_view.order, scores))[-1])
     earlier = (waiting < scores[last]) | (
@@ -105,16 +105,16 @@ def nobody_is_passed_over(look: Look) -> str | None:
     )
     for index in np.flatnonzero(earlier).tolist():
         request = waiting_requests[index]
-        waits_for_room = look.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
-        if waits_for_room and not could_wait_for_prefix(look, request):
+        waits_for_room = context.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
+        if waits_for_room and not could_wait_for_prefix(context, request):
             return f"request {runners[last].id} was admitted past {request.id}"
     return None
 
 
 @invariant("F3", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def the_first_always_progresses(look: Look) -> str | None:
-    state = look.scheduler.state
-    if look.plan is None or state.kv.fences or state.kv.tickets.open:
+def the_first_always_progresses(context: CheckContext) -> str | None:
+    state = context.scheduler.state
+    if context.plan is None or state.kv.fences or state.kv.tickets.open:
         return None  # blocks are on their way back: it goes in the next plan
     flight, rows = state.flights[-1], state.rows
     if flight.mask.tobytes().count(1) + len(flight.spans) == rows.num_live:
@@ -128,54 +128,54 @@ def the_first_always_progresses(look: Look) -> str | None:
         return None
     if any(row == span[0] for span in flight.spans):
         return None
-    ended = rows.upper[row] + 1 >= rows.limit[row]
-    waits_for_host = rows.needs_host[row] and rows.upper[row] != rows.computed[row]
+    ended = rows.scheduled[row] + 1 >= rows.max_len[row]
+    waits_for_host = rows.needs_host[row] and rows.scheduled[row] != rows.computed[row]
     if request.state is RequestState.BLOCKED or ended or waits_for_host:
         return None
     return f"request {request.id} is first in order and not in the plan"
 
 
 @invariant("F4", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def a_long_prompt_leaves_room_for_others(look: Look) -> str | None:
+def a_long_prompt_leaves_room_for_others(context: CheckContext) -> str | None:
     """A prompt takes more than its share only when nobody who waits could have used the rest."""
-    state = look.scheduler.state
-    if look.plan is None or not len(state.queue) or look.scheduler.composer.tokens_left > 0:
+    state = context.scheduler.state
+    if context.plan is None or not len(state.queue) or context.scheduler.composer.tokens_left > 0:
         return None
     view = state.queue.view(state.now_s)
-    share = state.share(view, look.scheduler.composer.budget)
-    if int(look.plan.spans.num_scheduled.max(initial=0)) <= share:
+    share = state.share(view, context.scheduler.composer.budget)
+    if int(context.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
-    head = _head(look)
+    head = _head(context)
     if (
         head is not None
-        and head.id not in look.scheduler.composer.passed
-        and look.scheduler.composer.admission.refusal(head) is None
+        and head.id not in context.scheduler.composer.passed
+        and context.scheduler.composer.admission.refusal(head) is None
     ):
         return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
     return None
 
 
-def _tenants_admitted(look: Look) -> set[str]:
+def _tenants_admitted(context: CheckContext) -> set[str]:
     """Tenants that were charged for a prompt since somebody gave way: they stood better then."""
-    requests = look.scheduler.state.requests
-    admitted = [d.request for d in look.decisions if d.kind is DecisionKind.ADMIT]
+    requests = context.scheduler.state.requests
+    admitted = [d.request for d in context.decisions if d.kind is DecisionKind.ADMIT]
     return {requests[number].tenant for number in admitted if number in requests}
 
 
-def _head(look: Look) -> Request | None:
+def _head(context: CheckContext) -> Request | None:
     """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
     on who else waits, they change when somebody fails on the way in."""
-    state = look.scheduler.state
-    if is_relative(state.policy) and any(d.kind is DecisionKind.FAIL for d in look.decisions):
+    state = context.scheduler.state
+    if is_relative(state.policy) and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None
     view = state.queue.view(state.now_s)
     return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
 
 
-def could_wait_for_prefix(look: Look, request: Request) -> bool:
+def could_wait_for_prefix(context: CheckContext, request: Request) -> bool:
     """Whether the request was rightly passed over earlier in this schedule: its prefix or parent is being computed."""
-    state = look.scheduler.state
-    recent = {d.request for d in look.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
+    state = context.scheduler.state
+    recent = {d.request for d in context.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
     if request.id in recent or state.kv.is_moving(request.id):
         return True
     parent = state.requests.get(request.parent) if request.parent is not None else None
@@ -184,18 +184,18 @@ def could_wait_for_prefix(look: Look, request: Request) -> bool:
     return any(key.key in state.computing for key in request.keys)
 
 
-def goes_first(look: Look, one: Request, other: Request, *, as_waited: bool = False) -> bool:
-    view = _view_of(look, [one, other], as_waited=as_waited)
-    scores = look.scheduler.state.policy.order(view)
+def goes_first(context: CheckContext, one: Request, other: Request, *, as_waited: bool = False) -> bool:
+    view = _view_of(context, [one, other], as_waited=as_waited)
+    scores = context.scheduler.state.policy.order(view)
     return bool((scores[0], view.order[0]) < (scores[1], view.order[1]))
 
 
-def _view_of(look: Look, requests: list[Request], *, as_waited: bool = False) -> RequestView:
+def _view_of(context: CheckContext, requests: list[Request], *, as_waited: bool = False) -> RequestView:
     """Requests as a policy sees them, with the place in the order of arrival they came with. `as_waited`: before they
     were admitted, with nothing found in the prefix cache."""
-    state = look.scheduler.state
+    state = context.scheduler.state
     computed = [_computed(state.rows, request, as_waited) for request in requests]
-    arrived = [look.arrived[request.id] for request in requests]
+    arrived = [context.arrived[request.id] for request in requests]
     return RequestView(
         now_s=state.now_s,
         row=np.array([request.row for request in requests], np.int64),
@@ -210,7 +210,7 @@ def _view_of(look: Look, requests: list[Request], *, as_waited: bool = False) ->
         deadline_s=np.array([request.due_s for request in requests], np.float64),
         first_due_s=np.array([request.first_due_s for request in requests], np.float64),
         num_computed=np.array(computed, np.int64),
-        attained=np.maximum([request.attained for request in requests], computed).astype(np.int64),
+        peak_computed=np.maximum([request.peak_computed for request in requests], computed).astype(np.int64),
         started=np.array([request.admitted_s is not None for request in requests], np.int64),
     )
 

@@ -13,11 +13,11 @@ from paceline.config.engine import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants.frames import Frames, Planned, Underway, take_frame, take_owners
+from paceline.scheduler.invariants.half_steps import BlocksInUse, Frames, Planned, take_frame, take_owners
 from paceline.scheduler.scheduler import Scheduler
 
 # When an invariant is looked at: after every half-step, or after every schedule. BLOCKS, CHANGES and HOST are after
-# every half-step, but skipped when what they speak of is byte for byte what it was at the last look: blocks; where
+# every half-step, but skipped when what they speak of is byte for byte what it was at the last context: blocks; where
 # every request is; and with that, the host places.
 ALWAYS, BLOCKS, CHANGES, HOST, PLANNED = "always", "blocks", "changes", "host", "planned"
 CONTINUOUS_ONLY = ("continuous",)
@@ -31,11 +31,11 @@ class InvariantViolation(AssertionError):
         self.name = name
 
 
-class Look:
+class CheckContext:
     """The state at one moment, with what several checks need computed once, when the first asks."""
 
     def __init__(
-        self, scheduler: Scheduler, plan: StepPlan | None, in_flight: Sequence[Underway | Planned] = ()
+        self, scheduler: Scheduler, plan: StepPlan | None, in_flight: Sequence[BlocksInUse | Planned] = ()
     ) -> None:
         self.scheduler = scheduler
         self.plan = plan
@@ -64,7 +64,7 @@ class Look:
         return Frames(state, [frame])
 
 
-Check = Callable[[Look], str | None]
+Check = Callable[[CheckContext], str | None]
 Findings = Iterator[tuple[int, str]]  # places among the frames where something is wrong, and what
 Sweep = Callable[[Frames], Findings]
 
@@ -96,8 +96,8 @@ def sweep(name: str, *, moment: str = ALWAYS, modes: tuple[str, ...] = MODES) ->
 
     def register(check: Sweep) -> Sweep:
         @wraps(check)
-        def now(look: Look) -> str | None:
-            return next((message for _, message in check(look.frames)), None)
+        def now(context: CheckContext) -> str | None:
+            return next((message for _, message in check(context.frames)), None)
 
         INVARIANTS.append(Invariant(name, now, moment, modes, check))
         return check

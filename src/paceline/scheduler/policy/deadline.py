@@ -38,7 +38,7 @@ class LeastSlack(FirstComeFirstServed):
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
         # What has to be computed again is left out: to give way must not change a request's place.
-        prompt_s = self._prompt_s * (view.num_tokens - view.attained)
+        prompt_s = self._prompt_s * (view.num_tokens - view.peak_computed)
         slack_s: NDArray[np.float64] = view.deadline_s - prompt_s
         slack_s -= self._output_s * (view.max_total - view.num_tokens)
         first_s = np.minimum(view.arrival_s + self._first_s, view.first_due_s)

@@ -29,7 +29,7 @@ class ShortestFirst(FirstComeFirstServed):
         return scores
 
     def yields(self, running: RequestView, waiting: RequestView) -> NDArray[np.bool_]:
-        done = np.minimum(running.attained, running.num_prompt)
+        done = np.minimum(running.peak_computed, running.num_prompt)
         left_s = self._length_s(running) - self._prompt_s * done - self._output_s * running.num_output
         longer = left_s > TIMES_LONGER * self._length_s(waiting)
         given: NDArray[np.bool_] = longer & (self.order(running) > self.order(waiting))

@@ -20,7 +20,7 @@ TIMES_AHEAD = 2.0  # a request that takes the place of another has so many times
 
 class SoftTail(FirstComeFirstServed):
     def order(self, view: RequestView) -> NDArray[np.float64]:
-        work = np.maximum(view.num_prompt, view.attained) + LEAST_WORK
+        work = np.maximum(view.num_prompt, view.peak_computed) + LEAST_WORK
         scores: NDArray[np.float64] = (view.arrival_s - view.now_s) / work**SOFTNESS
         return scores
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paceline.core.events import NO_NUMBER, DecisionKind, Rule
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.group import LayerGroup
-from paceline.kv.manager import Match, Needs
+from paceline.kv.manager import Needs, PrefixMatch
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
 
@@ -26,11 +26,11 @@ NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
 
 @dataclass(slots=True, eq=False)
-class Beginning:
+class CachedStart:
     """What a request can start from: cached blocks, or the blocks of a running parent. Never changed."""
 
     num_computed: int
-    match: Match
+    match: PrefixMatch
     parent_row: int = NO_ROW
 
 
@@ -44,7 +44,7 @@ class Admission:
         self.budget_left = self.needed = self.free = NO_NUMBER
         self._kept = 0  # blocks that are free and kept back for others
         self.remarks: dict[RequestId, str] = {}  # of this plan: why nobody gives its place to a request
-        self.against = state.last_in
+        self.against = state.last_admitted
         self._sparing = 0  # requests of this plan that leave room for others
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Admission:
     def _refusal_on_a_row(self, request: Request) -> Rule | None:
         if request.host_places:
             return self._swap_refusal(request)
-        beginning = self._beginning(request)
+        beginning = self._cached_start(request)
         if beginning is None:
             return BEHIND_PREFIX
         return self._lacks(request, self._cost(request, beginning))
@@ -110,7 +110,7 @@ class Admission:
             return no_row
         if request.host_places:
             return self._bring_back(request)
-        beginning = self._beginning(request)
+        beginning = self._cached_start(request)
         if beginning is None:
             return BEHIND_PREFIX
         reason = self._lacks(request, self._cost(request, beginning))
@@ -118,7 +118,7 @@ class Admission:
             return reason
         fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
         source = beginning.parent_row if fresh_branch else NO_ROW
-        row = self._seat(request, beginning.num_computed, source)
+        row = self._give_row(request, beginning.num_computed, source)
         if beginning.parent_row != NO_ROW:
             state.kv.share(beginning.parent_row, row, beginning.num_computed)
             state.rows.share([row, beginning.parent_row])
@@ -128,18 +128,18 @@ class Admission:
             state.decide(DecisionKind.FORK, request, Rule.SHARES, beginning.num_computed, figures)
         else:
             state.kv.adopt(row, beginning.match)
-        self._after_seating(request, beginning.num_computed)
+        self._after_joining(request, beginning.num_computed)
         return None
 
     def admit_padded(self, request: Request, shape: BatchShape) -> Rule | None:
         """Give a request its row in a padded batch: all slots of the rectangle are taken at once."""
         kv = self._state.kv
         self.free, self.needed = kv.room(), kv.blocks_for(shape.slots)
-        row = self._seat(request, 0, NO_ROW)
+        row = self._give_row(request, 0, NO_ROW)
         rows = self._state.rows
         rows.pad[row] = rows.pad_left[row] = shape.padded_len - request.num_tokens
         kv.extend(row, shape.slots)
-        self._after_seating(request, 0)
+        self._after_joining(request, 0)
         return None
 
     def _swap_refusal(self, request: Request) -> Rule | None:
@@ -167,14 +167,14 @@ class Admission:
         state.decide(DecisionKind.RESUME, request, Rule.SWAP, request.num_computed, self._figures())
         return None
 
-    def _seat(self, request: Request, num_computed: int, source: int) -> int:
+    def _give_row(self, request: Request, num_computed: int, source: int) -> int:
         state = self._state
         state.hooks.admit(request)  # may raise: nothing has been taken yet
         state.queue.remove(request)
         request.move(RequestState.RUNNING)
         return state.take_row(request, num_computed, source)
 
-    def _after_seating(self, request: Request, num_computed: int) -> None:
+    def _after_joining(self, request: Request, num_computed: int) -> None:
         state = self._state
         state.prefilling[request.id] = request
         if self._protects(request):
@@ -182,7 +182,7 @@ class Admission:
         if request.admitted_s is None:
             request.admitted_s = state.now_s
             request.num_cached = num_computed
-            state.service.admitted(state.rows.tenant.item(request.row), request.num_prompt)
+            state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
             waited_s = state.now_s - request.arrival_s
@@ -195,7 +195,7 @@ class Admission:
             for key in request.keys[num_computed // state.kv.block_size :]:
                 computing.setdefault(key.key, owner)
 
-    def _beginning(self, request: Request) -> Beginning | None:
+    def _cached_start(self, request: Request) -> CachedStart | None:
         """Where a request starts; None while another is computing the prefix it could share."""
         state = self._state
         match = state.kv.match(request.keys, request.num_tokens)
@@ -206,15 +206,15 @@ class Admission:
             # From the fork on, each goes its own way.
             common = min(request.num_prompt, request.num_tokens - 1)
             shared = min(done, common)
-            still = parent.id in state.prefilling or done < state.rows.upper[parent.row]
+            still = parent.id in state.prefilling or done < state.rows.scheduled[parent.row]
             if still and done < common:
                 self.against = parent.id
                 return None  # more of what it can share is being computed
             if shared > cached and state.kv.can_share(parent.row, shared):
-                return Beginning(shared, match, parent.row)
+                return CachedStart(shared, match, parent.row)
         if state.config.defer_shared_prefix and self._next_is_computed(request, match.num_blocks):
             return None
-        return Beginning(cached, match)
+        return CachedStart(cached, match)
 
     def _next_is_computed(self, request: Request, num_blocks: int) -> bool:
         """Whether another request is computing the block after the first `num_blocks`, and it could be shared."""
@@ -227,7 +227,7 @@ class Admission:
         self.against = self._state.computing[request.keys[num_blocks].key]
         return True
 
-    def _cost(self, request: Request, beginning: Beginning) -> Needs:
+    def _cost(self, request: Request, beginning: CachedStart) -> Needs:
         kv = self._state.kv
         if beginning.parent_row != NO_ROW:
             fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(beginning.num_computed)
@@ -304,7 +304,7 @@ class Admission:
     def _prompt_rest(self, row: int) -> int:
         """Blocks a prompt under way still needs, those aside that are reserved for it."""
         kv = self._state.kv
-        missing = kv.missing(row, self._state.rows.known.item(row))
+        missing = kv.missing(row, self._state.rows.num_known.item(row))
         return max(0, missing - kv.groups[0].reserved_for.item(row))
 
     def _protects(self, request: Request) -> bool:
@@ -329,12 +329,12 @@ class Admission:
             return (0,) * len(kv.groups)
         totals = [0] * len(kv.groups)
         for row in rows.reserved[: rows.high].nonzero()[0].tolist():
-            for index, need in enumerate(kv.full_need(int(rows.limit[row]))):
+            for index, need in enumerate(kv.full_need(int(rows.max_len[row]))):
                 totals[index] += min(need + 1, kv.groups[index].pool.usable)
         return tuple(totals)
 
     def _largest_unreserved(self, group: int) -> int:
         """Most blocks one of the running rows without a reservation may come to need."""
         rows = self._state.rows
-        limits = rows.limit[rows.live & ~rows.reserved]
+        limits = rows.max_len[rows.live & ~rows.reserved]
         return self._state.kv.full_need(int(limits.max()))[group] if len(limits) else 0

@@ -69,9 +69,9 @@ class Composer:
             self.budget = step_budget(state, self.pace, mask, prompts)
             self._left = self.budget - self._decode_count
         if prompts:
-            self._go_on(prompts)
+            self._continue_prefills(prompts)
         if len(state.queue):
-            self._let_in(len(prompts))
+            self._admit_waiting(len(prompts))
         if self._left > 0 and state.prefilling:
             for row in self._prompts():  # what nobody else took goes to the prompts that were held back
                 self._span(row, self._left)
@@ -124,15 +124,15 @@ class Composer:
         if len(crossing) + len(shared) + self._prompt_need() > kv.room():
             mask, crossing, shared = self._make_room()
         for row in shared:
-            kv.copy_on_write(row, int(rows.upper[row]))
+            kv.copy_on_write(row, int(rows.scheduled[row]))
             rows.sharing[row] = False
         if len(crossing):
             kv.extend_each(crossing)
         high = len(mask)
-        upper = rows.upper[:high]
+        scheduled = rows.scheduled[:high]
         advancing = mask & ~rows.padding[:high] if state.mode.keeps_finished else mask
-        upper += advancing
-        ended = upper + 1 >= rows.limit[:high]
+        scheduled += advancing
+        ended = scheduled + 1 >= rows.max_len[:high]
         ended &= advancing
         self._advancing = advancing
         if 1 in ended.tobytes():
@@ -151,10 +151,10 @@ class Composer:
         mask = rows.decoding[:high].copy()
         mask[self.held] = False
         if rows.num_needs_host:  # the host must see the last token first
-            mask &= ~(rows.needs_host[:high] & (rows.upper[:high] != rows.computed[:high]))
+            mask &= ~(rows.needs_host[:high] & (rows.scheduled[:high] != rows.computed[:high]))
         if high >= self._left and np.count_nonzero(mask) >= self._left:
             shortage.trim(self._state, mask, self._left)
-        full = rows.upper[:high] >= kv.groups[0].held[:high] * kv.block_size
+        full = rows.scheduled[:high] >= kv.groups[0].held[:high] * kv.block_size
         full &= mask
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
@@ -212,7 +212,7 @@ class Composer:
         ordered: list[int] = self._state.in_order(np.array(rows, np.int64)).tolist()
         return ordered
 
-    def _go_on(self, prompts: list[int]) -> None:
+    def _continue_prefills(self, prompts: list[int]) -> None:
         """Tokens for the prompts under way, in order. Who waits and outranks one of them goes before it."""
         cap = self._cap(len(prompts))
         outranked: set[int] = set()
@@ -224,12 +224,12 @@ class Composer:
             if row not in outranked:
                 self._span(row, min(self._left, cap))
         if behind:
-            self._let_urgent_in(set(behind), cap)
+            self._admit_urgent(set(behind), cap)
         for row in behind:
             if row not in self._spans:
                 self._span(row, min(self._left, cap))
 
-    def _let_urgent_in(self, behind: set[int], cap: int) -> None:
+    def _admit_urgent(self, behind: set[int], cap: int) -> None:
         """Admit those who wait and outrank one of the prompts `behind`, for as long as there is room."""
         state = self._state
         for request in state.waiting_in_order(self.admission.rows_left()):
@@ -257,30 +257,30 @@ class Composer:
             self._pads[row] = self._pads.get(row, 0) + pad
             self._left -= pad
             self._products += pad * pad // 2
-        upper = rows.upper.item(row)
-        count = wanted = min(rows.known.item(row) - upper, limit - pad)
+        scheduled = rows.scheduled.item(row)
+        count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
         if count > 0:
-            count = self._give_room(row, upper, count)
+            count = self._give_room(row, scheduled, count)
         if count > 0:
-            self._advance(row, upper, count, wanted, limit - pad)
+            self._advance(row, scheduled, count, wanted, limit - pad)
 
-    def _give_room(self, row: int, upper: int, count: int) -> int:
-        """Blocks for up to `count` tokens of a row from `upper` on; how many there is room for."""
+    def _give_room(self, row: int, scheduled: int, count: int) -> int:
+        """Blocks for up to `count` tokens of a row from `scheduled` on; how many there is room for."""
         state = self._state
         rows, kv = state.rows, state.kv
         try:
             room = kv.room(row)
             if rows.sharing[row]:
-                if kv.shared_writes(np.array([row]), np.array([upper]))[0]:
+                if kv.shared_writes(np.array([row]), np.array([scheduled]))[0]:
                     if room < 1:
                         return 0
-                    kv.copy_on_write(row, upper)
+                    kv.copy_on_write(row, scheduled)
                     room -= 1
                 rows.sharing[row] = False
-            fitting = (kv.groups[0].held.item(row) + (room if room > 0 else 0)) * kv.block_size - upper
+            fitting = (kv.groups[0].held.item(row) + (room if room > 0 else 0)) * kv.block_size - scheduled
             count = count if count < fitting else fitting
             if count > 0:
-                kv.extend(row, upper + count)
+                kv.extend(row, scheduled + count)
         except Exception as error:  # it fails alone; what it was given in this plan already goes with it
             request = rows.requests[row]
             assert request is not None
@@ -291,24 +291,29 @@ class Composer:
             return 0
         return count
 
-    def _advance(self, row: int, upper: int, count: int, wanted: int, limit: int) -> None:
+    def _advance(self, row: int, scheduled: int, count: int, wanted: int, limit: int) -> None:
         """Schedule `count` known tokens, where `wanted` were to be, and no more than `limit`."""
         state = self._state
         rows = state.rows
         request = rows.requests[row]
         assert request is not None
-        rows.upper[row] = upper + count
+        rows.scheduled[row] = scheduled + count
         self._spans[row] = self._spans.get(row, 0) + count
         before, self._left = self._left, self._left - count
-        self._products += count * (upper + rows.pad.item(row)) + count * (count + 1) // 2
-        if upper + count < rows.known.item(row):
+        self._products += count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2
+        if scheduled + count < rows.num_known.item(row):
             reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
-            figures = (self._left, state.kv.room(row), state.kv.missing(row, rows.known.item(row)), NOBODY)
+            figures = (
+                self._left,
+                state.kv.room(row),
+                state.kv.missing(row, rows.num_known.item(row)),
+                NOBODY,
+            )
             state.decide(DecisionKind.CHUNK, request, reason, count, figures)
             return
         del state.prefilling[request.id]
         self._logit_rows += 1
-        ends = upper + count + 1 >= rows.limit.item(row)
+        ends = scheduled + count + 1 >= rows.max_len.item(row)
         self._at_length |= ends
         if ends and state.mode.keeps_finished:
             rows.padding[row] = True
@@ -317,7 +322,7 @@ class Composer:
 
     # -- new requests --------------------------------------------------------------------------------------
 
-    def _let_in(self, num_prompts: int) -> None:
+    def _admit_waiting(self, num_prompts: int) -> None:
         """Admit waiting requests in order, for as long as there is room; `num_prompts` are under way already."""
         state = self._state
         rows_left = self.admission.rows_left()
@@ -337,7 +342,7 @@ class Composer:
             waiting = len(state.queue) + 1
             while len(state.queue) < waiting and not state.rows.num_live:  # a batch that all failed is none
                 waiting = len(state.queue)
-                self._let_batch_in(state.waiting_in_order(limit))
+                self._admit_batch(state.waiting_in_order(limit))
             return
         cap = self._cap(num_prompts)
         seen: set[int] = set()
@@ -367,7 +372,7 @@ class Composer:
                 self.passed.add(request.id)
         return self.admission.rows_left() > 0
 
-    def _let_batch_in(self, candidates: list[Request]) -> None:
+    def _admit_batch(self, candidates: list[Request]) -> None:
         """Admit a padded batch: as many of the candidates as their rectangle has room for.
 
         Not before the last step of the batch before has completed: only then is all of its memory free.
@@ -415,7 +420,7 @@ class Composer:
         if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
-            self._last_context = int(np.dot(rows.upper[: len(mask)], mask))
+            self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
         spans = tuple([(row, rows.generation.item(row), count) for row, count in self._spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)

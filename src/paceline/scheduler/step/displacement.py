@@ -17,7 +17,7 @@ from paceline.core.policy import RequestView
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import PASSABLE, Admission
-from paceline.scheduler.step.preemption import Estimate, estimate, preempt, seconds_until
+from paceline.scheduler.step.preemption import CostEstimate, estimate, preempt, seconds_until
 
 MOST_LOOKED_AT = 8  # waiting requests in one plan
 Index = NDArray[np.int64]
@@ -61,7 +61,7 @@ class Displacement:
         urgent, wanted = None, 0
         if len(prompts):
             urgent = state.row_view(prompts[:1])
-            wanted = int((rows.known[prompts] - rows.upper[prompts]).sum())
+            wanted = int((rows.num_known[prompts] - rows.scheduled[prompts]).sum())
         if len(state.queue) and wanted <= room:
             head = state.waiting_in_order(1)[0]
             self._admission.ask(NO_NUMBER, state.ahead_of(head))
@@ -101,7 +101,7 @@ class Displacement:
         for row in chosen:
             victim = state.rows.requests[row]
             assert victim is not None
-            victim.displaced_at = max(state.rows.attained.item(row), state.rows.computed.item(row))
+            victim.displaced_at = max(state.rows.peak_computed.item(row), state.rows.computed.item(row))
             figures = (NO_NUMBER, state.kv.room(), self._admission.needed, request.id)
             preempt(state, victim, reason="place", figures=figures)
         return bool(chosen)
@@ -126,9 +126,9 @@ class Displacement:
             return []
         return chosen
 
-    def _price(self, cost: Estimate) -> float:
+    def _price(self, cost: CostEstimate) -> float:
         kind = self._state.config.preemption
-        return {"recompute": cost.recompute_s, "swap": cost.swap_s}.get(kind, cost.give_way_s)
+        return {"recompute": cost.recompute_s, "swap": cost.swap_s}.get(kind, cost.preempt_s)
 
     def _eligible(self, request: Request) -> Index:
         """Of the rows that yield to a request, those that may be taken now."""

@@ -111,11 +111,11 @@ def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_
         return limits.step_tokens(
             mask.tobytes().count(1), state.dial.fewest, state.config.max_num_batched_tokens
         )
-    context = int(np.dot(rows.upper[: len(mask)], mask))
+    context = int(np.dot(rows.scheduled[: len(mask)], mask))
     done = rest = 0
     if prompts:
-        done = rows.upper.item(prompts[0])
-        rest = rows.known.item(prompts[0]) - done
+        done = rows.scheduled.item(prompts[0])
+        rest = rows.num_known.item(prompts[0]) - done
     held_s = None if limits is None else limits.target_s
     most_s = _least_gap(state, mask)
     return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), held_s, most_s)
@@ -129,7 +129,7 @@ def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int],
             return state.sizes.tokens
         return lambda decoding: limits.step_tokens(decoding, state.dial.fewest, most)
     rows = state.rows
-    context = int(np.dot(rows.upper[: rows.high], rows.decoding[: rows.high]))
+    context = int(np.dot(rows.scheduled[: rows.high], rows.decoding[: rows.high]))
     running = int(np.count_nonzero(rows.decoding[: rows.high]))
     each = context / running if running else 0.0
     held_s = None if limits is None else limits.target_s

@@ -25,7 +25,7 @@ UNKNOWN = PreemptionCosts(token_s=1e-4, product_s=0.0, block_s=math.inf, step_s=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class CostEstimate:
     """Seconds of each way to go; infinity where there is none."""
 
     recompute_s: float
@@ -33,7 +33,7 @@ class Estimate:
     wait_s: float = math.inf
 
     @property
-    def give_way_s(self) -> float:
+    def preempt_s(self) -> float:
         return min(self.recompute_s, self.swap_s)
 
     def __str__(self) -> str:
@@ -41,16 +41,16 @@ class Estimate:
         return ", ".join(f"{name} {1e3 * cost:.1f} ms" for name, cost in ways if cost < math.inf)
 
 
-def estimate(state: SchedulerState, rows: list[int], wait_s: float = math.inf) -> Estimate:
+def estimate(state: SchedulerState, rows: list[int], wait_s: float = math.inf) -> CostEstimate:
     """For `rows` together, to be computed again or to be copied out and back."""
     costs = state.config.preemption_costs or UNKNOWN
     # What others hold with it would stay cached, but nobody can say for how long.
     computed = state.rows.computed[rows]
     recompute_s = costs.token_s * float(computed.sum()) + costs.product_s * 0.5 * float((computed**2).sum())
-    return Estimate(recompute_s=recompute_s, swap_s=_swap_s(state, rows, costs), wait_s=wait_s)
+    return CostEstimate(recompute_s=recompute_s, swap_s=_swap_s(state, rows, costs), wait_s=wait_s)
 
 
-def swaps(state: SchedulerState, cost: Estimate) -> bool:
+def swaps(state: SchedulerState, cost: CostEstimate) -> bool:
     """Whether KV goes to the host: as the config says, or as is cheaper."""
     if state.config.preemption != "auto":
         return state.config.preemption == "swap"
@@ -69,9 +69,9 @@ def seconds_until(state: SchedulerState, num_blocks: int, num_rows: int, *, cert
     live = (rows.live[: rows.high] & ~rows.done[: rows.high]).nonzero()[0]
     held = kv.groups[0].held[live]
     if certain:
-        live = live[held * kv.block_size >= rows.limit[live] - 1]
+        live = live[held * kv.block_size >= rows.max_len[live] - 1]
         held = kv.groups[0].held[live]
-    left = rows.limit[live] - rows.upper[live]
+    left = rows.max_len[live] - rows.scheduled[live]
     by = np.argsort(left, kind="stable")
     blocks = np.cumsum((held - kv.groups[0].first[live])[by])
     enough = (blocks >= num_blocks) & (np.arange(1, len(by) + 1) >= num_rows)

@@ -43,8 +43,8 @@ def stall(
         request = rows.requests[row]
         assert request is not None
         figures = (tokens_left, max(0, min(room)), 1, served)
-        upper = int(rows.upper[row])
-        state.decide(DecisionKind.STALL, request, Rule.BLOCKS, upper, figures, detail=remark)
+        scheduled = int(rows.scheduled[row])
+        state.decide(DecisionKind.STALL, request, Rule.BLOCKS, scheduled, figures, detail=remark)
 
 
 def who_gains(state: SchedulerState, victim: Request, needy: set[int]) -> RequestId:
@@ -64,7 +64,7 @@ def worth_waiting(state: SchedulerState, victim: Request, needy: set[int], short
     wait_s = seconds_until(state, short - state.kv.coming(), 0, certain=True)
     cost = estimate(state, [victim.row], wait_s)
     share = min(short, len(needy)) / state.rows.num_live  # the others go on meanwhile
-    return str(cost) if wait_s * share < cost.give_way_s else ""
+    return str(cost) if wait_s * share < cost.preempt_s else ""
 
 
 def trim(state: SchedulerState, mask: NDArray[np.bool_], limit: int) -> None:
@@ -80,7 +80,7 @@ def trim(state: SchedulerState, mask: NDArray[np.bool_], limit: int) -> None:
 
 def prompt_need(state: SchedulerState, row: int) -> int:
     """Blocks a prompt under way needs for its next token."""
-    position = int(state.rows.upper[row])
+    position = int(state.rows.scheduled[row])
     need = state.kv.missing(row, position + 1)
     if state.rows.sharing[row]:
         need += int(state.kv.shared_writes(np.array([row]), np.array([position]))[0])
@@ -98,7 +98,7 @@ def shared_writes(state: SchedulerState, mask: NDArray[np.bool_]) -> list[int]:
     """Those of the rows in `mask` that would write into a block others read."""
     rows, high = state.rows, len(mask)
     candidates = (mask & rows.sharing[:high]).nonzero()[0]
-    is_shared = state.kv.shared_writes(candidates, rows.upper[candidates])
+    is_shared = state.kv.shared_writes(candidates, rows.scheduled[candidates])
     rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
     rows.any_sharing = bool(np.count_nonzero(rows.sharing[:high]))
     shared: list[int] = candidates[is_shared].tolist()

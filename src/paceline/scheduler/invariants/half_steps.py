@@ -25,11 +25,11 @@ from paceline.scheduler.state import Flight, SchedulerState
 
 
 Index = NDArray[np.int64]
-NOBODY, SEVERAL = -1, -2  # instead of a row, in `Underway.touched`
+NOBODY, SEVERAL = -1, -2  # instead of a row, in `BlocksInUse.touched`
 
 
 @dataclass(slots=True, eq=False)
-class Underway:
+class BlocksInUse:
     """Something that uses blocks until its result is here: the row that uses each, the groups' one after another."""
 
     touched: Index
@@ -41,7 +41,7 @@ class Planned:
 
     plan: StepPlan
     flight: Flight
-    in_flight: Sequence[Underway | Planned]  # earlier steps and copies whose results are still to come
+    in_flight: Sequence[BlocksInUse | Planned]  # earlier steps and copies whose results are still to come
     touched: Index = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -108,13 +108,13 @@ _SAYS = attrgetter(
 SAYS = (
     "row",
     "request_id",
-    "known",
+    "num_known",
     "num_prompt",
     "priority",
     "preemptions",
     "reserved",
     "needs_host",
-    "limit",
+    "max_len",
     "displaced_at",
     "order",
     "tenant",
@@ -395,7 +395,7 @@ class Writes:
         self.steps = at  # per plan
         self.step = np.array(at, np.int64)[number]
         self.picture = frames.picture_of[self.step]
-        self.end = frames.counts["upper"][self.step, rows]
+        self.end = frames.counts["scheduled"][self.step, rows]
         self.start = self.end - count
 
     def blocks_of(self, group: GroupFrames, block_size: int) -> tuple[Index, Index]:

@@ -17,7 +17,7 @@ from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.errors import ConfigError
 
 # The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
-# attained, started. Its times: arrival, deadline.
+# peak_computed, started. Its times: arrival, deadline.
 NUM_COUNTS, PRIORITY, TENANT = 11, 1, 2
 NUM_TIMES, DEADLINE, FIRST_DUE = 3, 1, 2
 
@@ -72,7 +72,7 @@ class WaitingQueue:
             request.preemptions,
             NO_ROW,
             request.num_computed,
-            request.attained,
+            request.peak_computed,
             request.admitted_s is not None,
         )
         self._counts[place] = numbers
@@ -121,7 +121,7 @@ class WaitingQueue:
         times = self._times[:count]
         times.flags.writeable = False
         order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, *rest = self._columns
-        row, num_computed, attained, started = rest
+        row, num_computed, peak_computed, started = rest
         self._view = RequestView(
             now_s=now_s,
             row=row,
@@ -136,7 +136,7 @@ class WaitingQueue:
             deadline_s=times[:, DEADLINE],
             first_due_s=times[:, FIRST_DUE],
             num_computed=num_computed,
-            attained=attained,
+            peak_computed=peak_computed,
             started=started,
         )
         return self._view

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from paceline.core.request import NO_ROW, RequestState
-from paceline.scheduler.invariants.frames import (
+from paceline.scheduler.invariants.half_steps import (
     NOBODY,
     SAYS,
     SEVERAL,
@@ -19,7 +19,7 @@ from paceline.scheduler.invariants.frames import (
     first_true,
     in_time,
 )
-from paceline.scheduler.invariants.registry import CHANGES, PLANNED, Findings, Look, invariant, sweep
+from paceline.scheduler.invariants.registry import CHANGES, PLANNED, CheckContext, Findings, invariant, sweep
 
 # Members of an enum are slow to look up, and these are asked for all requests.
 RUNNING, WAITING, SWAPPED, BLOCKED = (
@@ -32,21 +32,21 @@ RUNNING, WAITING, SWAPPED, BLOCKED = (
 
 @sweep("S9")
 def counters_are_in_order(frames: Frames) -> Findings:
-    names = ("computed", "upper", "num_tokens", "limit", "known")
-    computed, upper, tokens, limit, known = (frames.counts[name][frames.live] for name in names)
-    wrong = (computed > upper) | ((computed > tokens) & ~frames.flags["done"][frames.live])
+    names = ("computed", "scheduled", "num_tokens", "max_len", "num_known")
+    computed, scheduled, tokens, limit, known = (frames.counts[name][frames.live] for name in names)
+    wrong = (computed > scheduled) | ((computed > tokens) & ~frames.flags["done"][frames.live])
     wrong |= (tokens > limit) | (tokens < known)
     wrong |= (limit > frames.state.config.max_model_len) | (computed < 0)
     at = first_true(wrong)
     if at is not None:
         step, row = (int(part[at]) for part in frames.live)
-        says = f"computed {computed[at]}, scheduled {upper[at]}, tokens {tokens[at]} of {limit[at]}"
+        says = f"computed {computed[at]}, scheduled {scheduled[at]}, tokens {tokens[at]} of {limit[at]}"
         yield step, f"row {row}: {says}"
 
 
 @invariant("S11", moment=CHANGES)
-def each_request_is_in_one_place(look: Look) -> str | None:
-    state = look.scheduler.state
+def each_request_is_in_one_place(context: CheckContext) -> str | None:
+    state = context.scheduler.state
     queue, owners = state.queue.ids(), state.rows.requests
     counts = 0
     for request in state.requests.values():
@@ -68,8 +68,8 @@ def each_request_is_in_one_place(look: Look) -> str | None:
 
 
 @invariant("S12")
-def requests_are_conserved(look: Look) -> str | None:
-    state = look.scheduler.state
+def requests_are_conserved(context: CheckContext) -> str | None:
+    state = context.scheduler.state
     counters = state.counters
     if counters.added != len(state.requests) + counters.finished + counters.rejected:
         return f"{counters.added} added, {len(state.requests)} live, {counters.finished} finished"
@@ -77,8 +77,8 @@ def requests_are_conserved(look: Look) -> str | None:
 
 
 @invariant("S21", moment=CHANGES)
-def families_list_live_children(look: Look) -> str | None:
-    state = look.scheduler.state
+def families_list_live_children(context: CheckContext) -> str | None:
+    state = context.scheduler.state
     for parent, children in state.children.items():
         for child in children:
             request = state.requests.get(child)
@@ -125,10 +125,10 @@ def _wrong_columns(
 
 
 @invariant("S24", moment=CHANGES)
-def gauges_are_what_they_count(look: Look) -> str | None:
+def gauges_are_what_they_count(context: CheckContext) -> str | None:
     """Running totals equal what counting now gives."""
-    state = look.scheduler.state
-    rows, queue, live = state.rows, state.queue, look.scheduler.state.rows.live
+    state = context.scheduler.state
+    rows, queue, live = state.rows, state.queue, context.scheduler.state.rows.live
     gauges = [
         ("live rows", rows.num_live, live.tobytes().count(1)),
         ("reserved rows", rows.num_reserved, (rows.reserved & live).tobytes().count(1)),
@@ -137,7 +137,7 @@ def gauges_are_what_they_count(look: Look) -> str | None:
     ]
     for group in state.kv.groups:
         if group.reserved or rows.num_reserved:
-            promised = int(group.reserved_for[look.live].sum())
+            promised = int(group.reserved_for[context.live].sum())
             gauges.append((f"blocks promised in group {group.index}", group.reserved, promised))
     for name, says, counted in gauges:
         if says != counted:
@@ -183,23 +183,23 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
 
 
 @invariant("S14h", moment=PLANNED)
-def the_host_sees_each_token_it_must(look: Look) -> str | None:
+def the_host_sees_each_token_it_must(context: CheckContext) -> str | None:
     """A row whose tokens the host must see before the next is computed decodes only when nothing of it is under way."""
-    rows = look.scheduler.state.rows
-    if look.plan is None or not rows.num_needs_host:
+    rows = context.scheduler.state.rows
+    if context.plan is None or not rows.num_needs_host:
         return None
-    mask = look.scheduler.state.flights[-1].mask
+    mask = context.scheduler.state.flights[-1].mask
     high = len(mask)
-    ahead = mask & rows.needs_host[:high] & (rows.upper[:high] - 1 > rows.computed[:high])
+    ahead = mask & rows.needs_host[:high] & (rows.scheduled[:high] - 1 > rows.computed[:high])
     if np.count_nonzero(ahead):
         return f"row {int(ahead.argmax())} is computed ahead although the host must see its last token first"
     return None
 
 
 @invariant("S28", moment=CHANGES)
-def times_are_in_order(look: Look) -> str | None:
-    now_s = look.scheduler.state.now_s
-    for request in look.scheduler.state.requests.values():
+def times_are_in_order(context: CheckContext) -> str | None:
+    now_s = context.scheduler.state.now_s
+    for request in context.scheduler.state.requests.values():
         admitted_s, first_s = request.admitted_s, request.first_token_s
         if admitted_s is None:
             good = first_s is None
@@ -211,9 +211,9 @@ def times_are_in_order(look: Look) -> str | None:
 
 
 @invariant("L5", moment=CHANGES)
-def preemptions_are_bounded(look: Look) -> str | None:
+def preemptions_are_bounded(context: CheckContext) -> str | None:
     """A request that was preempted often enough runs with its full length reserved, and never again gives way."""
-    state = look.scheduler.state
+    state = context.scheduler.state
     if not state.config.max_preemptions:
         return None
     for request in state.requests.values():
@@ -227,12 +227,12 @@ def preemptions_are_bounded(look: Look) -> str | None:
 
 
 @invariant("L8", moment=PLANNED)
-def deadlines_have_been_kept(look: Look) -> str | None:
-    state = look.scheduler.state
+def deadlines_have_been_kept(context: CheckContext) -> str | None:
+    state = context.scheduler.state
     if not state.deadlines:
         return None
     for request in state.requests.values():
-        if request.deadline_s is not None and request.deadline_s < state.now_s and look.plan is not None:
+        if request.deadline_s is not None and request.deadline_s < state.now_s and context.plan is not None:
             return f"request {request.id} lives past its deadline {request.deadline_s}"
     return None
 
@@ -286,12 +286,12 @@ def no_block_changes_hands_under_a_step(frames: Frames) -> Findings:
 
 
 @invariant("S22r", moment=PLANNED)
-def no_row_changes_hands_under_a_step(look: Look) -> str | None:
+def no_row_changes_hands_under_a_step(context: CheckContext) -> str | None:
     """A row that joins takes part in no earlier step whose result is still to come."""
-    flights = look.scheduler.state.flights
-    if look.plan is None or len(flights) < 2:
+    flights = context.scheduler.state.flights
+    if context.plan is None or len(flights) < 2:
         return None
-    joined = look.plan.joins.row
+    joined = context.plan.joins.row
     for flight in list(flights)[:-1] if len(joined) else ():
         busy = {row for row, _, _ in flight.spans}.union(np.flatnonzero(flight.mask).tolist())
         if not busy.isdisjoint(joined.tolist()):

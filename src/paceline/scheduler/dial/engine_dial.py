@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, setting_of, told_time
-from paceline.scheduler.dial.control import ROWS_PART, Controller, Law, Limits, Range
+from paceline.scheduler.dial.control import ROWS_PART, Controller, DialLimits, Law, Range
 from paceline.scheduler.step_sizes import StepSizes
 
 # Quantiles of what was seen lately, in fixed memory
@@ -140,7 +140,7 @@ class Dial:
         self._controller: Controller | None = None
         self.setting = OFF
         self.position = self._place_of_config()
-        self.limits: Limits | None = None  # None: those of the config
+        self.limits: DialLimits | None = None  # None: those of the config
         # That may run, here and wherever steps are cut first.
         self._most_rows = self._target_rows = config.max_num_seqs
         self.moves = 0
