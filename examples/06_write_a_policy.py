@@ -6,27 +6,24 @@ PYTHONPATH=examples paceline serve --scheduling-policy 06_write_a_policy:ShortPr
 
 import numpy as np
 
-from paceline.core.policy import Victim
-from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.report.summary import summarize
-from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.workload import load_workload
+from paceline.policy import Policy
+from paceline.simulation import (
+    Machine,
+    SimConfig,
+    device_spec,
+    engine_config,
+    load_workload,
+    model_shape,
+    simulate,
+    summarize,
+)
 
 
-class ShortPromptsFirst:
-    """A thousand tokens of prompt are worth two seconds of waiting; nobody is put back by more than eight."""
-
-    def __init__(self, config):
-        self._share = config.long_prefill_share
+class ShortPromptsFirst(Policy):
+    """A thousand prompt tokens count as two seconds of waiting, and no request is put back by more than eight."""
 
     def order(self, view):
         return view.arrival_s + np.minimum(view.num_prompt * 0.002, 8.0)
-
-    def victim(self, view, need):
-        return Victim(int(np.lexsort((view.order, self.order(view)))[-1]))
-
-    def share(self, view, budget):
-        return max(1, int(budget * self._share))
 
 
 if __name__ == "__main__":

@@ -8,29 +8,25 @@ TRACE is a file (Azure CSV, Mooncake JSONL, multi-tenant CSV) or the name of a g
 import sys
 from pathlib import Path
 
-from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
-from paceline.lab.report.summary import summarize
-from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.workload import load_workload
+from paceline import simulation as sim
 
 trace = sys.argv[1] if len(sys.argv) > 1 else "azure-conv"
 folder = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
-machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
+machine = sim.Machine.of(sim.model_shape("llama-3.1-8b"), sim.device_spec("h200"))
 
 points = []
 for rate in (4.0, 12.0, 20.0, 28.0, 36.0):
-    load = load_workload(trace, num_requests=200, seed=1, rate=rate, arrivals="poisson")
-    config = SimConfig(machine=machine, engine=engine_config(machine, load, {"max_num_seqs": 256}))
-    record = simulate(config, load, label=f"{rate:g}/s")
-    points.append(curve_point(rate, summarize(record)))
-    ttft = summarize(record).ttft_s
+    load = sim.load_workload(trace, num_requests=200, seed=1, rate=rate, arrivals="poisson")
+    config = sim.SimConfig(machine=machine, engine=sim.engine_config(machine, load, {"max_num_seqs": 256}))
+    record = sim.simulate(config, load, label=f"{rate:g}/s")
+    points.append(sim.curve_point(rate, sim.summarize(record)))
+    ttft = sim.summarize(record).ttft_s
     print(f"{rate:4g}/s: TTFT p50 {ttft.p50:.3f} s, p99 {ttft.p99:.3f} s")
 
-curve = Curve(label="continuous", points=points)
+curve = sim.Curve(label="continuous", points=points)
 print(
     f"knee: {curve.knee:g}/s, after which p99 TTFT doubles" if curve.knee else "knee: not between these rates"
 )
-plot_throughput_latency([curve], folder / "curve.png", title=f"{trace} on {machine.device.name}")
-plot_timeline(record, folder / "timeline.png")
+sim.plot_throughput_latency([curve], folder / "curve.png", title=f"{trace} on {machine.device.name}")
+sim.plot_timeline(record, folder / "timeline.png")
 print(f"wrote {folder / 'curve.png'} and {folder / 'timeline.png'}")

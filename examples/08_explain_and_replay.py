@@ -8,10 +8,8 @@ import tempfile
 from pathlib import Path
 
 from paceline import LLM, SamplingParams
-from paceline.audit.explain import explain_from_log
-from paceline.audit.runlog import read_run_log
 from paceline.audit.trail import verify
-from paceline.lab.sim.replay import replay
+from paceline.simulation import explain_from_log, read_run_log, replay
 
 folder = Path(tempfile.mkdtemp(prefix="paceline-"))
 log, decisions = folder / "run.jsonl.gz", folder / "decisions"

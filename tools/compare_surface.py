@@ -63,8 +63,8 @@ def _table_columns(page: Path, wanted: tuple[str, ...]) -> str:
         if not columns:
             columns = [cells.index(name) for name in wanted if name in cells]
         elif not set(line) <= set("|-: "):
-            lines.append(" | ".join(cells[index] for index in columns))
-    # Within a command the order of flags is a matter of its help page.
+            # The order of flags and of choices is a matter of the help page.
+            lines.append(" | ".join(", ".join(sorted(cells[index].split(", "))) for index in columns))
     return "\n".join(_sorted_below_headings(lines))
 
 
@@ -146,7 +146,7 @@ def _get(url: str, body: Mapping[str, Any] | None = None) -> str:
 def _without_words(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _without_words(entry)
+            key: sorted(entry, key=str) if key == "enum" else _without_words(entry)
             for key, entry in value.items()
             if not (key in WORDS and isinstance(entry, str))
         }

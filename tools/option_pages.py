@@ -1,10 +1,12 @@
-"""Writes docs/reference/options.md: the flags of every command, as the commands themselves declare them.
+"""Writes docs/reference/options.md: the flags of every command, as the commands themselves declare them, and the table
+of policies in docs/reference/policies.md.
 
-`python -m tools.option_pages` writes the page; a test compares it with what it would write.
+`python -m tools.option_pages` writes the pages; a test compares them with what it would write.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import Field
 from pathlib import Path
@@ -21,8 +23,11 @@ from paceline.cli.sim import flags as sim_flags
 from paceline.cli.top import run as top_run
 from paceline.cli.tune import flags as tune_flags
 from paceline.config.options import flag_of
+from paceline.scheduler.policy import POLICY_CLASSES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
+POLICY_PAGE = PAGE.with_name("policies.md")
+POLICY_HEAD = "| name | order | options |\n|---|---|---|\n"
 COMMANDS: dict[str, tuple[Panel, ...]] = {
     "serve": serve_flags.PANELS,
     "chat": chat_run.PANELS,
@@ -102,5 +107,18 @@ def _values(spec: Field[Any]) -> str:
     return text if high is None else f"{text}, at most {high:,}"
 
 
+def policy_page() -> str:
+    """The page of policies, with its table as their classes declare it."""
+    before, _, after = POLICY_PAGE.read_text(encoding="utf-8").partition(POLICY_HEAD)
+    return before + POLICY_HEAD + "".join(_policy_rows()) + "\n" + after.partition("\n\n")[2]
+
+
+def _policy_rows() -> Iterator[str]:
+    for name, kind in POLICY_CLASSES.items():
+        options = ", ".join(f"`--{option.replace('_', '-')}`" for option in kind.options)
+        yield f"| `{name}` | {inspect.getdoc(kind)} | {options} |\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    POLICY_PAGE.write_text(policy_page(), encoding="utf-8")

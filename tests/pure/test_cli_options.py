@@ -2,7 +2,10 @@
 
 import pytest
 
+from paceline.cli import steer
 from paceline.cli.flags import dashed, whole_number
+from paceline.config.engine import SchedulerConfig
+from paceline.scheduler.policy import POLICY_OPTIONS
 from tools import option_pages
 
 
@@ -39,3 +42,16 @@ def test_the_page_of_options_is_what_the_commands_declare() -> None:
     assert option_pages.PAGE.read_text(encoding="utf-8") == option_pages.page(), (
         "make options writes it again"
     )
+
+
+def test_the_table_of_policies_is_what_their_classes_declare() -> None:
+    assert option_pages.POLICY_PAGE.read_text(encoding="utf-8") == option_pages.policy_page(), (
+        "make options writes it again"
+    )
+
+
+def test_paceline_policy_changes_the_options_that_policies_declare() -> None:
+    offered = {
+        flag.name for panel in steer.POLICY_PANELS if panel.config is SchedulerConfig for flag in panel.flags
+    }
+    assert offered == POLICY_OPTIONS

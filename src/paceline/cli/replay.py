@@ -91,7 +91,7 @@ def _run(values: Mapping[str, Any]) -> None:
     log = read_run_log(options.log, allow_cut=options.allow_cut)
     policy = None
     if options.scheduling_policy:
-        from paceline.scheduler.policy.own import load_policy
+        from paceline.scheduler.policy import load_policy
 
         policy = load_policy(options.scheduling_policy, log.config.scheduler)
     with page_port(show_options(values)) as bound:

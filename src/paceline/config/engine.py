@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.config.options import OWN_CLASS, check_options, option
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
-POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "tail")
+# Policies are the files of this folder. It is listed, not imported: the scheduler stands above the config, and help
+# pages load no numpy.
+_POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
+POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
 PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import Accounting, Policy
+from paceline.core.policy import Policy
 from paceline.scheduler.waiting_queue import WaitingQueue
 
 
@@ -20,7 +20,7 @@ class TenantAccounting:
         self._queue = queue
         self._delivered: list[NDArray[np.int64]] = []  # tenants, once for each token
         self._returned: dict[int, str] = {}
-        self.accounts: Accounting | None = policy if isinstance(policy, Accounting) else None
+        self.accounts = policy if policy.keeps_accounts else None
 
     def comes(self, tenant: int, name: str, *, back: bool) -> None:
         """A request of the tenant is about to wait. `back`: it ran, and gave way in the plan being made."""

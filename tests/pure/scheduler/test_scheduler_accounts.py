@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.config.engine import SchedulerConfig
 from paceline.core.request import SALT, account_of
 from paceline.scheduler.policy.fair import FairShare
 from paceline.scheduler.tenants import TenantAccounting
@@ -38,7 +39,7 @@ class Waiting:
 
 
 def test_two_that_come_back_between_two_plans_are_lifted_one_after_the_other() -> None:
-    policy, queue = FairShare(0.5, {}, 2.0), Waiting()
+    policy, queue = FairShare(SchedulerConfig()), Waiting()
     accounting = TenantAccounting(policy, queue)  # type: ignore[arg-type]
     for tenant, served in ((1, 314), (2, 100)):
         policy.began(tenant, str(tenant), ())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import RequestView, Victim
+from paceline.core.policy import Policy, RequestView, Victim
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import Urgency
@@ -59,8 +59,8 @@ def request(number: int, length: int = 3, **options: Any) -> Request:
 def test_the_victim_is_the_last_in_order(pairs: list[tuple[int, int]]) -> None:
     view = view_of(pairs)
     for policy, rank in (
-        (FirstComeFirstServed(0.5), lambda at: (pairs[at][0], at)),
-        (PriorityWithAgeing(0.5, 1e9), lambda at: (pairs[at][1], pairs[at][0], at)),
+        (FirstComeFirstServed(SchedulerConfig()), lambda at: (pairs[at][0], at)),
+        (PriorityWithAgeing(SchedulerConfig(ageing_s=1e9)), lambda at: (pairs[at][1], pairs[at][0], at)),
     ):
         expected = max(range(len(pairs)), key=rank)
         assert policy.victim(view, 1) == Victim(expected)
@@ -70,7 +70,7 @@ def test_the_victim_is_the_last_in_order(pairs: list[tuple[int, int]]) -> None:
 def test_the_order_of_two_requests_never_changes_while_they_wait(
     pairs: list[tuple[int, int]], now_s: float, later_s: float
 ) -> None:
-    policy = PriorityWithAgeing(0.5, 3.0)
+    policy = PriorityWithAgeing(SchedulerConfig(ageing_s=3.0))
     one, other = (policy.order(view_of(pairs, time_s)) for time_s in (now_s, later_s))
     differences = np.subtract.outer(one, one), np.subtract.outer(other, other)
     assert np.allclose(*differences, atol=1e-6)
@@ -78,7 +78,10 @@ def test_the_order_of_two_requests_never_changes_while_they_wait(
 
 @given(entries)
 def test_policies_are_pure(pairs: list[tuple[int, int]]) -> None:
-    for policy in (FirstComeFirstServed(0.5), PriorityWithAgeing(0.5, 3.0)):
+    for policy in (
+        FirstComeFirstServed(SchedulerConfig()),
+        PriorityWithAgeing(SchedulerConfig(ageing_s=3.0)),
+    ):
         view = view_of(pairs)
         assert policy.order(view).tolist() == policy.order(view).tolist()
         assert policy.victim(view, 3) == policy.victim(view, 3)
@@ -88,7 +91,10 @@ def test_policies_are_pure(pairs: list[tuple[int, int]]) -> None:
     ("share", "budget", "tokens"), [(0.5, 100, 50), (1.0, 7, 7), (0.1, 5, 1), (1e-6, 2048, 1)]
 )
 def test_the_share_of_a_prompt_is_at_least_one_token(share: float, budget: int, tokens: int) -> None:
-    assert FirstComeFirstServed(share).share(view_of([(0, 0)]), budget) == tokens
+    assert (
+        FirstComeFirstServed(SchedulerConfig(long_prefill_share=share)).share(view_of([(0, 0)]), budget)
+        == tokens
+    )
 
 
 def test_the_config_names_the_policy() -> None:
@@ -97,26 +103,32 @@ def test_the_config_names_the_policy() -> None:
     assert type(make_policy(SchedulerConfig(scheduling_policy="shortest"))) is ShortestFirst
 
 
+def shortest(prompt_ms: float, output_ms: float, bound_s: float) -> ShortestFirst:
+    return ShortestFirst(
+        SchedulerConfig(prompt_handicap_ms=prompt_ms, output_handicap_ms=output_ms, ageing_s=bound_s)
+    )
+
+
 def test_a_long_prompt_counts_as_one_that_came_later() -> None:
     view = view_of([(0, 0), (1, 0), (2, 0), (3, 0)])
     view = replace(view, num_prompt=np.array([5000, 1000, 10, 5000]))
     view = replace(view, max_total=view.num_prompt)
-    scores = ShortestFirst(0.5, prompt_s=1e-3, output_s=0.0, bound_s=10.0).order(view)
+    scores = shortest(1, 0, 10.0).order(view)
     assert first(view, scores, 4).tolist() == [1, 2, 0, 3]  # at 5, 2, 2.01 and 8 seconds
-    scores = ShortestFirst(0.5, prompt_s=0.0, output_s=1.0, bound_s=10.0).order(view)
+    scores = shortest(0, 1000, 10.0).order(view)
     assert scores.tolist() == [0.0, 1.0, 2.0, 3.0]
     view = replace(view, max_total=view.num_prompt + np.array([9, 1, 1, 1]))
-    scores = ShortestFirst(0.5, prompt_s=0.0, output_s=1.0, bound_s=5.0).order(view)
+    scores = shortest(0, 1000, 5.0).order(view)
     assert scores.tolist() == [5.0, 2.0, 3.0, 4.0]
 
 
 def test_no_prompt_is_put_back_without_a_bound() -> None:
     view = replace(view_of([(0, 0), (9, 0)]), num_prompt=np.array([10**6, 10]))
-    scores = ShortestFirst(0.5, prompt_s=1e-3, output_s=1.0, bound_s=9.0).order(view)
+    scores = shortest(1, 1000, 9.0).order(view)
     assert first(view, scores, 2).tolist() == [0, 1]
 
 
-class OldestGoes(FirstComeFirstServed):
+class OldestGoes(Policy):
     """A policy of one's own, through the seam: the last to come goes first, and swaps."""
 
     def order(self, view: RequestView) -> Any:
@@ -127,7 +139,10 @@ class OldestGoes(FirstComeFirstServed):
 
 
 def test_a_policy_of_ones_own_decides() -> None:
-    bench = Bench(engine_config(max_num_seqs=2, num_blocks=7, num_host_blocks=8), policy=OldestGoes(1.0))
+    bench = Bench(
+        engine_config(max_num_seqs=2, num_blocks=7, num_host_blocks=8),
+        policy=OldestGoes(SchedulerConfig(long_prefill_share=1.0)),
+    )
     ids = [bench.add(prompt(4, start), 18, arrival_s=float(start)) for start in range(3)]
     seen = bench.step()
     assert seen is not None and seen.spans.keys() == {ids[2], ids[1]}

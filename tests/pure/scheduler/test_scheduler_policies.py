@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.engine import POLICIES, SchedulerConfig, StepCosts
-from paceline.core.policy import Accounting, RequestView
+from paceline.core.policy import RequestView
 from paceline.errors import ConfigError
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
@@ -55,8 +55,18 @@ def ranked(policy: Any, view: RequestView) -> list[int]:
     return order
 
 
-def fair(weights: dict[str, float] | None = None, output_cost: float = 2.0) -> FairShare:
-    return FairShare(0.5, weights or {}, output_cost)
+def fair(weights: str = "") -> FairShare:
+    return FairShare(SchedulerConfig(tenant_weights=weights))
+
+
+def slack(
+    prompt_s: float, output_s: float, *, ageing_s: float = 30.0, first_token_s: float | None = None
+) -> LeastSlack:
+    """The policy where a token of a prompt and one of output take so long."""
+    costs = StepCosts(sizes=(1,), seconds=(prompt_s,), row_s=output_s - prompt_s)
+    return LeastSlack(
+        SchedulerConfig(max_num_seqs=1, step_costs=costs, ageing_s=ageing_s, first_token_s=first_token_s)
+    )
 
 
 def serve(policy: FairShare, tenant: int, prompts: int = 0, outputs: int = 0) -> None:
@@ -85,7 +95,7 @@ def test_requests_of_one_tenant_queue_behind_each_other() -> None:
 
 
 def test_a_weight_divides_what_is_charged() -> None:
-    policy = fair({"big": 4.0})
+    policy = fair("big=4")
     policy.began(0, "big", ())
     serve(policy, 0, prompts=8, outputs=4)
     assert policy.counter(0) == 4.0
@@ -180,7 +190,7 @@ def test_a_prompt_is_charged_once_and_output_as_it_comes() -> None:
 
 
 def test_least_slack_goes_first_and_who_is_late_goes_last() -> None:
-    policy = LeastSlack(0.5, (0.1, 1.0), patience_s=30.0)
+    policy = slack(0.1, 1.0)
     # Each needs 1 s for its prompt and 10 s for its output; it is 10 s now.
     view = view_of(5, deadline_s=[30.0, 22.0, 20.0, np.inf, 11.0], arrival_s=[0, 0, 0, 0, 0])
     assert policy.order(view)[:2].tolist() == [9.0, 1.0]
@@ -192,13 +202,13 @@ def test_least_slack_goes_first_and_who_is_late_goes_last() -> None:
 
 
 def test_a_request_without_a_deadline_comes_first_in_the_end() -> None:
-    policy = LeastSlack(0.5, (0.0, 0.0), patience_s=30.0)
+    policy = slack(0.0, 0.0)
     view = view_of(2, now_s=100.0, arrival_s=[0.0, 99.0], deadline_s=[np.inf, 100.5])
     assert ranked(policy, view) == [0, 1]
 
 
 def test_a_first_token_may_be_due_before_the_rest() -> None:
-    policy = LeastSlack(0.5, (0.1, 1.0), patience_s=30.0, first_s=4.0)
+    policy = slack(0.1, 1.0, first_token_s=4.0)
     view = view_of(3, deadline_s=[100.0] * 3, arrival_s=[10.0, 9.5, 6.0], num_tokens=[10, 10, 12])
     # It takes 1 s for the prompt and 2 for the steps before it; the last has its first token.
     assert policy.order(view).tolist() == pytest.approx([1.0, 0.5, 100.0 - 1.2 - 8.0 - 10.0])
@@ -215,7 +225,7 @@ def test_what_a_token_takes_comes_from_the_table_of_steps() -> None:
 
 
 def test_small_work_passes_large_work_and_age_passes_all() -> None:
-    policy = SoftTail(0.5)
+    policy = SoftTail(SchedulerConfig())
     view = view_of(3, arrival_s=[0.0, 5.0, 9.0], num_prompt=[5000, 100, 100])
     assert ranked(policy, view) == [1, 0, 2]
     later = replace(view, now_s=1000.0)
@@ -237,7 +247,7 @@ def test_every_policy_answers_for_nobody_and_without_changing_anything(name: str
     assert policy.victim(view, 2) == policy.victim(view, 2)
     assert [column.tobytes() for column in (view.arrival_s, view.deadline_s, view.num_tokens)] == before
     assert np.isfinite(policy.order(view)).all()
-    assert isinstance(policy, Accounting) == (name == "fair")
+    assert policy.keeps_accounts == (name == "fair")
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -291,13 +301,23 @@ def test_a_change_that_makes_no_sense_changes_nothing(name: str, options: dict[s
 # -- an operator's own -------------------------------------------------------------------------------------
 
 MODULE = """
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.core.policy import Policy, Victim
 
-class LastComeFirstServed(FirstComeFirstServed):
-    def __init__(self, config):
-        super().__init__(config.long_prefill_share)
+class LastComeFirstServed(Policy):
     def order(self, view):
         return -view.arrival_s
+
+class WithoutBase:
+    def __init__(self, config):
+        self.config = config
+    def order(self, view):
+        return -view.arrival_s
+    def victim(self, view, need):
+        return Victim(0)
+    def share(self, view, budget):
+        return 7
+    def yields(self, running, waiting):
+        return running.priority > waiting.priority
 
 class Half:
     def order(self, view):
@@ -324,6 +344,20 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_class_of_ones_own_is_loaded_by_name(own_module: str) -> None:
     name = f"{own_module}:LastComeFirstServed"
     bench = Bench(engine_config(max_num_seqs=1, scheduling_policy=name))
+    one, other = bench.add(prompt(3), 2, arrival_s=0.0), bench.add(prompt(3), 2, arrival_s=1.0)
+    bench.run()
+    assert list(bench.finished) == [other, one]
+
+
+def test_a_class_that_is_not_derived_from_policy_gets_the_defaults_of_what_it_lacks(own_module: str) -> None:
+    policy = make_policy(SchedulerConfig(scheduling_policy=f"{own_module}:WithoutBase"))
+    assert policy.share(view_of(2), 100) == 7 and policy.victim(view_of(2), 1).index == 0
+    assert policy.displaces and policy.yields(view_of(2, priority=[0, 2]), view_of(1)).tolist() == [
+        False,
+        True,
+    ]
+    assert not (policy.pauses_rows or policy.keeps_room or policy.keeps_accounts or policy.relative)
+    bench = Bench(engine_config(max_num_seqs=1, scheduling_policy=f"{own_module}:WithoutBase"))
     one, other = bench.add(prompt(3), 2, arrival_s=0.0), bench.add(prompt(3), 2, arrival_s=1.0)
     bench.run()
     assert list(bench.finished) == [other, one]

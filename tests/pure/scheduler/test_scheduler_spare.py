@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.audit.story import story
+from paceline.config.engine import SchedulerConfig
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import RequestState
 from paceline.scheduler.policy.fair import FairShare
@@ -15,8 +16,8 @@ from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 WAITING: list[int] = []
 
 
-def fair(flood_tokens: float = 40.0) -> FairShare:
-    return FairShare(0.5, {}, 2.0, flood_tokens)
+def fair(flood_tokens: int = 40) -> FairShare:
+    return FairShare(SchedulerConfig(flood_tokens=flood_tokens))
 
 
 def serve(policy: FairShare, tenant: int, tokens: float) -> None:

@@ -17,13 +17,13 @@ from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.replay import replay
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
-from paceline.scheduler.policy.deadline import HOPELESS_S, LeastSlack
+from paceline.scheduler.policy.deadline import HOPELESS_S
 from paceline.scheduler.rejections import CERTAIN, LATE, late_rejection
 from paceline.scheduler.scheduler import Scheduler
 from tests.pure.engine.engine_helpers import Bench, prompt
 from tests.pure.engine.engine_helpers import engine_config as small_engine
 from tests.pure.scheduler.test_scheduler_pace import FRESH, pace
-from tests.pure.scheduler.test_scheduler_policies import ranked, view_of
+from tests.pure.scheduler.test_scheduler_policies import ranked, slack, view_of
 from tests.pure.sim.sim_helpers import PerToken, machine, make_workload
 
 FINISHED, REFUSED = OUTCOMES.index("finished"), OUTCOMES.index("refused")
@@ -213,7 +213,7 @@ def test_a_request_ends_at_its_deadline() -> None:
 
 
 def test_least_slack_thinks_of_the_first_token_that_is_wanted() -> None:
-    policy = LeastSlack(0.5, (0.0, 0.1), patience_s=30.0)
+    policy = slack(0.0, 0.1)
     view = view_of(3, arrival_s=[0, 1, 2], first_due_s=[np.inf, 20.0, 12.0])
     assert ranked(policy, view) == [2, 1, 0]
     spoken = replace(view, num_tokens=view.num_tokens + 1)  # they have it: only patience is left
@@ -221,7 +221,7 @@ def test_least_slack_thinks_of_the_first_token_that_is_wanted() -> None:
 
 
 def test_who_is_late_without_a_deadline_is_still_served_in_bounded_time() -> None:
-    policy = LeastSlack(0.5, (0.0, 0.1), patience_s=5.0)
+    policy = slack(0.0, 0.1, ageing_s=5.0)
     view = view_of(2, arrival_s=[0, 9], first_due_s=[3.0, np.inf], deadline_s=[np.inf, np.inf])
     scores = policy.order(view)
     assert np.all(scores < HOPELESS_S) and ranked(policy, view) == [0, 1]

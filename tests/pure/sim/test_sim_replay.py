@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from paceline.audit.runlog import BEGAN, RunLogWriter, read_run_log, run_header
 from paceline.core.clock import ManualClock
-from paceline.core.policy import RequestView
+from paceline.core.policy import Policy, RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import EngineFailed, InputError, NeverFits, QueueFull
 from paceline.lab.sim import simulate
 from paceline.lab.sim.replay import replay
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.recording import Recording
 from tests.fakes import FakeRunner, Faults
@@ -204,7 +203,7 @@ def test_an_engine_that_gave_up_replays(tmp_path: Path) -> None:
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "run.jsonl").read_bytes()
 
 
-class LastComeFirstServed(FirstComeFirstServed):
+class LastComeFirstServed(Policy):
     def order(self, view: RequestView) -> NDArray[np.float64]:
         return -view.arrival_s
 
@@ -212,7 +211,7 @@ class LastComeFirstServed(FirstComeFirstServed):
 def test_a_policy_of_its_own_must_be_given_again(tmp_path: Path) -> None:
     config = small_config(depth=0)
     clock = ManualClock()
-    policy = LastComeFirstServed(0.5)
+    policy = LastComeFirstServed(config.scheduler)
     engine = engine_with_log(config, tmp_path / "run.jsonl", clock=clock, policy=policy)
     for _ in range(9):
         engine.add([1, 2, 3], SamplingParams(max_tokens=3))
@@ -264,7 +263,7 @@ def test_accounts_and_changes_of_policy_replay_byte_for_byte(tmp_path: Path) -> 
 def test_a_log_does_not_choose_what_is_imported(tmp_path: Path) -> None:
     name = f"{LastComeFirstServed.__module__}:OwnPolicy"
     config = small_config(depth=0, scheduling_policy=name)
-    policy = LastComeFirstServed(0.5)
+    policy = LastComeFirstServed(config.scheduler)
     engine = engine_with_log(config, tmp_path / "run.jsonl", policy=policy)
     engine.add([1, 2, 3], SamplingParams(max_tokens=3))
     run_until_idle(engine)

@@ -38,6 +38,7 @@ from paceline.lab.sim.cost_files import load_cost_model
 from paceline.lab.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, Value
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
+from paceline.scheduler.policy import POLICY_CLASSES
 
 FORMAT = "paceline-tune"
 MEASURES, PERCENTILES = ("ttft", "itl", "e2e"), ("p50", "p90", "p99")
@@ -59,7 +60,8 @@ HEADINGS = {  # short: the flags stand below the table
     "step_target_ms": "step ms",
     "scheduling_policy": "policy",
 }
-POLICIES = ("fcfs", "shortest", "tail")  # those that need nothing from requests
+# Those whose order needs nothing that requests state.
+POLICIES = tuple(name for name, kind in POLICY_CLASSES.items() if not kind.needs)
 
 
 def _look_at_nothing() -> None:

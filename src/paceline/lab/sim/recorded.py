@@ -23,7 +23,7 @@ from paceline.lab.measure import Meter, StepMeter
 from paceline.lab.report.record import RunRecord
 from paceline.lab.sim.replay import replay
 from paceline.lab.workload.model import WISHES, Workload
-from paceline.scheduler.policy.own import load_policy
+from paceline.scheduler.policy import load_policy
 from paceline.scheduler.state import SchedulerState
 
 # By step: when it began and ended, by the runner's clock if that was recorded.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.events import DecisionKind
-from paceline.core.policy import RequestView, is_relative
+from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.rows import Rows
@@ -63,7 +63,7 @@ def the_last_in_order_gives_way(context: CheckContext) -> str | None:
     # Who has joined since may go before everybody; the one that was spared was first among those that ran.
     ran = [row for row in context.live.tolist() if row not in joined and not state.rows.done[row]]
     rows, foremost = state.rows, int(state.in_order(np.array(ran, np.int64))[0]) if ran else None
-    charged = _tenants_admitted(context) if is_relative(state.policy) else set()
+    charged = _tenants_admitted(context) if state.policy.relative else set()
     for row in context.live.tolist():
         request = rows.requests[row]
         assert request is not None
@@ -88,7 +88,7 @@ def nobody_is_passed_over(context: CheckContext) -> str | None:
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
     state = context.scheduler.state
-    if not context.decisions or not len(state.queue) or is_relative(state.policy):
+    if not context.decisions or not len(state.queue) or state.policy.relative:
         return None
     admitted = [d.request for d in context.decisions if d.kind in _LET_IN]
     runners = [state.requests[a] for a in admitted if a in state.requests]
@@ -166,7 +166,7 @@ def _head(context: CheckContext) -> Request | None:
     """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
     on who else waits, they change when somebody fails on the way in."""
     state = context.scheduler.state
-    if is_relative(state.policy) and any(d.kind is DecisionKind.FAIL for d in context.decisions):
+    if state.policy.relative and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None
     view = state.queue.view(state.now_s)
     return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))

@@ -1,52 +1,46 @@
-"""Scheduling policies, one small file each, behind the seam of `core.policy`."""
+"""Scheduling policies: one file each in this folder, which holds one subclass of `core.policy.Policy`.
+
+The name of the file is the name of the policy. `config.engine.POLICIES` lists the files; flags, API, live page and
+documentation take the names from there. A policy can also be a user's class, named as `module:Class`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 
 from paceline.config.engine import POLICIES, SchedulerConfig
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
-from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
-from paceline.scheduler.policy.fair import FairShare, parse_weights
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
-from paceline.scheduler.policy.own import load_policy
-from paceline.scheduler.policy.priority import PriorityWithAgeing
-from paceline.scheduler.policy.shortest import ShortestFirst
-from paceline.scheduler.policy.tail import SoftTail
 
-# What policies read of the config.
-POLICY_OPTIONS = frozenset(
-    (
-        "ageing_s",
-        "first_token_s",
-        "flood_tokens",
-        "long_prefill_share",
-        "output_handicap_ms",
-        "output_token_cost",
-        "prompt_handicap_ms",
-        "tenant_weights",
-    )
-)
+METHODS = ("order", "victim", "share")  # of a class that is not derived from Policy
+
+
+def _class_in(module_name: str) -> type[Policy]:
+    """The policy that a file of this folder defines."""
+    classes = [each for each in vars(import_module(module_name)).values() if isinstance(each, type)]
+    (found,) = [each for each in classes if issubclass(each, Policy) and each.__module__ == module_name]
+    return found
+
+
+POLICY_CLASSES: Mapping[str, type[Policy]] = {name: _class_in(f"{__name__}.{name}") for name in POLICIES}
+# Options of the config that can be changed together with the policy.
+POLICY_OPTIONS = frozenset(("long_prefill_share",)).union(*(kind.options for kind in POLICY_CLASSES.values()))
 
 
 def make_policy(config: SchedulerConfig, before: Policy | None = None) -> Policy:
-    """The policy a config names. `before` is the one it takes over from: what tenants were served stays known."""
-    if ":" in config.scheduling_policy:
-        # An operator's own has read its options at start-up; what changes is for whichever takes over from it.
-        return before if before is not None else load_policy(config.scheduling_policy, config)
-    if config.scheduling_policy == "fair":
-        counted = before if isinstance(before, FairShare) else None
-        weights = parse_weights(config.tenant_weights)
-        return FairShare(
-            config.long_prefill_share, weights, config.output_token_cost, config.flood_tokens, counted
-        )
-    make = _MAKERS.get(config.scheduling_policy)
-    if make is None:
-        raise ConfigError(f"unknown scheduling policy {config.scheduling_policy!r}")
-    return make(config)
+    """The policy a config names. `before` is the one it replaces: what tenants were served stays known."""
+    name = config.scheduling_policy
+    if ":" in name:
+        # A user's class has read its options at start-up; changed options are for the policy that replaces it.
+        return before if before is not None else load_policy(name, config)
+    if name not in POLICY_CLASSES:
+        raise ConfigError(f"unknown scheduling policy {name!r}")
+    policy = POLICY_CLASSES[name](config)
+    if before is not None:
+        policy.take_over(before)
+    return policy
 
 
 def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, float | str]) -> SchedulerConfig:
@@ -61,20 +55,33 @@ def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, flo
     return replace(config, scheduling_policy=name, **options)  # type: ignore[arg-type]
 
 
-def _deadline(config: SchedulerConfig) -> Policy:
-    first_s = math.inf if config.first_token_s is None else config.first_token_s
-    return LeastSlack(config.long_prefill_share, token_seconds(config), config.ageing_s, first_s)
+def load_policy(spec: str, config: SchedulerConfig) -> Policy:
+    """Import the class that a `module:Class` names and make its policy. Errors are said at start-up, in a sentence."""
+    where = f"--scheduling-policy {spec}"
+    module_name, _, class_name = spec.partition(":")
+    if not module_name or not class_name.isidentifier():
+        raise ConfigError(f"{where}: give the module and the class, such as my_policies:LongestFirst")
+    try:
+        kind = getattr(import_module(module_name), class_name, None)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {module_name} cannot be imported ({type(error).__name__}: {error}); "
+            "is its folder on PYTHONPATH?"
+        ) from error
+    if not isinstance(kind, type):
+        raise ConfigError(f"{where}: {module_name} has no class {class_name}")
+    missing = [name for name in METHODS if not callable(getattr(kind, name, None))]
+    if missing:
+        raise ConfigError(f"{where}: the class lacks {', '.join(missing)}; a policy has {', '.join(METHODS)}")
+    try:
+        policy: Policy = with_defaults(kind)(config)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: the class cannot be called with the config ({type(error).__name__}: {error})"
+        ) from error
+    return policy
 
 
-def _shortest(config: SchedulerConfig) -> Policy:
-    prompt_s, output_s = config.prompt_handicap_ms / 1e3, config.output_handicap_ms / 1e3
-    return ShortestFirst(config.long_prefill_share, prompt_s, output_s, config.ageing_s)
-
-
-_MAKERS: dict[str, Callable[[SchedulerConfig], Policy]] = {
-    "fcfs": lambda config: FirstComeFirstServed(config.long_prefill_share),
-    "priority": lambda config: PriorityWithAgeing(config.long_prefill_share, config.ageing_s),
-    "deadline": _deadline,
-    "shortest": _shortest,
-    "tail": lambda config: SoftTail(config.long_prefill_share),
-}
+def with_defaults(kind: type) -> type[Policy]:
+    """A class with the methods of a policy that is not derived from it, with the defaults of those it does not have."""
+    return kind if issubclass(kind, Policy) else type(kind.__name__, (kind, Policy), {})

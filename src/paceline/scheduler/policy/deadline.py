@@ -1,9 +1,9 @@
 """Least slack first: the time a request has left, less the time its rest will take.
 
-Until a request has its first token, it may have to be there sooner: within `first_s`, or by when it wants it. Who
-cannot make its time any more goes last, and gives way first. A request without a deadline is treated as if it had to
-start within `patience_s`, unless it wants its first token sooner and can have it; it is never without hope, so that it
-is served in bounded time.
+Until a request has its first token, that token may be due sooner: within `first_token_s`, or by the request's own
+target. A request that can no longer make its time goes last and is preempted first. A request without a deadline is
+treated as if it had to start within `ageing_s`, unless its first token is due sooner and can still be in time; it is
+never counted as late, so that it is served in bounded time.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import RequestView
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.core.policy import Policy, RequestView
 
 HOPELESS_S = 1e9  # more than any slack
-STEPS_AHEAD = 2  # steps under way when a first token is wanted: they end before its own begins
-PROMPT_S, OUTPUT_S = 1e-4, 0.02  # of a token, where nothing is known about the machine
+STEPS_AHEAD = 2  # steps under way when a first token is due: they end before its own begins
+PROMPT_S, OUTPUT_S = 1e-4, 0.02  # of a token, where the machine's step times are not known
 
 
-class LeastSlack(FirstComeFirstServed):
-    def __init__(
-        self,
-        long_prefill_share: float,
-        token_s: tuple[float, float],
-        patience_s: float,
-        first_s: float = math.inf,
-    ) -> None:
-        super().__init__(long_prefill_share)
-        self._first_s = first_s
-        self._prompt_s, self._output_s = token_s
-        self._patience_s = patience_s
+class LeastSlack(Policy):
+    """The least time to spare first; a request that can no longer make its deadline goes last."""
+
+    options = ("first_token_s", "ageing_s")
+    needs = "deadline"
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._first_s = math.inf if config.first_token_s is None else config.first_token_s
+        self._prompt_s, self._output_s = token_seconds(config)
+        self._patience_s = config.ageing_s
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
-        # What has to be computed again is left out: to give way must not change a request's place.
+        # What has to be computed again is left out: preemption must not change a request's place.
         prompt_s = self._prompt_s * (view.num_tokens - view.peak_computed)
         slack_s: NDArray[np.float64] = view.deadline_s - prompt_s
         slack_s -= self._output_s * (view.max_total - view.num_tokens)

@@ -1,51 +1,52 @@
-"""A fair share for every tenant: whoever was served least goes first, and whoever was served most gives way.
+"""A fair share for every tenant: the tenant served least goes first, and the tenant served most is preempted first.
 
-Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. Who comes back to wait
-starts at the least counter among those that wait: nobody saves up service by staying away. A tenant that has had
-requests waiting for long floods: if it has much more running than another it gives up places to it, and it leaves some
-room for those that come and go.
+Virtual token counters: a tenant's counter grows by what it was served, divided by its weight. A tenant that waits again
+starts at the least counter among those that wait, so that no tenant saves up service by staying away. A tenant that has
+had requests waiting for long floods: if it has much more running than another, it yields rows to it, and it leaves
+some room for tenants that come and go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import RequestView
+from paceline.config.engine import SchedulerConfig
+from paceline.core.policy import Policy, RequestView
 from paceline.errors import ConfigError
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 
 MAX_COUNTERS = 8192
 SPARE = 0.2  # of rows and blocks, that a flood leaves free
-RECENT = 8.0  # times what makes a flood: after so many tokens it expects nobody back who has stayed away
-TIMES_MORE = 4.0  # what a tenant has running, by weight, before its requests give their places to another's
+RECENT = 8.0  # times `flood_tokens`: a tenant that stayed away longer than that is not expected back
+TIMES_MORE = 4.0  # tokens a tenant has running, by weight and relative to others, before its requests yield
 
 
-class FairShare(FirstComeFirstServed):
+class FairShare(Policy):
+    """The tenant first that was served least for its weight."""
+
+    options = ("tenant_weights", "output_token_cost", "flood_tokens")
+    needs = "tenant"
     relative = True
 
-    def __init__(
-        self,
-        long_prefill_share: float,
-        weights: Mapping[str, float],
-        output_cost: float,
-        flood_tokens: float = 8192.0,
-        before: FairShare | None = None,
-    ) -> None:
-        super().__init__(long_prefill_share)
-        self._by_name = weights
-        self._output_cost = output_cost
-        # Who was served so many by weight while it always had more waiting asks for more than its share.
-        self._flood_tokens = flood_tokens
-        self._weights: dict[int, float] = {} if before is None else before._weights.copy()
-        self.counters: dict[int, float] = {} if before is None else before.counters.copy()
-        self._began: dict[int, float] = {}  # what its counter was when a tenant came to wait
-        self._newest: tuple[int, ...] = ()  # the two tenants that came to wait last
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._by_name = parse_weights(config.tenant_weights)
+        self._output_cost = config.output_token_cost
+        # A tenant that was served this many tokens by weight while it always had more waiting exceeds its share.
+        self._flood_tokens = config.flood_tokens
+        self._weights: dict[int, float] = {}
+        self.counters: dict[int, float] = {}
+        self._began: dict[int, float] = {}  # a tenant's counter when it began to wait
+        self._newest: tuple[int, ...] = ()  # the two tenants that began to wait last
+
+    def take_over(self, before: Policy) -> None:
+        if isinstance(before, FairShare):
+            self._weights, self.counters = before._weights.copy(), before.counters.copy()
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
-        """The tenant's counter as it will be when those of its requests that come before have been admitted."""
+        """The tenant's counter as it will be once its earlier requests have been admitted."""
         if not len(view):
             return np.zeros(0)
         tenants, which = np.unique(view.tenant, return_inverse=True)
@@ -93,7 +94,7 @@ class FairShare(FirstComeFirstServed):
             return
         least = min(self.counter(other) for other in waiting)
         self.counters[tenant] = self._began[tenant] = max(self.counter(tenant), least)
-        if len(self.counters) > MAX_COUNTERS:  # who is behind all that wait would be lifted anyway
+        if len(self.counters) > MAX_COUNTERS:  # a counter below all that wait would be lifted anyway
             self.counters = {key: value for key, value in self.counters.items() if value >= least}
             self._weights = {key: self.weight(key) for key in self.counters}
             self._began = {key: value for key, value in self._began.items() if key in self.counters}

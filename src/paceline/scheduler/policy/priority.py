@@ -10,16 +10,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import RequestView
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.config.engine import SchedulerConfig
+from paceline.core.policy import Policy, RequestView
 
 MARGIN = 0.5  # levels between a request and one that takes its place
 
 
-class PriorityWithAgeing(FirstComeFirstServed):
-    def __init__(self, long_prefill_share: float, ageing_s: float) -> None:
-        super().__init__(long_prefill_share)
-        self._ageing_s = ageing_s
+class PriorityWithAgeing(Policy):
+    """Lower priority numbers first; every `--ageing-s` seconds of waiting are worth one level."""
+
+    options = ("ageing_s",)
+    needs = "priority"
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._ageing_s = config.ageing_s
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
         waited_s = view.now_s - view.arrival_s

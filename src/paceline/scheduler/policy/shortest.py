@@ -1,9 +1,8 @@
-"""Shortest first, with a bound: each token asked for counts as if its request had come a little later.
+"""Shortest first, with a bound: each requested token counts as if its request had arrived a little later.
 
-When more comes than can be computed, a few long requests would make everybody wait; here most pass them, and a long
-one waits at most `bound_s` more. Length is what is declared: the prompt, and the most tokens to generate. The order
-of two requests never changes while they wait. A request takes the place of a running one that has several times as much
-left to do.
+Under overload a few long requests would make all others wait; here most pass them, and a long request waits at most
+`ageing_s` more. Length is what is declared: the prompt, and the most tokens to generate. The order of two requests
+never changes while they wait. A request takes the place of a running one that has several times as much left to do.
 """
 
 from __future__ import annotations
@@ -11,18 +10,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import RequestView
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.config.engine import SchedulerConfig
+from paceline.core.policy import Policy, RequestView
 
-# What is left of a request that gives its place, as a multiple of the one that takes it. At twice as much, what had to
-# be computed again cost more than short ones gained.
+# What is left of a request that is displaced, as a multiple of the one that takes its place. At twice as much, what had
+# to be computed again cost more than short requests gained.
 TIMES_LONGER = 8.0
 
 
-class ShortestFirst(FirstComeFirstServed):
-    def __init__(self, long_prefill_share: float, prompt_s: float, output_s: float, bound_s: float) -> None:
-        super().__init__(long_prefill_share)
-        self._prompt_s, self._output_s, self._bound_s = prompt_s, output_s, bound_s
+class ShortestFirst(Policy):
+    """In the order of arrival, each requested token counting as some waiting, up to `--ageing-s`."""
+
+    options = ("prompt_handicap_ms", "output_handicap_ms", "ageing_s")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._prompt_s, self._output_s = config.prompt_handicap_ms / 1e3, config.output_handicap_ms / 1e3
+        self._bound_s = config.ageing_s
 
     def order(self, view: RequestView) -> NDArray[np.float64]:
         scores: NDArray[np.float64] = view.arrival_s + np.minimum(self._length_s(view), self._bound_s)

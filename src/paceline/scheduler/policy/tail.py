@@ -1,8 +1,8 @@
-"""For the slowest of a hundred: who has waited longest for the work it is known to need goes first.
+"""For the slowest of a hundred: the request that has waited longest for the work it is known to need goes first.
 
 Soft priorities without predictions: the work known of a request is its prompt and what was computed for it since.
-Waiting counts for more the less that is, and a request that has become large gives way to small ones that have
-waited; since waiting always counts, nobody is put off for good.
+The smaller that is, the more waiting counts, and a request that has become large is preempted for small ones that have
+waited. Since waiting always counts, no request starves.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import RequestView
-from paceline.scheduler.policy.fcfs import FirstComeFirstServed
+from paceline.core.policy import Policy, RequestView
 
-LEAST_WORK = 64  # tokens; below, nobody is smaller than another
+LEAST_WORK = 64  # tokens; smaller requests count as equally small
 SOFTNESS = 0.5  # 0: the order of arrival; 1: waiting in units of work
-TIMES_AHEAD = 2.0  # a request that takes the place of another has so many times its score
+TIMES_AHEAD = 2.0  # the score of a request is at least this multiple of that of the request it displaces
 
 
-class SoftTail(FirstComeFirstServed):
+class SoftTail(Policy):
+    """The request first that has waited longest for the work it is known to need."""
+
     def order(self, view: RequestView) -> NDArray[np.float64]:
         work = np.maximum(view.num_prompt, view.peak_computed) + LEAST_WORK
         scores: NDArray[np.float64] = (view.arrival_s - view.now_s) / work**SOFTNESS

@@ -236,10 +236,10 @@ class Admission:
 
     def _spare(self, request: Request) -> float:
         """The share of rows and blocks that is to be left free beside a request; who runs alone leaves nothing."""
-        spare = getattr(self._state.policy, "spare", None)  # a `Sparing` one: asked too often for isinstance
-        if spare is None or not self._state.rows.num_live:
+        policy = self._state.policy
+        if not policy.keeps_room or not self._state.rows.num_live:
             return 0.0
-        return float(spare(self._state.tenant_index(request.tenant)))
+        return float(policy.spare(self._state.tenant_index(request.tenant)))
 
     def _no_row(self, request: Request) -> Rule | None:
         left = self.rows_left()

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import NO_NUMBER, Rule
-from paceline.core.policy import RequestView
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import PASSABLE, Admission
@@ -21,7 +20,6 @@ from paceline.scheduler.step.preemption import CostEstimate, estimate, preempt, 
 
 MOST_LOOKED_AT = 8  # waiting requests in one plan
 Index = NDArray[np.int64]
-Yields = Callable[[RequestView, RequestView], NDArray[np.bool_]]
 
 
 class Displacement:
@@ -33,17 +31,12 @@ class Displacement:
 
     def outranked(self, request: Request) -> Index:
         """Running rows that yield to a waiting request, whether or not they may be taken."""
-        state, yields = self._state, self._yields
+        state, policy = self._state, self._state.policy
         live = state.rows.live[: state.rows.high].nonzero()[0]
-        if yields is None or not len(live) or state.mode.keeps_finished:
+        if not policy.displaces or not len(live) or state.mode.keeps_finished:
             return live[:0]
-        given: Index = live[yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
+        given: Index = live[policy.yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
         return given
-
-    @property
-    def _yields(self) -> Yields | None:
-        """What a `Displacing` policy has; asked in every step, which is too often for isinstance."""
-        return getattr(self._state.policy, "yields", None)
 
     def held_back(self, prompt_room: Callable[[], int]) -> Index:
         """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
@@ -53,8 +46,7 @@ class Displacement:
         """
         state = self._state
         rows, nobody = state.rows, np.zeros(0, np.int64)
-        holds_back = getattr(state.policy, "holds_back", None)  # what a `HoldingBack` policy has
-        if holds_back is None or state.mode.keeps_finished:
+        if not state.policy.pauses_rows or state.mode.keeps_finished:
             return nobody
         room = prompt_room()
         prompts = state.in_order(np.array([request.row for request in state.prefilling.values()], np.int64))
@@ -71,13 +63,13 @@ class Displacement:
         if urgent is None or wanted <= room:
             return nobody
         decoding = rows.decoding[: rows.high].nonzero()[0]
-        held: Index = decoding[holds_back(state.row_view(decoding), urgent)]
+        held: Index = decoding[state.policy.holds_back(state.row_view(decoding), urgent)]
         return held
 
     def make_places(self) -> None:
         """Let running requests give way to those that wait first, in order, as far as that helps."""
         state = self._state
-        if self._yields is None or state.mode.keeps_finished or not state.rows.num_live:
+        if not state.policy.displaces or state.mode.keeps_finished or not state.rows.num_live:
             return
         rows = blocks = 0  # that those before it will take
         for request in state.waiting_in_order(MOST_LOOKED_AT):
