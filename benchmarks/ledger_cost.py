@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import COMPLETE, Closing, LedgerDb, Opening, now_ms, reading
-from paceline.server.billing.usage import read_usage
+from paceline.server.billing.usage_report import read_usage
 
 DAYS, KEYS = 90, 50
 CLASSES = ("interactive", "standard", "spot", "batch")

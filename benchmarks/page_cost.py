@@ -38,7 +38,7 @@ from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.process.client import EngineStats
 from paceline.process.live_view import LiveView
-from paceline.server.live.feed import UNWATCHED_INTERVAL_S, Pace
+from paceline.server.live.feed import UNWATCHED_INTERVAL_S, LookInterval
 
 ROWS, CHURN = 1024, 1
 SIMULATED = (
@@ -69,7 +69,7 @@ def engine_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool
     engine, runner = _full_engine()
     runner.step_s, runner.inner.leaving = step_s, churn
     live_view = LiveView(engine)
-    look_s, steps, next_s, pace = [], 0, 0.0, Pace()
+    look_s, steps, next_s, pace = [], 0, 0.0, LookInterval()
     began_s, began_cpu = time.monotonic(), time.thread_time()
     while time.monotonic() - began_s < seconds:
         if time.monotonic() >= next_s:

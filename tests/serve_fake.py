@@ -1,4 +1,4 @@
-"""A whole server process without a model: the real listener, door and lifecycle around made-up routes.
+"""A whole server process without a model: the real listener, application and lifecycle around made-up routes.
 
     python -m tests.serve_fake '{"port": 0, "drain_timeout_s": 1.0}'
 
@@ -26,7 +26,7 @@ from paceline.process.client import (
     EngineUnavailable,
     Prospect,
 )
-from paceline.server.access.keys import read_keys
+from paceline.server.access.keys_file import read_keys
 from paceline.server.api.frames import openai_error_frame
 from paceline.server.api.route import Route
 from paceline.server.app import Api, Application

@@ -73,7 +73,7 @@ def all_routes() -> list[Route]:
     """Every route of a server that has files and batches."""
     from paceline.server.api.batch_routes import batch_routes, file_routes
     from paceline.server.api.routes import routes
-    from paceline.server.batches.open import ENDPOINTS
+    from paceline.server.batches.batches import ENDPOINTS
     from paceline.server.generate.service import ServiceSettings
 
     settings = ServiceSettings()

@@ -17,8 +17,8 @@ from paceline.costs.model import ModelWork
 from paceline.process.client import EngineInfo, EngineState, EngineStats
 from paceline.server.access.auth import Keyring
 from paceline.server.app import Api, Application
-from paceline.server.batches.open import Batches
-from paceline.server.billing.open import Billing
+from paceline.server.batches.batches import Batches
+from paceline.server.billing.billing import Billing
 from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.record import RequestRecord
 from paceline.server.metrics.tracing import SpanCounts, Tracing

@@ -11,7 +11,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, ViewportSize
 
-from paceline.server.live.page import page_files
+from paceline.server.live.page_files import page_files
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 60_000.0

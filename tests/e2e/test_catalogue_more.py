@@ -20,7 +20,7 @@ from paceline.server.api.route import Route
 from paceline.server.app import Api as MountedApi
 from paceline.server.app import Application
 from paceline.server.health import PUBLIC
-from paceline.server.live.page import PAGE
+from paceline.server.live.page_files import PAGE
 from tests.e2e.catalogue.catalogue import canary, log_problems
 from tests.e2e.catalogue.connections import ask_all
 from tests.e2e.catalogue.entry import (

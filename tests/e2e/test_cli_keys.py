@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import run
-from paceline.server.access.keys import read_keys
+from paceline.server.access.keys_file import read_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,7 +191,7 @@ def test_what_a_killed_writer_left_is_in_nobodys_way(keys: Keys) -> None:
 def test_two_writers_lose_nothing(keys: Keys) -> None:
     """Each adds eight keys and revokes half of them, both at once."""
     script = (
-        "import sys\nfrom pathlib import Path\nfrom paceline.server.access.keys import add_key, revoke_key\n"
+        "import sys\nfrom pathlib import Path\nfrom paceline.server.access.keys_file import add_key, revoke_key\n"
         "path, who = Path(sys.argv[1]), sys.argv[2]\n"
         "for n in range(8):\n"
         "    add_key(path, {'name': f'{who}{n}', 'sha256': f'{who}{n}'.encode().hex().rjust(64, '0')})\n"

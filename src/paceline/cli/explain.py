@@ -94,7 +94,7 @@ def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     sentences: list[str] = []
     for branch in values["branches"]:
         own = f", branch {branch['index']}" if len(values["branches"]) > 1 else ""
-        number = branch.get("number")  # who was refused at the door never had one
+        number = branch.get("number")  # a request refused on arrival has none
         sentences.append(
             f"request {number} of the engine{own}:" if number is not None else f"request {values['id']}:"
         )

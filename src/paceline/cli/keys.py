@@ -172,7 +172,7 @@ def add_keys(app: typer.Typer) -> None:
 
 
 def add(given: Mapping[str, Any]) -> None:
-    from paceline.server.access.keys import add_key, check_name
+    from paceline.server.access.keys_file import add_key, check_name
 
     path, name = _file(given), check_name(_name(given), "paceline keys add")
     options = KeyOptions(**{spec.name: given[spec.name] for spec in fields(KeyOptions)})
@@ -188,7 +188,7 @@ def add(given: Mapping[str, Any]) -> None:
 
 
 def ls(given: Mapping[str, Any]) -> None:
-    from paceline.server.access.keys import stored_keys
+    from paceline.server.access.keys_file import stored_keys
 
     path = _file(given)
     keys = stored_keys(path)
@@ -205,7 +205,7 @@ def ls(given: Mapping[str, Any]) -> None:
 
 
 def revoke(given: Mapping[str, Any]) -> None:
-    from paceline.server.access.keys import revoke_key
+    from paceline.server.access.keys_file import revoke_key
 
     path, name = _file(given), _name(given)
     was_enabled = revoke_key(path, name)

@@ -85,7 +85,7 @@ def _run(given: Mapping[str, Any]) -> None:
     if options.json and options.csv:
         raise InputError("give --json or --csv, not both")
 
-    from paceline.server.billing.usage import read_by
+    from paceline.server.billing.usage_report import read_by
 
     by = read_by(options.by)
     values = _from_server(options) if options.url else _from_file(options, by)
@@ -101,7 +101,7 @@ def _run(given: Mapping[str, Any]) -> None:
 
 
 def _from_file(options: UsageOptions, by: Sequence[str]) -> dict[str, Any]:
-    from paceline.server.billing.usage import read_time, read_usage
+    from paceline.server.billing.usage_report import read_time, read_usage
 
     since, until = (
         read_time(text, name) if text else None
@@ -120,7 +120,7 @@ def _from_server(options: UsageOptions) -> dict[str, Any]:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> str:
-    from paceline.server.billing.usage import SUMS
+    from paceline.server.billing.usage_report import SUMS
 
     text = io.StringIO()
     writer = csv.DictWriter(text, [*by, *SUMS], lineterminator="\n")

@@ -20,11 +20,11 @@ from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.health import PUBLIC, ServerStatus, health_routes
-from paceline.server.http.door import Door, Rules
+from paceline.server.http.asgi import AccessRules, AsgiApp
 from paceline.server.http.listener import Listener
-from paceline.server.http.request import HostCheck
+from paceline.server.http.request_headers import HostCheck
 from paceline.server.live.feed import Feed
-from paceline.server.live.page import PAGE, page_routes
+from paceline.server.live.page_files import PAGE, page_routes
 from paceline.server.live.watch_routes import watch_routes
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.goodput import Times
@@ -62,7 +62,7 @@ class Api:
 
 
 class Application:
-    """The doors of a server and everything behind them but the API itself."""
+    """The ASGI applications of a server and everything behind them but the API itself."""
 
     def __init__(self, config: ServerConfig, client: EngineClient, keyring: Keyring) -> None:
         self.status = ServerStatus(client)
@@ -99,11 +99,11 @@ class Application:
             self._own.append(self.metrics.route())
         bound = "localhost" if config.uds is not None else config.host
         public = PUBLIC | PAGE | (METRICS if config.metrics_without_key else frozenset())
-        self.main = Door(self._own, self._rules(bound, keyring, public), self.log)
-        self.side = self._side_door(keyring) if config.metrics_port is not None else None
+        self.main = AsgiApp(self._own, self._rules(bound, keyring, public), self.log)
+        self.side = self._side_app(keyring) if config.metrics_port is not None else None
 
     @property
-    def doors(self) -> list[Door]:
+    def apps(self) -> list[AsgiApp]:
         return [self.main] if self.side is None else [self.main, self.side]
 
     def become_ready(self, api: Api) -> None:
@@ -120,9 +120,9 @@ class Application:
 
     def replace_keys(self, keyring: Keyring) -> None:
         """Other keys from now on. What is under way keeps the rights it came with."""
-        for door in self.doors:
-            door.rules.keyring = keyring
-            door.rules.rates.keep_only(keyring.weights)
+        for app in self.apps:
+            app.rules.keyring = keyring
+            app.rules.rates.keep_only(keyring.weights)
         self.http.callers = keyring.callers
         self.on_weights(keyring.weights)
         if not self.may_show_prompts():
@@ -143,19 +143,19 @@ class Application:
         return self.main.num_admitted
 
     def stop_all(self, *, only_unadmitted: bool = False) -> None:
-        for door in self.doors:
-            door.stop_all(Refusal("shutting_down"), only_unadmitted=only_unadmitted)
+        for app in self.apps:
+            app.stop_all(Refusal("shutting_down"), only_unadmitted=only_unadmitted)
 
-    def _side_door(self, keyring: Keyring) -> Door:
+    def _side_app(self, keyring: Keyring) -> AsgiApp:
         host = self._config.metrics_host
         routes = [self.metrics.route(), *health_routes(self.status)]
         # Whoever can reach a loopback port may read numbers; from elsewhere the key is needed as everywhere.
         is_open = self._config.metrics_without_key or is_loopback(host)
         public = PUBLIC | METRICS if is_open else PUBLIC
-        return Door(routes, self._rules(host, keyring, public), self.log)
+        return AsgiApp(routes, self._rules(host, keyring, public), self.log)
 
-    def _rules(self, bound: str, keyring: Keyring, public: frozenset[str]) -> Rules:
-        return Rules(
+    def _rules(self, bound: str, keyring: Keyring, public: frozenset[str]) -> AccessRules:
+        return AccessRules(
             hosts=HostCheck.of(bound, split_list(self._config.allowed_hosts)),
             keyring=keyring,
             refusal=self.status.refusal,

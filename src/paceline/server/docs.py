@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
-from paceline.server.live.page import DOCS, file_handler
+from paceline.server.live.page_files import DOCS, file_handler
 from paceline.version import __version__
 
 EXAMPLES_FILE = Path(__file__).parent / "api" / "examples.json"

@@ -174,7 +174,7 @@ LIMITED, OURS = "rate_limit_error", "server_error"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One line of the catalogue."""
 
     status: int
@@ -183,82 +183,110 @@ class Entry:
     retry_after_s: int | None = None
 
 
-CATALOGUE: Mapping[str, Entry] = {
+CATALOGUE: Mapping[str, CatalogueEntry] = {
     # The connection and the request line.
-    "bad_request": Entry(400, BAD, "This is not a valid HTTP request."),
-    "bad_version": Entry(505, BAD, "Only HTTP/1.0 and HTTP/1.1 are spoken here."),
-    "bad_host": Entry(400, BAD, "The Host header is missing, repeated or not one of this server's names."),
-    "request_timeout": Entry(408, BAD, "The request did not arrive in time."),
-    "uri_too_long": Entry(414, BAD, "The request line is too long."),
-    "headers_too_large": Entry(431, BAD, "The request has too many or too large headers."),
-    "body_too_large": Entry(413, BAD, "The request body is too large."),
-    "too_many_connections": Entry(503, OURS, "The server has no free connection; try again later.", 1),
+    "bad_request": CatalogueEntry(400, BAD, "This is not a valid HTTP request."),
+    "bad_version": CatalogueEntry(505, BAD, "Only HTTP/1.0 and HTTP/1.1 are spoken here."),
+    "bad_host": CatalogueEntry(
+        400, BAD, "The Host header is missing, repeated or not one of this server's names."
+    ),
+    "request_timeout": CatalogueEntry(408, BAD, "The request did not arrive in time."),
+    "uri_too_long": CatalogueEntry(414, BAD, "The request line is too long."),
+    "headers_too_large": CatalogueEntry(431, BAD, "The request has too many or too large headers."),
+    "body_too_large": CatalogueEntry(413, BAD, "The request body is too large."),
+    "too_many_connections": CatalogueEntry(
+        503, OURS, "The server has no free connection; try again later.", 1
+    ),
     # The route and who asks.
-    "not_found": Entry(404, MISSING, "There is no such route; GET /docs lists them."),
-    "unsupported_route": Entry(404, MISSING, "This route of the OpenAI API is not supported."),
-    "method_not_allowed": Entry(405, BAD, "This route does not take this method."),
-    "invalid_api_key": Entry(
+    "not_found": CatalogueEntry(404, MISSING, "There is no such route; GET /docs lists them."),
+    "unsupported_route": CatalogueEntry(404, MISSING, "This route of the OpenAI API is not supported."),
+    "method_not_allowed": CatalogueEntry(405, BAD, "This route does not take this method."),
+    "invalid_api_key": CatalogueEntry(
         401, AUTH, "The API key is missing or wrong; send it as Authorization: Bearer KEY."
     ),
-    "key_disabled": Entry(403, DENIED, "This API key is disabled."),
-    "admin_only": Entry(
+    "key_disabled": CatalogueEntry(403, DENIED, "This API key is disabled."),
+    "admin_only": CatalogueEntry(
         403, DENIED, "This route needs an admin key; paceline keys add NAME --admin makes one."
     ),
-    "not_permitted": Entry(403, DENIED, "This API key does not allow that."),
+    "not_permitted": CatalogueEntry(403, DENIED, "This API key does not allow that."),
     # The body.
-    "unsupported_media_type": Entry(
+    "unsupported_media_type": CatalogueEntry(
         415,
         BAD,
         "The body must be JSON and say so: add -H 'Content-Type: application/json'.",
     ),
-    "empty_body": Entry(400, BAD, "The request body is empty; send one JSON object."),
-    "invalid_json": Entry(400, BAD, "The request body is not valid JSON."),
-    "not_an_object": Entry(400, BAD, "The request body must be one JSON object."),
-    "invalid_encoding": Entry(400, BAD, "The request body must be UTF-8 without a byte order mark."),
-    "duplicate_key": Entry(400, BAD, "The request body has the same key twice in one object."),
-    "too_deep": Entry(400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
-    "too_many_keys": Entry(400, BAD, "The request body has too many keys; 64 are allowed."),
-    "key_too_long": Entry(400, BAD, "A key of the request body is too long; 256 characters are allowed."),
-    "invalid_number": Entry(400, BAD, "Numbers must be finite and at most 4,300 digits long."),
-    "invalid_unicode": Entry(400, BAD, "A string of the request body holds half of a surrogate pair."),
+    "empty_body": CatalogueEntry(400, BAD, "The request body is empty; send one JSON object."),
+    "invalid_json": CatalogueEntry(400, BAD, "The request body is not valid JSON."),
+    "not_an_object": CatalogueEntry(400, BAD, "The request body must be one JSON object."),
+    "invalid_encoding": CatalogueEntry(400, BAD, "The request body must be UTF-8 without a byte order mark."),
+    "duplicate_key": CatalogueEntry(400, BAD, "The request body has the same key twice in one object."),
+    "too_deep": CatalogueEntry(400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
+    "too_many_keys": CatalogueEntry(400, BAD, "The request body has too many keys; 64 are allowed."),
+    "key_too_long": CatalogueEntry(
+        400, BAD, "A key of the request body is too long; 256 characters are allowed."
+    ),
+    "invalid_number": CatalogueEntry(400, BAD, "Numbers must be finite and at most 4,300 digits long."),
+    "invalid_unicode": CatalogueEntry(
+        400, BAD, "A string of the request body holds half of a surrogate pair."
+    ),
     # What is asked for.
-    "invalid_value": Entry(400, BAD, "A field of the request is wrong."),
-    "unknown_parameter": Entry(400, BAD, "A field of the request is not known."),
-    "unsupported_parameter": Entry(400, BAD, "A field of the request is not supported."),
-    "unsupported_modality": Entry(400, BAD, "Only text is supported."),
-    "context_length_exceeded": Entry(400, BAD, "The request is longer than the model's context."),
-    "kv_capacity": Entry(400, BAD, "The request needs more KV cache than there is."),
-    "deadline_impossible": Entry(400, BAD, "This machine cannot answer in the time that was asked for."),
-    "model_not_found": Entry(404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
-    "request_not_found": Entry(404, MISSING, "This key has sent no such request lately."),
-    "request_ended": Entry(409, BAD, "This request has ended."),
-    "request_busy": Entry(409, BAD, "This request cannot be changed at this moment; try again.", 1),
+    "invalid_value": CatalogueEntry(400, BAD, "A field of the request is wrong."),
+    "unknown_parameter": CatalogueEntry(400, BAD, "A field of the request is not known."),
+    "unsupported_parameter": CatalogueEntry(400, BAD, "A field of the request is not supported."),
+    "unsupported_modality": CatalogueEntry(400, BAD, "Only text is supported."),
+    "context_length_exceeded": CatalogueEntry(400, BAD, "The request is longer than the model's context."),
+    "kv_capacity": CatalogueEntry(400, BAD, "The request needs more KV cache than there is."),
+    "deadline_impossible": CatalogueEntry(
+        400, BAD, "This machine cannot answer in the time that was asked for."
+    ),
+    "model_not_found": CatalogueEntry(
+        404, MISSING, "This model does not exist; GET /v1/models lists what there is."
+    ),
+    "request_not_found": CatalogueEntry(404, MISSING, "This key has sent no such request lately."),
+    "request_ended": CatalogueEntry(409, BAD, "This request has ended."),
+    "request_busy": CatalogueEntry(409, BAD, "This request cannot be changed at this moment; try again.", 1),
     # Files and batches.
-    "invalid_multipart": Entry(400, BAD, "The request body is not the form it says it is."),
-    "file_not_found": Entry(404, MISSING, "This key has no such file; GET /v1/files lists what there is."),
-    "batch_not_found": Entry(
+    "invalid_multipart": CatalogueEntry(400, BAD, "The request body is not the form it says it is."),
+    "file_not_found": CatalogueEntry(
+        404, MISSING, "This key has no such file; GET /v1/files lists what there is."
+    ),
+    "batch_not_found": CatalogueEntry(
         404, MISSING, "This key has no such batch; GET /v1/batches lists what there is."
     ),
-    "file_in_use": Entry(400, BAD, "A batch that is not over reads this file; cancel it first."),
-    "storage_quota_exceeded": Entry(413, BAD, "The files of this key take as much as they may; delete some."),
-    "storage_full": Entry(507, OURS, "There is no room left for files and batches; try again later."),
+    "file_in_use": CatalogueEntry(400, BAD, "A batch that is not over reads this file; cancel it first."),
+    "storage_quota_exceeded": CatalogueEntry(
+        413, BAD, "The files of this key take as much as they may; delete some."
+    ),
+    "storage_full": CatalogueEntry(
+        507, OURS, "There is no room left for files and batches; try again later."
+    ),
     # Load.
-    "rate_limit_exceeded": Entry(429, LIMITED, "Too many requests; try again later.", 1),
-    "queue_full": Entry(429, LIMITED, "The queue is full; try again later.", 1),
-    "too_many_batches": Entry(429, LIMITED, "This key has too many batches that are not over.", 60),
-    "concurrency_exceeded": Entry(429, LIMITED, "This key has too many requests under way.", 1),
-    "price_above_maximum": Entry(429, LIMITED, "The price is above max_price now; try again later.", 5),
+    "rate_limit_exceeded": CatalogueEntry(429, LIMITED, "Too many requests; try again later.", 1),
+    "queue_full": CatalogueEntry(429, LIMITED, "The queue is full; try again later.", 1),
+    "too_many_batches": CatalogueEntry(429, LIMITED, "This key has too many batches that are not over.", 60),
+    "concurrency_exceeded": CatalogueEntry(429, LIMITED, "This key has too many requests under way.", 1),
+    "price_above_maximum": CatalogueEntry(
+        429, LIMITED, "The price is above max_price now; try again later.", 5
+    ),
     # Us.
-    INTERNAL: Entry(500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
-    "numerical_error": Entry(500, OURS, NOT_FINITE),
-    "starting": Entry(503, OURS, "The model is being loaded; try again in a moment.", 2),
-    "engine_unavailable": Entry(503, OURS, "The engine is not available; try again later.", 5),
-    "queue_timeout": Entry(503, OURS, "The request waited too long for its turn; try again later.", 5),
-    "shutting_down": Entry(503, OURS, "The server is shutting down; try again later.", 5),
-    "ledger_unavailable": Entry(503, OURS, "The ledger cannot be written; no requests are taken.", 5),
-    "out_of_memory": Entry(503, OURS, "There is not enough memory for this request now.", 5),
-    "deadline_infeasible": Entry(503, OURS, "There is too much to do to answer in the time asked for.", 1),
-    "deadline_exceeded": Entry(504, OURS, "The request took longer than it may."),
+    INTERNAL: CatalogueEntry(
+        500, OURS, "Something went wrong here; the request id is in the header x-request-id."
+    ),
+    "numerical_error": CatalogueEntry(500, OURS, NOT_FINITE),
+    "starting": CatalogueEntry(503, OURS, "The model is being loaded; try again in a moment.", 2),
+    "engine_unavailable": CatalogueEntry(503, OURS, "The engine is not available; try again later.", 5),
+    "queue_timeout": CatalogueEntry(
+        503, OURS, "The request waited too long for its turn; try again later.", 5
+    ),
+    "shutting_down": CatalogueEntry(503, OURS, "The server is shutting down; try again later.", 5),
+    "ledger_unavailable": CatalogueEntry(
+        503, OURS, "The ledger cannot be written; no requests are taken.", 5
+    ),
+    "out_of_memory": CatalogueEntry(503, OURS, "There is not enough memory for this request now.", 5),
+    "deadline_infeasible": CatalogueEntry(
+        503, OURS, "There is too much to do to answer in the time asked for.", 1
+    ),
+    "deadline_exceeded": CatalogueEntry(504, OURS, "The request took longer than it may."),
 }
 
 # Whose words are ours and meant for the client.

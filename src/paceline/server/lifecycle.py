@@ -201,7 +201,7 @@ class Server:
         self._app.stop_all()
         await asyncio.sleep(0)
         until_s = time.monotonic() + LAST_WORDS_S
-        while any(door.exchanges for door in self._app.doors) and time.monotonic() < until_s:
+        while any(app.exchanges for app in self._app.apps) and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
         for listener in listeners:
             listener.abort_connections()

@@ -18,8 +18,8 @@ from paceline.server.app import Api
 from paceline.server.generate.record import Observer
 
 if TYPE_CHECKING:
-    from paceline.server.batches.open import BatchSettings
-    from paceline.server.billing.open import Billing
+    from paceline.server.batches.batches import BatchSettings
+    from paceline.server.billing.billing import Billing
     from paceline.server.generate.admission import Admission
 
 
@@ -53,8 +53,7 @@ def open_api(
         from paceline.models.files.open import open_checkpoint
         from paceline.server.api.limits import SERVER_LIMITS
         from paceline.server.api.routes import routes
-        from paceline.server.batches.open import open_batches
-        from paceline.server.billing.counter import Counter
+        from paceline.server.batches.batches import open_batches
         from paceline.server.generate.service import ServedModel, Service, ServiceSettings
         from paceline.text.tokenizer import Tokenizer
 
@@ -78,8 +77,7 @@ def open_api(
             request_timeout_s=config.request_timeout_s,
             queue_timeout_s=config.queue_timeout_s,
         )
-        counter = Counter(client, billing.pricing, billing.ledger)
-        service = Service(client, served, settings, observer=observer, counter=counter)
+        service = Service(client, served, settings, observer=observer, billing=billing)
         batches = open_batches(service, routes(service), batch_settings)
 
         def close() -> None:

@@ -1,7 +1,7 @@
 """One line for each request when it ends, and a line of statistics while there is traffic. Counts, never text.
 
-Joins what the door knows of a request (route, status) with what its generations tell (tokens, times), and feeds both
-to the metrics.
+Joins what the ASGI application knows of a request (route, status) with what its generations report (tokens, times),
+and feeds both to the metrics.
 """
 
 from __future__ import annotations

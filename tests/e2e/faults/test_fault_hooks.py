@@ -25,7 +25,7 @@ from tests.e2e.faults.live import (
 )
 
 HTTP_HOOKS = {
-    "read body": "paceline.server.http.door:read_object",
+    "read body": "paceline.server.http.asgi:read_object",
     "validate": "paceline.server.api.openai_requests:BodyParser.parse",
     "template": "paceline.text.chat_template:ChatTemplate.render",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",

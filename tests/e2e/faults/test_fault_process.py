@@ -29,7 +29,7 @@ HOOKS = {
     "forward": "paceline.models.decoder:Decoder.forward",
     "turn": "paceline.process.service:EngineService._turn",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
-    "json": "paceline.server.http.door:read_object",
+    "json": "paceline.server.http.asgi:read_object",
 }
 SIZES = {"num_gpu_blocks_override": 400, "max_num_seqs": 16}
 LONG = {"prompt": "on and on", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -182,7 +182,7 @@ def test_r4_other_work_on_the_machine_is_no_reason_to_give_up(server: LiveServer
 
 FORKED = """
 import os, random, sys
-from paceline.server.http.request import new_id
+from paceline.server.http.request_headers import new_id
 random.seed(7)
 reader, writer = os.pipe()
 if os.fork() == 0:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import InvalidRequest
 from paceline.server.billing.ledger_db import INCOMPLETE, LedgerDb, Voiding
-from paceline.server.billing.usage import DAY_MS, read_by, read_time, read_usage
+from paceline.server.billing.usage_report import DAY_MS, read_by, read_time, read_usage
 from tests.pure.billing.billing_helpers import ended, opening
 
 

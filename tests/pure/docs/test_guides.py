@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.server.access.keys import FIELDS, PRICES
+from paceline.server.access.keys_file import FIELDS, PRICES
 from paceline.server.batches.line_run import NOT_RUN
 from paceline.server.billing.charge import receipt
 from tests.documented import ROOT, Command, resembles

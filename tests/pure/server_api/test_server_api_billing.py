@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import InvalidRequest
 from paceline.server.access.caller import Caller, Prices
-from paceline.server.billing.counter import Counter
+from paceline.server.billing.billing import Billing
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb, reading
 from paceline.server.billing.pricing import Pricing
@@ -51,7 +51,7 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 def billed_api(ledger: Ledger, **options: Any) -> Api:
     api = Api(says("ab", "c", **options))
-    api.service.counter = Counter(api.client, Pricing("spot=0.25:1"), ledger)
+    api.service.billing = Billing(pricing=Pricing("spot=0.25:1"), ledger=ledger)
     return api
 
 
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_pays_for_what_it_got(ledger: Ledger, path: Path) -
         await events.frames.aclose()
 
     api = Api(says("ab", "c", "d"))
-    api.service.counter = Counter(api.client, Pricing("spot=0.25:1"), ledger)
+    api.service.billing = Billing(pricing=Pricing("spot=0.25:1"), ledger=ledger)
     asyncio.run(run())
     ledger.close()
     # The prompt counts as cached, which is cheaper, for nobody heard how much of it was.
@@ -178,7 +178,7 @@ def test_a_ledger_that_fails_ends_the_stream_with_an_error_and_lets_nobody_in(
 
 def test_max_price() -> None:
     api = Api(says("ok"))
-    api.service.counter = Counter(api.client, Pricing("spot=0.25:1"))
+    api.service.billing = Billing(pricing=Pricing("spot=0.25:1"))
     api.ask(COMPLETIONS, {**TEXT, "max_price": 2.5}, caller=PAYER)
     api.service.admission.places_taken = 8  # as many as there are rows
     with pytest.raises(PriceAboveMaximum, match="cost 10 now") as refused:

@@ -192,7 +192,7 @@ def test_who_was_refused_at_the_door_can_ask_why(monkeypatch: pytest.MonkeyPatch
     found = explain(made, "id1")
     [branch] = found["branches"]
     assert (branch["state"], branch["decisions"]) == ("refused", [])
-    assert branch["sentences"] == [f"was refused at the door: {caught.value}"]
+    assert branch["sentences"] == [f"was refused on arrival: {caught.value}"]
     with pytest.raises(UnknownRequestId):
         explain(made, "id1", caller=OTHER)
 

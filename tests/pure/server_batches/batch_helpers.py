@@ -15,8 +15,8 @@ from paceline.server.access.caller import Caller
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.routes import routes
 from paceline.server.batches.batch_api import Wanted
+from paceline.server.batches.batches import Batches, BatchSettings
 from paceline.server.batches.line_run import EndedLine
-from paceline.server.batches.open import Batches, BatchSettings
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import Store
 from tests.pure.server_api.api_helpers import Api, FakeClient, Script
@@ -100,7 +100,7 @@ class World:
             retry_s=0.001,
         )
         self.batches = Batches(self.api.service, routes(self.api.service), self.store, settings)
-        self.desk = self.batches.desk
+        self.batch_api = self.batches.api
 
     async def __aenter__(self) -> World:
         self.batches.start()
@@ -110,13 +110,13 @@ class World:
         await self.batches.stop()
 
     async def upload(self, content: bytes, tenant: str = TENANT) -> str:
-        taken = await self.desk.uploads.take(tenant, CONTENT_TYPE, pieces(form(content)))
+        taken = await self.batch_api.uploads.take(tenant, CONTENT_TYPE, pieces(form(content)))
         return taken.file.id
 
     async def begin(self, *lines: dict[str, Any], tenant: str = TENANT, endpoint: str = CHAT) -> str:
         file_id = await self.upload(jsonl(*lines), tenant)
         wanted = Wanted(input_file_id=file_id, endpoint=endpoint, metadata="null", output_expires_s=None)
-        return (await self.desk.begin(tenant, wanted)).id
+        return (await self.batch_api.begin(tenant, wanted)).id
 
     async def state(self, batch_id: str) -> Batch:
         found = await self.store.ask(lambda db: db.batch(batch_id))
@@ -133,7 +133,7 @@ class World:
     async def results(self, file_id: str | None, tenant: str = TENANT) -> dict[str, Any]:
         if file_id is None:
             return {}
-        _, path = await self.desk.content(tenant, file_id)
+        _, path = await self.batch_api.content(tenant, file_id)
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         found = {line["custom_id"]: line for line in lines}
         assert len(found) == len(lines), "a request has two results"

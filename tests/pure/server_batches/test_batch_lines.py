@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline.server.batches.lines import MAX_ERRORS, Findings, Rules, read_body, read_input
-from paceline.server.batches.records import Line
+from paceline.server.batches.lines import MAX_ERRORS, Findings, LineRules, read_body, read_input
+from paceline.server.batches.records import BatchLine
 from tests.pure.server_batches.batch_helpers import jsonl, request
 
-RULES = Rules(endpoint="/v1/chat/completions", models=("tiny",), max_lines=5, max_line_bytes=4096)
+RULES = LineRules(endpoint="/v1/chat/completions", models=("tiny",), max_lines=5, max_line_bytes=4096)
 
 
-def check(path: Path, data: bytes, rules: Rules = RULES) -> tuple[list[Line], Findings]:
+def check(path: Path, data: bytes, rules: LineRules = RULES) -> tuple[list[BatchLine], Findings]:
     path.write_bytes(data)
     findings = Findings()
     return [line for page in read_input(path, rules, findings) for line in page], findings
@@ -100,7 +100,7 @@ def test_nothing_is_no_batch(tmp_path: Path) -> None:
 
 
 def test_a_repeated_custom_id_is_named_and_errors_are_bounded(tmp_path: Path) -> None:
-    rules = Rules(endpoint=RULES.endpoint, models=("tiny",), max_lines=1000, max_line_bytes=4096)
+    rules = LineRules(endpoint=RULES.endpoint, models=("tiny",), max_lines=1000, max_line_bytes=4096)
     _, findings = check(tmp_path / "in", jsonl(*[request("same")] * 500), rules)
     assert findings.num_errors == 499 and len(findings.errors) == MAX_ERRORS + 1
     assert {error.code for error in findings.errors[:-1]} == {"duplicate_custom_id"}

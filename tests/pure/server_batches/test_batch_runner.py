@@ -187,7 +187,7 @@ def test_while_others_wait_lines_step_back_and_one_stays(tmp_path: Path) -> None
         permit.release()
         world.client.waiting = 0
         await until(lambda: len(world.client.streams) > most + 4)
-        await world.desk.cancel(TENANT, batch_id)
+        await world.batch_api.cancel(TENANT, batch_id)
         await world.wait(batch_id, "cancelled")
 
     def begin(stream: FakeStream) -> None:
@@ -350,14 +350,14 @@ def test_files_and_batches_are_their_tenants_own(tmp_path: Path) -> None:
         batch = await world.wait(batch_id)
         assert await world.store.ask(lambda db: db.file("other", batch.input_file_id)) is None
         with pytest.raises(UnknownBatch):
-            await world.desk.batch("other", batch_id)
+            await world.batch_api.batch("other", batch_id)
         with pytest.raises(UnknownFile):
-            await world.desk.content("other", batch.output_file_id or "")
+            await world.batch_api.content("other", batch.output_file_id or "")
         with pytest.raises(UnknownFile):
-            await world.desk.remove_file("other", batch.input_file_id)
+            await world.batch_api.remove_file("other", batch.input_file_id)
         with pytest.raises(UnknownBatch):
-            await world.desk.batches("other", after=batch_id, limit=1)
-        assert await world.desk.files("other", after=None, limit=9, newest_first=True, purpose=None) == (
+            await world.batch_api.batches("other", after=batch_id, limit=1)
+        assert await world.batch_api.files("other", after=None, limit=9, newest_first=True, purpose=None) == (
             [],
             False,
         )
@@ -373,9 +373,9 @@ def test_the_number_of_open_batches_is_bounded_and_files_in_use_stay(tmp_path: P
             await world.begin(request("a"))
         await world.begin(request("a"), tenant="other")
         with pytest.raises(FileInUse):
-            await world.desk.remove_file(TENANT, (await world.state(made[0])).input_file_id)
+            await world.batch_api.remove_file(TENANT, (await world.state(made[0])).input_file_id)
         for batch_id in made:
-            await world.desk.cancel(TENANT, batch_id)
+            await world.batch_api.cancel(TENANT, batch_id)
         for batch_id in made:
             assert (await world.wait(batch_id)).status == "cancelled"
         await world.begin(request("a"))
@@ -386,7 +386,7 @@ def test_the_number_of_open_batches_is_bounded_and_files_in_use_stay(tmp_path: P
 def test_files_whose_time_is_over_go(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         file_id = await world.upload(jsonl(request("a")))
-        stored = await world.desk.file(TENANT, file_id)
+        stored = await world.batch_api.file(TENANT, file_id)
         await world.store.remove(stored)
         await world.store.ask(lambda db: db.add_file(replace(stored, expires_at=world.store.now() + 10)))
         world.store.folder.path_of(file_id).write_bytes(b"x")
@@ -395,7 +395,7 @@ def test_files_whose_time_is_over_go(tmp_path: Path) -> None:
         world.now_s += 10
         await until(lambda: not world.store.folder.path_of(file_id).exists())
         with pytest.raises(UnknownFile):
-            await world.desk.file(TENANT, file_id)
+            await world.batch_api.file(TENANT, file_id)
 
     run(tmp_path, test)
 
@@ -410,12 +410,12 @@ def test_batches_of_long_ago_are_forgotten_and_open_ones_are_not(
         first = await world.begin(request("stays open"))
         over = [await cancelled(world) for _ in range(5)]
         last = await world.begin(request("b"))
-        found, _ = await world.desk.batches(TENANT, after=None, limit=20)
+        found, _ = await world.batch_api.batches(TENANT, after=None, limit=20)
         assert [batch.id for batch in found] == [last, over[4], over[3], first]
 
     async def cancelled(world: World) -> str:
         batch_id = await world.begin(request("a"))
-        await world.desk.cancel(TENANT, batch_id)
+        await world.batch_api.cancel(TENANT, batch_id)
         await world.wait(batch_id)
         return batch_id
 
@@ -438,7 +438,7 @@ def test_a_line_has_the_first_result_that_was_recorded(tmp_path: Path) -> None:
         assert (batch.completed, batch.output_tokens) == (1, 1)
         found = await world.store.ask(lambda db: db.results(batch_id, after=0, limit=9))
         assert found == [(1, True, b"first\n")]
-        await world.desk.cancel(TENANT, batch_id)
+        await world.batch_api.cancel(TENANT, batch_id)
         await world.wait(batch_id)
 
     run(tmp_path, test)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from paceline.process.client import EngineStats
-from paceline.server.live.feed import FREE_SHARE, INTERVAL_S, LONGEST_INTERVAL_S, MOST_SHARE, Pace, Past
+from paceline.server.live.feed import (
+    FREE_SHARE,
+    INTERVAL_S,
+    LONGEST_INTERVAL_S,
+    MOST_SHARE,
+    LookInterval,
+    Past,
+)
 
 
 def settled(look_s: float, busy: float) -> float:
     """The time between looks at last, when each takes so long of an engine that is busy for a share of the time."""
-    pace, now_s, watch_s, interval_s = Pace(), 100.0, 0.0, 0.0
+    pace, now_s, watch_s, interval_s = LookInterval(), 100.0, 0.0, 0.0
     while now_s < 160.0:
         stats = EngineStats(watch_cpu_s=watch_s, cpu_s=watch_s + busy * (now_s - 100.0))
         interval_s = pace.interval_s(stats, now_s)
@@ -41,7 +48,7 @@ def test_nobody_waits_forever_for_a_picture() -> None:
 
 
 def test_an_engine_that_was_started_anew_is_judged_anew() -> None:
-    pace = Pace()
+    pace = LookInterval()
     pace.interval_s(EngineStats(watch_cpu_s=1.0, cpu_s=50.0), 0.0)
     dear = pace.interval_s(EngineStats(watch_cpu_s=2.0, cpu_s=51.0), 10.0)
     assert dear > INTERVAL_S

@@ -14,7 +14,7 @@ import pytest
 from paceline.config.server import ServerConfig
 from paceline.server.access.auth import Keyring
 from paceline.server.access.caller import CLASSES, Prices
-from paceline.server.access.keys import BadKeysFile, parse_keys, read_keys
+from paceline.server.access.keys_file import BadKeysFile, parse_keys, read_keys
 from paceline.server.app import Api, Application
 from tests.serve_fake import FakeClient
 

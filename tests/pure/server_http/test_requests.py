@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from paceline.server.access.auth import Key, Keyring
-from paceline.server.access.keys import BadKeysFile, read_keys
+from paceline.server.access.keys_file import BadKeysFile, read_keys
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.errors import Refusal
-from paceline.server.http.door import RouteTable
-from paceline.server.http.request import HostCheck, check_content, echoed_id, new_id
+from paceline.server.http.asgi import RouteTable
+from paceline.server.http.request_headers import HostCheck, check_content, echoed_id, new_id
 
 HASH = hashlib.sha256(b"k").hexdigest()
 

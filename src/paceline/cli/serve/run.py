@@ -24,10 +24,10 @@ from paceline.errors import PacelineError
 from paceline.process.client import EngineInfo
 from paceline.process.supervisor import EngineProcess
 from paceline.server.access.auth import Keyring
-from paceline.server.access.keys import read_keys
+from paceline.server.access.keys_file import read_keys
 from paceline.server.app import Api, Application
-from paceline.server.batches.open import BatchSettings, large_bodies
-from paceline.server.billing.open import Billing
+from paceline.server.batches.batches import BatchSettings, large_bodies
+from paceline.server.billing.billing import Billing
 from paceline.server.http.listener import Listener
 from paceline.server.lifecycle import Server
 from paceline.server.logs import LogOutput
@@ -66,9 +66,9 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
 
         import uvloop
 
-        from paceline.server.access.keys import read_keys
+        from paceline.server.access.keys_file import read_keys
         from paceline.server.app import check_exposure
-        from paceline.server.billing.open import open_billing
+        from paceline.server.billing.billing import open_billing
         from paceline.server.logs import set_up_logs
         from paceline.server.metrics.tracing import open_tracing
 

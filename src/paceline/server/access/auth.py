@@ -1,7 +1,7 @@
-"""Who may come in: keys by the hash of their text, compared in constant time over all of them.
+"""Authentication: keys by the hash of their text, compared in constant time over all of them.
 
-Owns the comparison and what a key allows. Files are read in `keys_file`; which routes need a key is the door's
-business. Without any key everybody is the default tenant.
+Owns the comparison and what a key allows. Files are read in `keys_file`; `http.asgi` decides which routes need a key.
+Without any key, every client is the default tenant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paceline.server.access.caller import DEFAULT_CLASS, FREE, Caller, Prices
 from paceline.server.errors import Refusal
-from paceline.server.http.request import RawHeaders, presented_key
+from paceline.server.http.request_headers import RawHeaders, presented_key
 
 # Without keys only this machine reaches the server, and whoever is on it may do everything.
 ANYBODY = Caller(is_admin=True)

@@ -19,7 +19,7 @@ MINUTE_S = 60.0
 ROUNDING = 1e-6  # what sums of fractions may be off by
 
 
-class Bucket:
+class LeakyBucket:
     """What was spent of one limit, as far as time has not made up for it."""
 
     __slots__ = ("_at_s", "_per_minute", "_spent")
@@ -67,8 +67,8 @@ class Account:
     __slots__ = ("requests", "tokens")
 
     def __init__(self) -> None:
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
+        self.requests: LeakyBucket | None = None
+        self.tokens: LeakyBucket | None = None
 
     def follow(self, caller: Caller, now_s: float) -> None:
         """Have the limits that the caller's key has now."""
@@ -85,8 +85,8 @@ class Allowance:
         self._account = account
         self._clock = clock
         # The buckets that know of it: what another one has never taken it must not give back.
-        self._counted_in: Bucket | None = None
-        self._charged_in: Bucket | None = None
+        self._counted_in: LeakyBucket | None = None
+        self._charged_in: LeakyBucket | None = None
         self._charged = 0  # tokens
 
     def count_request(self) -> None:
@@ -190,17 +190,17 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-def _following(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Bucket | None:
+def _following(bucket: LeakyBucket | None, per_minute: int | None, now_s: float) -> LeakyBucket | None:
     if per_minute is None:
         return None
     if bucket is None:
-        return Bucket(per_minute, now_s)
+        return LeakyBucket(per_minute, now_s)
     if bucket.per_minute != per_minute:
         bucket.change_limit(per_minute, now_s)
     return bucket
 
 
-def _check(bucket: Bucket, amount: int, limit: str, now_s: float) -> None:
+def _check(bucket: LeakyBucket, amount: int, limit: str, now_s: float) -> None:
     wait_s = bucket.wait_s(amount, now_s)
     if wait_s > 0:
         seconds = max(1, math.ceil(wait_s - ROUNDING))

@@ -18,7 +18,7 @@ from paceline.errors import InvalidRequest
 from paceline.process.client import EngineUnavailable, PolicyChange, Steering, SteeringClient
 from paceline.server.api.fields import Choice, Field, FieldTable, Flag, Number, Shaped, operation, read_query
 from paceline.server.api.route import Route
-from paceline.server.billing.usage import read_by, read_time, read_usage
+from paceline.server.billing.usage_report import read_by, read_time, read_usage
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service
@@ -146,7 +146,7 @@ USAGE = "/v1/admin/usage"
 
 def usage_routes(service: Service) -> list[Route]:
     async def usage(call: Call) -> Answer | Events:
-        ledger = service.counter.ledger_path
+        ledger = service.billing.ledger
         if ledger is None:
             raise UnsupportedRoute("this server keeps no ledger; start it with --ledger FILE")
         asked = read_query(call.query, ("by", "since", "until"))
@@ -155,7 +155,9 @@ def usage_routes(service: Service) -> list[Route]:
             read_time(asked[name], name) if name in asked else None for name in ("since", "until")
         )
         # A ledger may be long: it is read beside the event loop.
-        rows = await asyncio.get_running_loop().run_in_executor(None, read_usage, ledger, by, since, until)
+        rows = await asyncio.get_running_loop().run_in_executor(
+            None, read_usage, ledger.path, by, since, until
+        )
         body = {"object": "usage", "by": by, "since_ms": since, "until_ms": until, "data": rows}
         return Answer(body=msgspec.json.encode(body))
 

@@ -24,7 +24,7 @@ from paceline.server.api.fields import (
 )
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.route import Route
-from paceline.server.batches.batch_api import Desk, Wanted
+from paceline.server.batches.batch_api import BatchApi, Wanted
 from paceline.server.batches.records import PURPOSES, WINDOW, shown_list
 from paceline.server.batches.upload import MAX_EXPIRY_S, MIN_EXPIRY_S
 from paceline.server.call import Answer, Call, Download, Events
@@ -66,8 +66,8 @@ def batches_table(limits: RequestLimits, endpoints: tuple[str, ...]) -> FieldTab
 
 
 class BatchRoutes:
-    def __init__(self, desk: Desk, table: FieldTable, *, strict: bool) -> None:
-        self._desk = desk
+    def __init__(self, api: BatchApi, table: FieldTable, *, strict: bool) -> None:
+        self._api = api
         self._table = table
         self._strict = strict
 
@@ -80,31 +80,29 @@ class BatchRoutes:
             metadata=msgspec.json.encode(given.get("metadata")).decode(),
             output_expires_s=_expiry(given.get(EXPIRY)),
         )
-        batch = await self._desk.begin(call.caller.tenant, wanted)
+        batch = await self._api.begin(call.caller.tenant, wanted)
         return Answer(body=msgspec.json.encode(batch.shown()), headers=ignored_header(read.ignored))
 
     async def all(self, call: Call) -> Answer:
         query = read_query(call.query, ("after", "limit"))
         limit = whole_of(query, "limit", default=DEFAULT_LISTED, low=1, high=MAX_LISTED)
-        batches, has_more = await self._desk.batches(
-            call.caller.tenant, after=query.get("after"), limit=limit
-        )
+        batches, has_more = await self._api.batches(call.caller.tenant, after=query.get("after"), limit=limit)
         return Answer(body=msgspec.json.encode(shown_list(batches, has_more=has_more)))
 
     async def one(self, call: Call) -> Answer:
-        batch = await self._desk.batch(call.caller.tenant, call.path["id"])
+        batch = await self._api.batch(call.caller.tenant, call.path["id"])
         return Answer(body=msgspec.json.encode(batch.shown()))
 
     async def cancel(self, call: Call) -> Answer:
-        batch = await self._desk.cancel(call.caller.tenant, call.path["id"])
+        batch = await self._api.cancel(call.caller.tenant, call.path["id"])
         return Answer(body=msgspec.json.encode(batch.shown()))
 
 
 def batch_routes(
-    desk: Desk, limits: RequestLimits, endpoints: tuple[str, ...], *, strict: bool
+    api: BatchApi, limits: RequestLimits, endpoints: tuple[str, ...], *, strict: bool
 ) -> list[Route]:
     table = batches_table(limits, endpoints)
-    routes = BatchRoutes(desk, table, strict=strict)
+    routes = BatchRoutes(api, table, strict=strict)
     return [
         Route(
             methods=("POST",),
@@ -185,20 +183,20 @@ def check_form(headers: Mapping[str, str]) -> None:
 
 
 class FileRoutes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, api: BatchApi) -> None:
+        self._api = api
 
     async def create(self, call: Call) -> Answer:
         assert call.chunks is not None
         check_form(call.headers)
-        taken = await self._desk.uploads.take(
+        taken = await self._api.uploads.take(
             call.caller.tenant, call.headers.get("content-type", ""), call.chunks
         )
         return Answer(body=msgspec.json.encode(taken.file.shown()), headers=ignored_header(taken.ignored))
 
     async def all(self, call: Call) -> Answer:
         query = read_query(call.query, ("after", "limit", "order", "purpose"))
-        files, has_more = await self._desk.files(
+        files, has_more = await self._api.files(
             call.caller.tenant,
             after=query.get("after"),
             limit=whole_of(query, "limit", default=MAX_FILES_LISTED, low=1, high=MAX_FILES_LISTED),
@@ -208,11 +206,11 @@ class FileRoutes:
         return Answer(body=msgspec.json.encode(shown_list(files, has_more=has_more)))
 
     async def one(self, call: Call) -> Answer:
-        file = await self._desk.file(call.caller.tenant, call.path["id"])
+        file = await self._api.file(call.caller.tenant, call.path["id"])
         return Answer(body=msgspec.json.encode(file.shown()))
 
     async def content(self, call: Call) -> Download:
-        file, path = await self._desk.content(call.caller.tenant, call.path["id"])
+        file, path = await self._api.content(call.caller.tenant, call.path["id"])
         name = _UNSAFE.sub("_", file.filename)
         headers = {
             "content-disposition": f'attachment; filename="{name}"',
@@ -222,12 +220,12 @@ class FileRoutes:
 
     async def remove(self, call: Call) -> Answer:
         file_id = call.path["id"]
-        await self._desk.remove_file(call.caller.tenant, file_id)
+        await self._api.remove_file(call.caller.tenant, file_id)
         return Answer(body=msgspec.json.encode({"id": file_id, "object": "file", "deleted": True}))
 
 
-def file_routes(desk: Desk) -> list[Route]:
-    routes = FileRoutes(desk)
+def file_routes(api: BatchApi) -> list[Route]:
+    routes = FileRoutes(api)
     upload = operation("Leave a file of requests here")
     upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
     one = f"{FILES}/{{id}}"

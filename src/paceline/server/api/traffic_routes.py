@@ -22,7 +22,7 @@ from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Download, Events, Handler
 from paceline.server.errors import openai_body, problem_of
 from paceline.server.generate.service import Service
-from paceline.server.http.request import new_id
+from paceline.server.http.request_headers import new_id
 
 TRAFFIC_ROUTE = "/v1/admin/traffic"
 MOST_AT_ONCE = 256

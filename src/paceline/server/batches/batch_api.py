@@ -41,7 +41,7 @@ class Wanted:
     output_expires_s: int | None
 
 
-class Desk:
+class BatchApi:
     """All that the routes ask for."""
 
     def __init__(self, store: Store, uploads: Uploads, runner: BatchRunner, *, model: str) -> None:

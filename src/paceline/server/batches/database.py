@@ -19,7 +19,7 @@ from paceline.server.batches.records import (
     STATES,
     VALIDATING,
     Batch,
-    Line,
+    BatchLine,
     LineResult,
     StoredFile,
 )
@@ -28,7 +28,7 @@ VERSION = 1
 MAX_KEPT_BATCHES = 10_000  # of one tenant, that are over; older ones are forgotten
 _FILE = tuple(spec.name for spec in fields(StoredFile))
 _BATCH = tuple(spec.name for spec in fields(Batch))
-_LINE = tuple(spec.name for spec in fields(Line))
+_LINE = tuple(spec.name for spec in fields(BatchLine))
 _SCHEMA = f"""
 CREATE TABLE files (seq INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE)}, UNIQUE (id));
 CREATE INDEX files_of_tenant ON files (tenant, seq);
@@ -219,7 +219,7 @@ class Database:
         with self._change() as db:
             _forget_lines(db, batch_id)
 
-    def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
+    def add_lines(self, batch_id: str, lines: Sequence[BatchLine]) -> None:
         columns = ("batch_id", *_LINE)
         marks = ", ".join("?" * len(columns))
         with self._change() as db:
@@ -238,13 +238,13 @@ class Database:
             )
             return done.rowcount > 0
 
-    def pending(self, batch_id: str, *, after: int, limit: int) -> list[Line]:
+    def pending(self, batch_id: str, *, after: int, limit: int) -> list[BatchLine]:
         """The next lines without a result, in the order of the file."""
         where = (
             "batch_id = ? AND number > ? AND NOT EXISTS (SELECT 1 FROM results WHERE "
             "results.batch_id = lines.batch_id AND results.number = lines.number) ORDER BY number LIMIT ?"
         )
-        return [Line(**row) for row in self._select("lines", _LINE, where, (batch_id, after, limit))]
+        return [BatchLine(**row) for row in self._select("lines", _LINE, where, (batch_id, after, limit))]
 
     def note_loss(self, batch_id: str, number: int) -> int:
         """The engine was lost while it worked on a line; returns how often by now."""

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline.server.access.caller import BATCH_CLASS, Caller
-from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, Line, LineResult
+from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, BatchLine, LineResult
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Problem, UnsupportedParameter, openai_body, problem_of
 from paceline.server.generate.record import Observer, RequestRecord
-from paceline.server.http.request import new_id
+from paceline.server.http.request_headers import new_id
 
 # Lines under way, and which of them the engine has begun to answer
 
@@ -94,23 +94,23 @@ NEVER_RUN = ("batch_failed", "This request was not run; the batch failed.")
 _encode = msgspec.json.encode
 
 
-class _Details(msgspec.Struct):
+class _UsageDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class _Usage(msgspec.Struct):
+class _AnswerUsage(msgspec.Struct):
     """The usage of any endpoint: completions and responses call the same things differently."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: _UsageDetails | None = None
     input_tokens: int = 0
     output_tokens: int = 0
-    input_tokens_details: _Details | None = None
+    input_tokens_details: _UsageDetails | None = None
 
 
 class _Answered(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _AnswerUsage | None = None
 
 
 _read_answer = msgspec.json.Decoder(_Answered).decode
@@ -121,10 +121,10 @@ def result_id(batch_id: str, number: int) -> str:
     return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
 
 
-def answered(batch_id: str, line: Line, request_id: str, body: bytes) -> LineResult:
+def answered(batch_id: str, line: BatchLine, request_id: str, body: bytes) -> LineResult:
     """A request that got its answer."""
-    usage = _read_answer(body).usage or _Usage()
-    details = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    usage = _read_answer(body).usage or _AnswerUsage()
+    details = usage.prompt_tokens_details or usage.input_tokens_details or _UsageDetails()
     return LineResult(
         batch_id=batch_id,
         number=line.number,
@@ -136,14 +136,14 @@ def answered(batch_id: str, line: Line, request_id: str, body: bytes) -> LineRes
     )
 
 
-def refused(batch_id: str, line: Line, request_id: str, problem: Problem) -> LineResult:
+def refused(batch_id: str, line: BatchLine, request_id: str, problem: Problem) -> LineResult:
     """A request that got an error."""
     response = _response(problem.status, request_id, openai_body(problem))
     data = _data(batch_id, line, response)
     return LineResult(batch_id=batch_id, number=line.number, is_ok=False, data=data)
 
 
-def not_run(batch_id: str, line: Line, status: str) -> bytes:
+def not_run(batch_id: str, line: BatchLine, status: str) -> bytes:
     """A request nobody got to before the batch ended with that status."""
     code, message = NOT_RUN.get(status, NEVER_RUN)
     return _data(batch_id, line, None, {"code": code, "message": message})
@@ -154,7 +154,7 @@ def _response(status: int, request_id: str, body: bytes) -> dict[str, Any]:
 
 
 def _data(
-    batch_id: str, line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None = None
+    batch_id: str, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None = None
 ) -> bytes:
     result = {
         "id": result_id(batch_id, line.number),
@@ -228,7 +228,7 @@ class LineRunner:
         self.attempts = attempts
         self._log = log
 
-    async def run(self, batch: Batch, line: Line, body: Mapping[str, Any], caller: Caller) -> LineResult:
+    async def run(self, batch: Batch, line: BatchLine, body: Mapping[str, Any], caller: Caller) -> LineResult:
         """The result of a line. Raises RunAgain and Withdrawn. Who is cancelled here has stopped the generation."""
         call = Call(
             id=new_id(),

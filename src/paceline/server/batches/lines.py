@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.server.batches.records import Line, LineError
+from paceline.server.batches.records import BatchLine, LineError
 from paceline.server.errors import Refusal
 from paceline.server.http.strict_json import MAX_KEYS, read_object
 
@@ -22,7 +22,7 @@ PAGE_LINES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class LineRules:
     """What the lines of a batch have to be."""
 
     endpoint: str
@@ -59,11 +59,11 @@ class BadLine(Exception):
 
 
 def read_input(
-    path: Path, rules: Rules, findings: Findings, is_stopped: Callable[[], bool] = lambda: False
-) -> Iterator[list[Line]]:
+    path: Path, rules: LineRules, findings: Findings, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[list[BatchLine]]:
     """Pages of good lines. What is wrong is added to `findings`; after a mistake no more pages come."""
     seen: set[bytes] = set()
-    page: list[Line] = []
+    page: list[BatchLine] = []
     with path.open("rb") as file:
         for number, offset, raw in _raw_lines(file, rules.max_line_bytes):
             if is_stopped():
@@ -89,7 +89,7 @@ def read_input(
         yield page
 
 
-def read_body(path: Path, line: Line) -> dict[str, Any]:
+def read_body(path: Path, line: BatchLine) -> dict[str, Any]:
     """The body of one request of an input that was checked."""
     with path.open("rb") as file:
         file.seek(line.offset)
@@ -117,7 +117,7 @@ def _raw_lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:
         offset += size
 
 
-def _checked(number: int, offset: int, raw: bytes, rules: Rules, seen: set[bytes]) -> Line:
+def _checked(number: int, offset: int, raw: bytes, rules: LineRules, seen: set[bytes]) -> BatchLine:
     if len(raw) > rules.max_line_bytes:
         raise BadLine("line_too_long", f"a line may have {rules.max_line_bytes} bytes; shorten this one")
     try:
@@ -134,7 +134,7 @@ def _checked(number: int, offset: int, raw: bytes, rules: Rules, seen: set[bytes
         raise BadLine("duplicate_custom_id", message, "custom_id")
     seen.add(digest)
     _check_target(given, rules)
-    return Line(number=number, offset=offset, length=len(raw), custom_id=custom_id)
+    return BatchLine(number=number, offset=offset, length=len(raw), custom_id=custom_id)
 
 
 def _custom_id(given: dict[str, Any]) -> str:
@@ -146,7 +146,7 @@ def _custom_id(given: dict[str, Any]) -> str:
     return value
 
 
-def _check_target(given: dict[str, Any], rules: Rules) -> None:
+def _check_target(given: dict[str, Any], rules: LineRules) -> None:
     if _required(given, "method") != "POST":
         raise BadLine("invalid_method", "method must be POST", "method")
     if _required(given, "url") != rules.endpoint:

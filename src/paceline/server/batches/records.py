@@ -138,7 +138,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BatchLine:
     """Where one request is in the input file."""
 
     number: int  # from 1, blank lines counted

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.server.batches.pace import Load, Pace
-from paceline.server.batches.recorder import insist
+from paceline.server.batches.line_limit import LineLimit, ServerLoad
 from paceline.server.batches.records import CANCELLED, EXPIRED, STATES, Batch
-from paceline.server.batches.store import StorageFailed
-from paceline.server.batches.work import BatchWork, Bench
+from paceline.server.batches.store import StorageFailed, insist
+from paceline.server.batches.work import BatchContext, BatchWork
 from paceline.server.logs import log
 
 TICK_S = 0.25
@@ -24,7 +23,7 @@ LAST_WORDS_S = 0.5  # for results to be written when the server stops
 
 
 @dataclass(slots=True)
-class Figures:
+class BatchFigures:
     """What the metrics show, as of the last look."""
 
     batches: dict[str, int]
@@ -36,8 +35,8 @@ class BatchRunner:
 
     def __init__(
         self,
-        bench: Callable[[Callable[[int], bool]], Bench],
-        load: Callable[[], Load],
+        context: Callable[[Callable[[int], bool]], BatchContext],
+        load: Callable[[], ServerLoad],
         *,
         is_ready: Callable[[], bool],
         most_lines: int | None = None,
@@ -46,27 +45,27 @@ class BatchRunner:
         self._load = load
         self._is_ready = is_ready
         self._tick_s = tick_s
-        self.pace = Pace(most_lines)
-        self._bench = bench(self._has_room)
+        self.pace = LineLimit(most_lines)
+        self._context = context(self._has_room)
         self._works: dict[str, tuple[BatchWork, asyncio.Task[None]]] = {}
         self._is_draining = False
         self._main: asyncio.Task[None] | None = None
         self._has_news = asyncio.Event()
-        self.figures = Figures(dict.fromkeys(STATES, 0), {"pending": 0, "completed": 0, "failed": 0})
+        self.figures = BatchFigures(dict.fromkeys(STATES, 0), {"pending": 0, "completed": 0, "failed": 0})
 
     @property
     def num_lines_under_way(self) -> int:
-        return self._bench.gate.num_inside
+        return self._context.gate.num_inside
 
     def start(self) -> None:
-        self._bench.recorder.start()
+        self._context.writer.start()
         self._main = asyncio.get_running_loop().create_task(self._run())
 
     def begin(self, batch: Batch) -> None:
         """Work on a batch from now on."""
         if self._is_draining or batch.id in self._works:
             return
-        work = BatchWork(self._bench, batch)
+        work = BatchWork(self._context, batch)
         task = asyncio.get_running_loop().create_task(work.run())
         self._works[batch.id] = (work, task)
         task.add_done_callback(lambda done: self._over(batch.id, done))
@@ -90,7 +89,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._bench.recorder.stop(LAST_WORDS_S)
+        await self._context.writer.stop(LAST_WORDS_S)
 
     def _has_room(self, num_inside: int) -> bool:
         if self._is_draining or not self._is_ready():
@@ -113,7 +112,7 @@ class BatchRunner:
                 await asyncio.sleep(self._tick_s)
                 if self._is_ready():
                     self._look_at_load()
-                self._bench.gate.look()
+                self._context.gate.look()
             ticks += 1
             if ticks % HOUSEKEEPING_TICKS == 0 or not self._works:
                 await self._keep_house()
@@ -122,7 +121,7 @@ class BatchRunner:
         load = self._load()
         self.pace.observe(load)
         if load.others_queued:
-            self._bench.lines.attempts.withdraw(keep=1)
+            self._context.lines.attempts.withdraw(keep=1)
 
     async def _sleep(self) -> None:
         """Nothing to do: until something comes, or it is time to look after files."""
@@ -135,20 +134,22 @@ class BatchRunner:
 
     async def _resume(self) -> None:
         """Go on with what an earlier server left."""
-        batches = await insist(self._bench.store, lambda db: db.open_batches(), retry_s=self._bench.retry_s)
+        batches = await insist(
+            self._context.store, lambda db: db.open_batches(), retry_s=self._context.retry_s
+        )
         for batch in batches:
             self.begin(batch)
         if batches:
             log("batches go on", batches=len(batches))
 
     async def _keep_house(self) -> None:
-        store = self._bench.store
+        store = self._context.store
         try:
             now = store.now()
             for work, _ in list(self._works.values()):
                 if now >= work.batch.expires_at:
                     work.end(EXPIRED)
             await store.expire_files()
-            self.figures = Figures(*await store.ask(lambda db: db.counts()))
+            self.figures = BatchFigures(*await store.ask(lambda db: db.counts()))
         except StorageFailed as error:
             log("files and batches were not looked after", level=logging.ERROR, reason=error.__cause__)

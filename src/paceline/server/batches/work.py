@@ -16,10 +16,9 @@ from typing import TypeVar
 from paceline.errors import PacelineError
 from paceline.server.access.caller import Caller
 from paceline.server.batches.database import Database
+from paceline.server.batches.line_limit import Gate
 from paceline.server.batches.line_run import LineRunner, RunAgain, Withdrawn, not_run, refused
-from paceline.server.batches.lines import Findings, Rules, read_body, read_input
-from paceline.server.batches.pace import Gate
-from paceline.server.batches.recorder import RETRY_S, Recorder, insist
+from paceline.server.batches.lines import Findings, LineRules, read_body, read_input
 from paceline.server.batches.records import (
     CANCELLED,
     CANCELLING,
@@ -30,16 +29,16 @@ from paceline.server.batches.records import (
     OUTPUT_PURPOSE,
     VALIDATING,
     Batch,
-    Line,
+    BatchLine,
     LineError,
     LineResult,
     StoredFile,
     errors_json,
     new_file_id,
 )
-from paceline.server.batches.store import NewFile, StorageFailed, Store
+from paceline.server.batches.store import RETRY_S, NewFile, ResultWriter, StorageFailed, Store, insist
 from paceline.server.errors import GenerationFailed, problem_of
-from paceline.server.http.request import new_id
+from paceline.server.http.request_headers import new_id
 from paceline.server.logs import log
 
 # The end of a batch
@@ -134,11 +133,11 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
+class BatchContext:
     """What all batches share."""
 
     store: Store
-    recorder: Recorder
+    writer: ResultWriter
     gate: Gate
     lines: LineRunner
     callers: Callable[[str], Caller | None]  # who a tenant is now; None when its key is not let in
@@ -148,7 +147,7 @@ class Bench:
     retry_s: float = RETRY_S  # before something is tried a second time
 
 
-class _Turn:
+class _GateTurn:
     """Whether a line is inside the gate."""
 
     __slots__ = ("_gate", "_is_inside", "_tenant")
@@ -173,8 +172,8 @@ class _Turn:
 class BatchWork:
     """The work on one batch that is not over."""
 
-    def __init__(self, bench: Bench, batch: Batch) -> None:
-        self._bench = bench
+    def __init__(self, context: BatchContext, batch: Batch) -> None:
+        self._context = context
         self.batch = batch
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -209,23 +208,23 @@ class BatchWork:
 
     async def _validate(self) -> bool:
         """Check the input and note where its lines are. False when that was all."""
-        bench, batch = self._bench, self.batch
-        rules = Rules(
+        context, batch = self._context, self.batch
+        rules = LineRules(
             endpoint=batch.endpoint,
-            models=bench.models,
-            max_lines=bench.max_lines,
-            max_line_bytes=bench.max_line_bytes,
+            models=context.models,
+            max_lines=context.max_lines,
+            max_line_bytes=context.max_line_bytes,
         )
-        findings, path = Findings(), bench.store.folder.path_of(batch.input_file_id)
+        findings, path = Findings(), context.store.folder.path_of(batch.input_file_id)
         is_stopped = False
         pages = read_input(path, rules, findings, lambda: is_stopped or self._ended.done())
         try:
             await self._ask(lambda db: db.forget_lines(batch.id))
-            while page := await bench.store.file_work(lambda: next(pages, None)):
+            while page := await context.store.file_work(lambda: next(pages, None)):
                 await self._ask(lambda db: db.add_lines(batch.id, page))
         finally:
             is_stopped = True
-        now = bench.store.now()
+        now = context.store.now()
         if findings.errors and not self._ended.done():
             await self._ask(lambda db: db.forget_lines(batch.id))
             errors = errors_json(findings.errors)
@@ -246,14 +245,14 @@ class BatchWork:
             feeding.cancel()
             done = await asyncio.gather(feeding, return_exceptions=True)
         if self._ended.done():
-            await self._bench.recorder.flush()
+            await self._context.writer.flush()
             return self._ended.result()
         if isinstance(done[0], BaseException):
             raise done[0]
         return COMPLETED
 
     async def _feed(self) -> None:
-        batch, gate = self.batch, self._bench.gate
+        batch, gate = self.batch, self._context.gate
         loop, running = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         after = 0
         try:
@@ -263,7 +262,7 @@ class BatchWork:
                 for line in page:
                     await self._wait_for_key()
                     await gate.enter(batch.tenant, alone=line.losses > 0)
-                    turn = _Turn(gate, batch.tenant)
+                    turn = _GateTurn(gate, batch.tenant)
                     task = loop.create_task(self._run_line(line, turn))
                     running.add(task)
                     # Not in the task itself: one that is cancelled before it begins never gets there.
@@ -276,18 +275,18 @@ class BatchWork:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _line_over(self, turn: _Turn, running: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    def _line_over(self, turn: _GateTurn, running: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
         running.discard(task)
         turn.leave()
         if not task.cancelled() and (error := task.exception()) is not None:
             log("a line of a batch was not run", level=logging.ERROR, error=error, batch=self.batch.id)
 
-    async def _run_line(self, line: Line, turn: _Turn) -> None:
+    async def _run_line(self, line: BatchLine, turn: _GateTurn) -> None:
         """Run a line until it has a result. While it cannot be run for long, it leaves its turn to others."""
-        bench, is_suspect = self._bench, line.losses > 0
-        pause_s = bench.retry_s
+        context, is_suspect = self._context, line.losses > 0
+        pause_s = context.retry_s
         while True:
-            caller = bench.callers(self.batch.tenant)
+            caller = context.callers(self.batch.tenant)
             if caller is None:
                 turn.leave()
                 await self._wait_for_key()
@@ -309,41 +308,41 @@ class BatchWork:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 if again.is_loss:
                     await turn.again(alone=True)
-        await bench.recorder.record(result)
+        await context.writer.record(result)
 
-    async def _attempt(self, line: Line, caller: Caller) -> LineResult:
-        bench, batch = self._bench, self.batch
-        path = bench.store.folder.path_of(batch.input_file_id)
+    async def _attempt(self, line: BatchLine, caller: Caller) -> LineResult:
+        context, batch = self._context, self.batch
+        path = context.store.folder.path_of(batch.input_file_id)
         try:
-            body = await bench.store.file_work(lambda: read_body(path, line))
+            body = await context.store.file_work(lambda: read_body(path, line))
         except PacelineError as error:  # the input is not what it was when it was checked
             log("a line cannot be read", level=logging.ERROR, error=error, batch=batch.id, line=line.number)
             return refused(batch.id, line, new_id(), problem_of(error))
-        return await bench.lines.run(batch, line, body, caller)
+        return await context.lines.run(batch, line, body, caller)
 
-    async def _count_loss(self, line: Line) -> int:
+    async def _count_loss(self, line: BatchLine) -> int:
         """The engine was lost while it worked on this line, which from now on runs alone, and not for ever."""
         return await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
 
-    def _given_up(self, line: Line) -> LineResult:
+    def _given_up(self, line: BatchLine) -> LineResult:
         error = GenerationFailed("the engine was lost each time it worked on this request")
         return refused(self.batch.id, line, new_id(), problem_of(error))
 
     async def _wait_for_key(self) -> None:
-        while self._bench.callers(self.batch.tenant) is None:
-            await asyncio.sleep(self._bench.retry_s)
+        while self._context.callers(self.batch.tenant) is None:
+            await asyncio.sleep(self._context.retry_s)
 
     # -- ending --------------------------------------------------------------------------------------------
 
     async def _finish(self, status: str, *errors: LineError) -> None:
-        store, batch_id = self._bench.store, self.batch.id
+        store, batch_id = self._context.store, self.batch.id
         if status == COMPLETED:
             now = store.now()
             is_last = await self._ask(
                 lambda db: db.move(batch_id, FINALIZING, now, before=(IN_PROGRESS, FINALIZING))
             )
             status = COMPLETED if is_last else CANCELLED  # in the last moment
-        pause_s = self._bench.retry_s
+        pause_s = self._context.retry_s
         while True:
             batch = await self._ask(lambda db: db.batch(batch_id))
             assert batch is not None
@@ -355,4 +354,4 @@ class BatchWork:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _ask(self, do: Callable[[Database], Value]) -> Value:
-        return await insist(self._bench.store, do, retry_s=self._bench.retry_s, batch_id=self.batch.id)
+        return await insist(self._context.store, do, retry_s=self._context.retry_s, batch_id=self.batch.id)

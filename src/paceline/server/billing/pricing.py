@@ -1,7 +1,7 @@
 """What a request will be charged: the prices of its key, times the factor of its class at the moment it is let in.
 
 The factors of interactive, standard and batch stand still. That of spot follows the load: its floor until half of the
-engine is taken, from there in a straight line to its cap when all of it is. A quote is made once, at the door, and
+engine is taken, from there in a straight line to its cap when all of it is. A quote is made once, on arrival, and
 holds to the end, whatever the load does meanwhile. Knows nothing of ledgers and of HTTP.
 """
 
@@ -92,7 +92,7 @@ class Quote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class PriceCurve:
     """The factor of a class by the load, all in millionths."""
 
     floor: int
@@ -147,9 +147,9 @@ def engine_load(under_way: int, rows: int, blocks_used: int, blocks: int) -> int
     return min(MILLION, max(by_rows, by_blocks))
 
 
-def read_factors(text: str) -> dict[str, Curve]:
+def read_factors(text: str) -> dict[str, PriceCurve]:
     """`--price-factors`: a number for each class, two with a colon between them for a curve."""
-    curves = {name: Curve(floor=MILLION, cap=MILLION) for name in CLASSES}
+    curves = {name: PriceCurve(floor=MILLION, cap=MILLION) for name in CLASSES}
     given = text if text == DEFAULT_FACTORS else f"{DEFAULT_FACTORS},{text}"
     for part in given.split(","):
         name, equals, value = part.strip().partition("=")
@@ -164,7 +164,7 @@ def read_factors(text: str) -> dict[str, Curve]:
         cap = _factor(high, name) if colon else floor
         if floor > cap:
             raise ConfigError(f"--price-factors: the floor of {name}, {low}, is above its cap, {high}")
-        curves[name] = Curve(floor=floor, cap=cap)
+        curves[name] = PriceCurve(floor=floor, cap=cap)
     return curves
 
 

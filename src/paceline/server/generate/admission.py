@@ -94,7 +94,7 @@ class Admission:
         """Places one tenant has taken."""
         return self._by_tenant.get(tenant, 0)
 
-    def check_door(self, caller: Caller) -> None:
+    def check_arrival(self, caller: Caller) -> None:
         """Refuse at once what has no place, before its body is looked at."""
         self._check(caller, places=1, tokens=0)
 

@@ -95,7 +95,7 @@ class RecentRequests:
         )
 
     def refused(self, request_id: str, caller: Caller, why: str) -> None:
-        """A request was turned away at the door."""
+        """A request was refused on arrival."""
         self._keep(
             Recent(
                 id=request_id,
@@ -190,7 +190,7 @@ class Explanations:
             told = {
                 "index": 0,
                 "state": "refused",
-                "sentences": [f"was refused at the door: {found.refusal}"],
+                "sentences": [f"was refused on arrival: {found.refusal}"],
             }
             return _explanation(found.id, [{**told, "decisions": []}])
         return await self._tell(found.id, found.numbers)
@@ -298,7 +298,7 @@ class LiveRequests:
             raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
         known = self._recent.find(request_id, caller)
         if known.refusal:
-            raise RequestEnded("the request was refused at the door; there is nothing to change")
+            raise RequestEnded("the request was refused on arrival; there is nothing to change")
         if wish.priority is not None:
             check_number(caller, wish.priority)
         if not isinstance(self._client, ChangingClient):

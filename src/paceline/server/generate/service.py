@@ -30,7 +30,7 @@ from paceline.process.client import (
 )
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
-from paceline.server.billing.counter import Counter
+from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnsupportedModality
@@ -124,7 +124,7 @@ def _check_chars(size: int, name: str, max_model_len: int, limits: RequestLimits
 # A shorter prompt is tokenised faster than another thread takes over.
 INLINE_CHARS = 1_000
 NUM_THREADS = 2
-CHARS_PER_TOKEN = 4  # a guess at the door, before anything is tokenised
+CHARS_PER_TOKEN = 4  # a guess on arrival, before anything is tokenised
 
 Value = TypeVar("Value")
 
@@ -176,7 +176,7 @@ class Service:
         settings: ServiceSettings | None = None,
         *,
         observer: Observer | None = None,
-        counter: Counter | None = None,
+        billing: Billing | None = None,
     ) -> None:
         self.client = client
         self.model = model
@@ -187,7 +187,7 @@ class Service:
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
-        self.counter = counter or Counter(client)
+        self.billing = billing or Billing()
         self.changes = LiveRequests(client, self.recent)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
@@ -204,8 +204,8 @@ class Service:
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""
         self.check_loaded()
-        self.counter.check()
-        self.admission.check_door(call.caller)
+        self.billing.check()
+        self.admission.check_arrival(call.caller)
 
     def check_loaded(self) -> None:
         """Raises EngineUnavailable when no engine is there to answer."""
@@ -224,7 +224,9 @@ class Service:
         (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
-        quote = self.counter.quote(call.caller, urgency.service_class, self.admission.places_taken)
+        quote = self.billing.quote(
+            self.client, call.caller, urgency.service_class, self.admission.places_taken
+        )
         prospect, refusal = None, None
         try:
             self._quote(call, body, urgency.service_class)  # with the price it accepts
@@ -271,8 +273,8 @@ class Service:
             permit.release()
             raise
         record = _record(call, body, prepared, urgency.service_class)
-        record.shows_receipt = self.counter.wants_receipt(call)
-        record.charge = self.counter.open(quote, record, body.model, hides_output=body.echo.nothing_else)
+        record.shows_receipt = self.billing.wants_receipt(call)
+        record.charge = self.billing.open(quote, record, body.model, hides_output=body.echo.nothing_else)
         try:
             return Generation(
                 started,
@@ -344,7 +346,9 @@ class Service:
         return urgency_of(call.caller, body.service_tier, priority)
 
     def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
-        return self.counter.quote(call.caller, service_class, self.admission.places_taken, body.max_price)
+        return self.billing.quote(
+            self.client, call.caller, service_class, self.admission.places_taken, body.max_price
+        )
 
     def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""

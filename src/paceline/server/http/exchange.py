@@ -18,7 +18,7 @@ from paceline.server.call import Answer, Download, Events
 from paceline.server.errors import Problem, Refusal, anthropic_body, openai_body
 from paceline.server.generate.record import RequestRecord
 from paceline.server.http.protocol import GuardedProtocol
-from paceline.server.http.request import CONNECTION, echoed_id, new_id, speaks_anthropic
+from paceline.server.http.request_headers import CONNECTION, echoed_id, new_id, speaks_anthropic
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from paceline.config.server import ServerConfig
 from paceline.server.errors import Refusal, openai_body, problem_of
-from paceline.server.http.request import CONNECTION, new_id
+from paceline.server.http.request_headers import CONNECTION, new_id
 
 WRITE_BUFFER_BYTES = 65_536
 NO_LINGER = struct.pack("ii", 1, 0)  # close with a reset, at once

@@ -41,7 +41,7 @@ LATENCIES = {
 END = None
 
 
-class Pace:
+class LookInterval:
     """How often to look: less often where that is dear."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Feed:
             self._readers.discard(reader)
 
     async def _run(self, client: WatchedClient) -> None:
-        loop, pace = asyncio.get_running_loop(), Pace()
+        loop, pace = asyncio.get_running_loop(), LookInterval()
         try:
             while True:
                 self._has_reader.clear()

@@ -21,12 +21,12 @@ from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Refusal
 from paceline.server.generate.requests import Explanations, RecentRequests
-from paceline.server.http.door import Door, Rules
+from paceline.server.http.asgi import AccessRules, AsgiApp
 from paceline.server.http.exchange import Exchange
 from paceline.server.http.listener import Listener
-from paceline.server.http.request import HostCheck
+from paceline.server.http.request_headers import HostCheck
 from paceline.server.live.feed import latency_bounds
-from paceline.server.live.page import LIVE, page_routes
+from paceline.server.live.page_files import LIVE, page_routes
 from paceline.server.live.race import Race
 from paceline.server.live.recording import BUNDLE, Recording
 from paceline.server.logs import log
@@ -51,7 +51,7 @@ async def serve(
     routes: Sequence[Route], bound: socket.socket, on_ready: Callable[[str], None], stopped: asyncio.Event
 ) -> None:
     """Serve until `stopped` is set. `on_ready` is told the server's address."""
-    listener = Listener(Door(routes, _rules(), _Quiet()), bound, ServerConfig())
+    listener = Listener(AsgiApp(routes, _rules(), _Quiet()), bound, ServerConfig())
     await listener.open()
     try:
         on_ready(f"http://{listener.address}")
@@ -118,8 +118,8 @@ class _Quiet:
         log("request failed", level=logging.ERROR, error=error, route=exchange.route)
 
 
-def _rules() -> Rules:
-    return Rules(
+def _rules() -> AccessRules:
+    return AccessRules(
         hosts=HostCheck.of(HOST, ()), keyring=Keyring(()), refusal=lambda: None, stream_keep_alive_s=15.0
     )
 

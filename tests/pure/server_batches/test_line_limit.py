@@ -8,12 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.batches.pace import Gate, Load, Pace
+from paceline.server.batches.line_limit import Gate, LineLimit, ServerLoad
 
-IDLE = Load(rows=64, queue=256, waiting=0, own=0, others=0, others_unstarted=0)
+IDLE = ServerLoad(rows=64, queue=256, waiting=0, own=0, others=0, others_unstarted=0)
 
 
-def settled(pace: Pace, load: Load, times: int = 50) -> int:
+def settled(pace: LineLimit, load: ServerLoad, times: int = 50) -> int:
     """Where it ends when the load stays, lines always taking all they may."""
     for _ in range(times):
         load = replace(load, own=pace.allowed(load))
@@ -22,17 +22,17 @@ def settled(pace: Pace, load: Load, times: int = 50) -> int:
 
 
 def test_an_idle_engine_is_filled_and_a_few_lines_wait() -> None:
-    assert Pace().allowed(IDLE) == 1
-    assert settled(Pace(), IDLE) == 64 + 8
+    assert LineLimit().allowed(IDLE) == 1
+    assert settled(LineLimit(), IDLE) == 64 + 8
 
 
 def test_others_have_their_rows() -> None:
-    assert settled(Pace(), replace(IDLE, others=60)) == 4 + 8
-    assert settled(Pace(), replace(IDLE, others=300)) == 1
+    assert settled(LineLimit(), replace(IDLE, others=60)) == 4 + 8
+    assert settled(LineLimit(), replace(IDLE, others=300)) == 1
 
 
 def test_while_somebody_waits_nothing_new_goes_and_the_bound_halves() -> None:
-    pace = Pace()
+    pace = LineLimit()
     assert settled(pace, IDLE) == 72
     busy = replace(IDLE, own=72, waiting=3, others=3, others_unstarted=3)
     assert pace.allowed(busy) == 1
@@ -47,28 +47,28 @@ def test_while_somebody_waits_nothing_new_goes_and_the_bound_halves() -> None:
 
 def test_requests_that_are_being_read_are_not_waiting() -> None:
     """Somebody without a token, in an engine whose queue is empty, has a row already."""
-    assert settled(Pace(), replace(IDLE, others=4, others_unstarted=4)) == 64 + 8 - 4
+    assert settled(LineLimit(), replace(IDLE, others=4, others_unstarted=4)) == 64 + 8 - 4
 
 
 def test_where_memory_is_short_lines_do_not_pile_up() -> None:
-    pace = Pace()
+    pace = LineLimit()
     settled(pace, IDLE)
     pace.observe(replace(IDLE, own=72, waiting=40))  # 32 run, 40 wait, all of them lines
     assert pace.limit == 32 + 8
 
 
 def test_the_operator_may_bound_it() -> None:
-    assert settled(Pace(5), IDLE) == 5
+    assert settled(LineLimit(5), IDLE) == 5
 
 
 def test_half_of_the_queue_is_left_to_others() -> None:
-    assert settled(Pace(), replace(IDLE, queue=4)) == 64 + 2
-    assert settled(Pace(), replace(IDLE, queue=1)) == 64
+    assert settled(LineLimit(), replace(IDLE, queue=4)) == 64 + 2
+    assert settled(LineLimit(), replace(IDLE, queue=1)) == 64
 
 
 numbers = st.integers(0, 300)
 loads = st.builds(
-    Load,
+    ServerLoad,
     rows=st.integers(1, 256),
     queue=st.integers(1, 256),
     waiting=numbers,
@@ -79,8 +79,8 @@ loads = st.builds(
 
 
 @given(st.lists(loads, max_size=30), loads)
-def test_it_is_never_nothing_and_never_more_than_there_is(history: list[Load], now: Load) -> None:
-    pace = Pace()
+def test_it_is_never_nothing_and_never_more_than_there_is(history: list[ServerLoad], now: ServerLoad) -> None:
+    pace = LineLimit()
     for load in history:
         pace.observe(load)
         assert pace.limit >= 1

@@ -33,7 +33,7 @@ from paceline.server.http.exchange import (
     send_file,
     send_problem,
 )
-from paceline.server.http.request import HostCheck, check_content, speaks_anthropic, text_headers
+from paceline.server.http.request_headers import HostCheck, check_content, speaks_anthropic, text_headers
 from paceline.server.http.strict_json import read_object
 
 # Which route a request means
@@ -43,7 +43,7 @@ _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class RouteMatch:
     """A path that exists; `route` is None when it does not take the method."""
 
     template: str
@@ -66,7 +66,7 @@ class RouteTable:
             else:
                 self._exact.setdefault(route.path, []).append(route)
 
-    def match(self, raw_path: bytes, method: str) -> Match | None:
+    def match(self, raw_path: bytes, method: str) -> RouteMatch | None:
         """The route of a path as it was sent, or None."""
         path = raw_path.decode("latin-1")
         routes = self._exact.get(path)
@@ -80,14 +80,14 @@ class RouteTable:
         return None
 
 
-def _chosen(template: str, routes: list[Route], method: str, parameters: Mapping[str, str]) -> Match:
+def _chosen(template: str, routes: list[Route], method: str, parameters: Mapping[str, str]) -> RouteMatch:
     allowed: list[str] = []
     for route in routes:
         methods = (*route.methods, "HEAD") if "GET" in route.methods else route.methods
         if method in methods:
-            return Match(template, route, parameters, ())
+            return RouteMatch(template, route, parameters, ())
         allowed += methods
-    return Match(template, None, parameters, tuple(dict.fromkeys(allowed)))
+    return RouteMatch(template, None, parameters, tuple(dict.fromkeys(allowed)))
 
 
 def _pattern(template: str) -> re.Pattern[str]:
@@ -114,8 +114,8 @@ class ExchangeLog(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Rules:
-    """What the door asks while the server runs; the parts are replaced, never changed."""
+class AccessRules:
+    """What requests are checked against while the server runs; parts are replaced, never changed."""
 
     hosts: HostCheck
     keyring: Keyring
@@ -125,10 +125,10 @@ class Rules:
     rates: RateLimits = field(default_factory=RateLimits)  # kept when keys are replaced
 
 
-class Door:
+class AsgiApp:
     """Answers requests from a table of routes."""
 
-    def __init__(self, routes: Iterable[Route], rules: Rules, log: ExchangeLog) -> None:
+    def __init__(self, routes: Iterable[Route], rules: AccessRules, log: ExchangeLog) -> None:
         self.table = RouteTable(routes)
         self.rules = rules
         self.exchanges: set[Exchange] = set()
@@ -195,16 +195,16 @@ class Door:
 
     # ------------------------------------------------------------ the order of checks
 
-    def _match(self, exchange: Exchange) -> Match:
+    def _match(self, exchange: Exchange) -> RouteMatch:
         scope = exchange.scope
         self.rules.hosts.check(scope["headers"], scope["http_version"])
         match = self.table.match(scope["raw_path"], exchange.method)
         if match is not None:
             exchange.route = match.template
             return match
-        return Match(NO_ROUTE, None, {}, ())
+        return RouteMatch(NO_ROUTE, None, {}, ())
 
-    async def _admit(self, exchange: Exchange, match: Match) -> tuple[Route, Call]:
+    async def _admit(self, exchange: Exchange, match: RouteMatch) -> tuple[Route, Call]:
         scope, route = exchange.scope, match.route
         caller = ANYBODY
         if match.template not in self.rules.public:

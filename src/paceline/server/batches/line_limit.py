@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServerLoad:
     """What goes on at one moment."""
 
     rows: int  # requests the engine runs at once
@@ -36,14 +36,14 @@ class Load:
         return min(self.others_unstarted, self.waiting)
 
 
-class Pace:
+class LineLimit:
     """The bound that grows and halves. `observe` a few times a second, `allowed` at any moment."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self.limit = 1
 
-    def observe(self, load: Load) -> None:
+    def observe(self, load: ServerLoad) -> None:
         if load.others_queued:
             self.limit = max(1, min(self.limit, load.own) // 2)
         elif load.waiting > load.backlog:  # no row or no memory is free: more lines would only wait
@@ -52,11 +52,11 @@ class Pace:
             self.limit += max(1, load.rows // 8)
         self.limit = min(self.limit, self._ceiling(load))
 
-    def allowed(self, load: Load) -> int:
+    def allowed(self, load: ServerLoad) -> int:
         """How many lines may be under way now."""
         return 1 if load.others_queued else min(self.limit, self._ceiling(load))
 
-    def _ceiling(self, load: Load) -> int:
+    def _ceiling(self, load: ServerLoad) -> int:
         free = load.rows + load.backlog - load.others
         return max(1, free if self._most is None else min(free, self._most))
 

@@ -1,4 +1,4 @@
-"""Puts files and batches together: the store, the runner over the routes of the server, the desk, the figures."""
+"""Puts files and batches together: the store, the runner over the routes of the server, the API, the figures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from paceline.server.api.batch_routes import FILES, batch_routes, file_routes
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.responses import RESPONSES
 from paceline.server.api.route import Route
-from paceline.server.batches.batch_api import Desk
+from paceline.server.batches.batch_api import BatchApi
+from paceline.server.batches.line_limit import Gate, ServerLoad
 from paceline.server.batches.line_run import Attempts, LineLog, LineRunner
-from paceline.server.batches.pace import Gate, Load
-from paceline.server.batches.recorder import RETRY_S, Recorder
 from paceline.server.batches.runner import TICK_S, BatchRunner
-from paceline.server.batches.store import Store
+from paceline.server.batches.store import RETRY_S, ResultWriter, Store
 from paceline.server.batches.upload import Uploads
-from paceline.server.batches.work import Bench
+from paceline.server.batches.work import BatchContext
 from paceline.server.generate.service import Service
 
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
@@ -57,10 +56,10 @@ class Batches:
         handlers = {route.path: route.handler for route in routes if route.path in ENDPOINTS}
         lines = LineRunner(handlers, settings.log, attempts)
 
-        def bench(has_room: Callable[[int], bool]) -> Bench:
-            return Bench(
+        def context(has_room: Callable[[int], bool]) -> BatchContext:
+            return BatchContext(
                 store=store,
-                recorder=Recorder(store, retry_s=settings.retry_s),
+                writer=ResultWriter(store, retry_s=settings.retry_s),
                 gate=Gate(has_room),
                 lines=lines,
                 callers=settings.callers,
@@ -71,19 +70,19 @@ class Batches:
             )
 
         self.runner = BatchRunner(
-            bench,
+            context,
             self._load,
             is_ready=lambda: service.client.state is EngineState.READY,
             most_lines=config.max_batch_rows,
             tick_s=settings.tick_s,
         )
         uploads = Uploads(store, max_bytes=config.max_file_bytes, quota_bytes=config.max_stored_bytes)
-        self.desk = Desk(store, uploads, self.runner, model=service.model.names[0])
+        self.api = BatchApi(store, uploads, self.runner, model=service.model.names[0])
 
     def routes(self) -> list[Route]:
         settings = self._service.settings
         strict = settings.strict_fields
-        return [*file_routes(self.desk), *batch_routes(self.desk, settings.limits, ENDPOINTS, strict=strict)]
+        return [*file_routes(self.api), *batch_routes(self.api, settings.limits, ENDPOINTS, strict=strict)]
 
     def start(self) -> None:
         self.runner.start()
@@ -107,9 +106,9 @@ class Batches:
             ("batch_lines", "Requests of batches that are not over.", "status", lines),
         ]
 
-    def _load(self) -> Load:
+    def _load(self) -> ServerLoad:
         client, admission = self._service.client, self._service.admission
-        return Load(
+        return ServerLoad(
             rows=client.info.max_num_seqs,
             queue=self._service.settings.max_queue,
             waiting=client.stats.waiting,
