@@ -62,7 +62,7 @@ def preemption(folder: Path) -> list[str]:
     for record in records:
         took_s = (record.finished_s - record.arrival_s)[record.outcome == FINISHED]
         found.append(
-            f"{record.label}: {int(record.preemptions.sum()):,} gave way, "
+            f"{record.label}: {int(record.preemptions.sum()):,} preemptions, "
             f"{int(record.recomputed_tokens.sum()):,} tokens recomputed, mean {took_s.mean():.2f} s"
         )
     return found
