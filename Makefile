@@ -76,7 +76,7 @@ soak: $(STAMP) ## Send mixed traffic to a server for an hour: make soak MINUTES=
 
 # Parts of the gates above: what `check` and `test` run side by side.
 pure: $(STAMP)
-	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -m "not campaign" -n auto
+	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -m "not slow and not campaign" -n auto
 
 steps: $(STAMP)
 	@$(BIN)/python -m tests.dst --seeds 0:112 --min-steps 100000 --require 100

@@ -108,7 +108,7 @@ def begin_batch(client: OpenAI, model: str, lines: int) -> str:
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    return batch.id
+    return str(batch.id)
 
 
 def completed(client: OpenAI, batch_id: str) -> tuple[str, int]:

@@ -68,7 +68,7 @@ class View:
     def gauge(self, label: str) -> str:
         """What the gauge with this label shows."""
         own = self.page.locator(".gauge", has=self.page.get_by_text(label, exact=True))
-        return own.locator("b").inner_text()
+        return str(own.locator("b").inner_text())
 
     def keep_pictures(self) -> None:
         self.page.evaluate(KEEP_PICTURES)

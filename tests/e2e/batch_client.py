@@ -57,4 +57,4 @@ def results(client: OpenAI, file_id: str | None) -> dict[str, Any]:
 def num_completed(client: OpenAI, batch_id: str) -> int:
     counts = client.batches.retrieve(batch_id).request_counts
     assert counts is not None
-    return counts.completed
+    return int(counts.completed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def test_what_is_over_cannot_be_cancelled(client: OpenAI) -> None:
 def test_a_key_sees_its_own_only(client: OpenAI, server: ClientServer) -> None:
     batch = wait(client, begin(client, jsonl(request("x"))).id)
     with OpenAI(base_url=f"{server.url}/v1", api_key=NARROW_KEY, max_retries=0) as other:
-        for ask in (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: other.files.retrieve(batch.input_file_id),
             lambda: other.files.content(batch.output_file_id),
             lambda: other.files.delete(batch.input_file_id),
@@ -152,9 +152,10 @@ def test_a_key_sees_its_own_only(client: OpenAI, server: ClientServer) -> None:
             lambda: other.batches.create(
                 input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
             ),
-        ):
+        )
+        for call in calls:
             with pytest.raises(openai.NotFoundError):
-                ask()
+                call()
         assert list(other.files.list()) == [] and list(other.batches.list()) == []
         # Its limit of one request at a time does not count for lines, and lines do not count for it.
         own = begin(other, jsonl(request("endless", max_tokens=ENDLESS), request("short")))

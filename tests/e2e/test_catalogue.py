@@ -7,21 +7,32 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.catalogue.catalogue import ENTRIES, Run, canary, log_problems
-from tests.e2e.catalogue.entry import COMPLETIONS, GOOD, OK, QUEUE_FULL, answer_of
+from tests.e2e.catalogue.entry import COMPLETIONS, GOOD, OK, QUEUE_FULL, Entry, answer_of
 from tests.e2e.catalogue.served import FOLDER, KEYS, OTHERS_PROMPT, VARIABLE, TinyServer, signed, tiny_server
 
 SMALL = ("--kv-cache-memory-bytes", str(64 * 2**20))
 # Numbers that have tests of their own in test_catalogue_more, beside those that are not one request.
 ELSEWHERE = {8, 30, 107, 108, 109, 110, 111, 112, 113, 114, 115}
 HOLD_CONTEXT = 100_000  # what fills the queue takes minutes to finish
+# Every entry is a request over a socket: a tenth of them in `make test`, all in the campaign.
+SHARE = pytest.mark.parametrize(
+    "entries",
+    [
+        pytest.param(ENTRIES[::10], id="a tenth"),
+        pytest.param(ENTRIES, id="all", marks=pytest.mark.campaign),
+    ],
+)
 
 
 def test_every_number_of_the_catalogue_is_there() -> None:
     assert {entry.number for entry in ENTRIES} == set(range(1, 116)) - ELSEWHERE
 
 
-def test_the_catalogue(tmp_path: Path) -> None:
+@SHARE
+def test_the_catalogue(tmp_path: Path, entries: list[Entry]) -> None:
     """Also entry 113: nothing that was planted comes out, in whatever is answered, logged or counted."""
     with tiny_server(tmp_path, *SMALL, PACELINE_API_KEY="canary-key-variable-1d0c") as server:
         other = server.raw(
@@ -31,7 +42,7 @@ def test_the_catalogue(tmp_path: Path) -> None:
         )
         assert other.status == 200 and OTHERS_PROMPT in other.json["choices"][0]["text"]
         server.said.clear()
-        assert Run(server).over(ENTRIES) == []
+        assert Run(server).over(entries) == []
         server.wait_until_idle()
         for path in ("/metrics", "/v1/models", "/openapi.json", "/docs", "/health/deep", "/tokenizer_info"):
             assert server.get(path).status == 200
@@ -44,13 +55,16 @@ def test_the_catalogue(tmp_path: Path) -> None:
             assert secret not in server.card.decode(), secret
 
 
-def test_the_catalogue_without_assertions_and_with_strict_fields(tmp_path: Path) -> None:
+@SHARE
+def test_the_catalogue_without_assertions_and_with_strict_fields(
+    tmp_path: Path, entries: list[Entry]
+) -> None:
     """Entry 114: nothing that keeps the server safe is an assertion. Unknown fields are refused here (45)."""
     unknown = (400, "unknown_parameter")
     with tiny_server(tmp_path, *SMALL, "--strict-fields", PYTHONOPTIMIZE="1") as server:
         reply = server.post(COMPLETIONS, GOOD[COMPLETIONS] | {"tempature": 1})
         assert answer_of(reply) == unknown and "temperature" in reply.json["error"]["message"]
-        assert Run(server, more_answers=(unknown,), listens_often=False).over(ENTRIES) == []
+        assert Run(server, more_answers=(unknown,), listens_often=False).over(entries) == []
         server.wait_until_idle()
         assert log_problems(server) == []
 
@@ -69,7 +83,8 @@ def full_queue(server: TinyServer, places: int) -> Iterator[None]:
         assert server.get("/health").json == {"status": "full"}
 
 
-def test_the_catalogue_while_the_queue_is_full(tmp_path: Path) -> None:
+@SHARE
+def test_the_catalogue_while_the_queue_is_full(tmp_path: Path, entries: list[Entry]) -> None:
     """Entry 115: refusals only, at once; nothing fails, nothing hangs, and afterwards everything is as before."""
     flags = ("--max-num-seqs", "2", "--max-waiting-requests", "1", "--queue-timeout", "600")
     with tiny_server(tmp_path, *flags, context=HOLD_CONTEXT) as server:
@@ -78,7 +93,7 @@ def test_the_catalogue_while_the_queue_is_full(tmp_path: Path) -> None:
             reply = server.post(COMPLETIONS, GOOD[COMPLETIONS])
             assert answer_of(reply) == QUEUE_FULL and int(reply.headers["retry-after"]) >= 1
             # What is too long for the other tests' model is not too long here: its context is larger.
-            failures = Run(server, more_answers=(QUEUE_FULL, OK), sings=False).over(ENTRIES)
+            failures = Run(server, more_answers=(QUEUE_FULL, OK), sings=False).over(entries)
             assert failures == []
             assert server.get("/health/live").status == 200
         server.wait_until_idle()

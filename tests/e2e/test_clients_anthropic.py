@@ -39,7 +39,7 @@ def user(text: str) -> list[MessageParam]:
 def text_of(message: anthropic.types.Message) -> str:
     (block,) = message.content
     assert isinstance(block, TextBlock)
-    return block.text
+    return str(block.text)
 
 
 @pytest.fixture(scope="module")

@@ -264,7 +264,7 @@ def test_mistakes_have_the_clients_own_exceptions(client: OpenAI) -> None:
         assert type(caught.value) is kind
         assert (caught.value.code, caught.value.param) == (code, param)
         assert caught.value.request_id
-        return caught.value.message
+        return str(caught.value.message)
 
     refused(openai.BadRequestError, "invalid_value", "temperature", temperature=3)
     refused(openai.BadRequestError, "invalid_value", "messages", messages=[])

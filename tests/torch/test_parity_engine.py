@@ -1,10 +1,11 @@
 """The CPU runner against transformers: the same tokens and logits, whatever the batch does around a request.
 
-Every pair of architecture, batch, chunk, block size, cache, disturbance, loop and mode occurs in some scenario; the
-full product is `python -m tests.torch.parity --all`.
+Every architecture, batch, chunk, block size, cache, disturbance, loop and mode occurs in some scenario of `make test`,
+every pair of them in some scenario of the campaign; the full product is `python -m tests.torch.parity --all`.
 """
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,21 @@ HAPPENS = {
 }
 
 
-@pytest.mark.parametrize("scenario", pairwise_scenarios(), ids=str)
+def scenarios() -> list[Any]:
+    """All but those that show a value for the first time are left to the campaign; a model stays on one worker."""
+    shown: set[tuple[str, object]] = set()
+    found = []
+    for scenario in pairwise_scenarios():
+        values = {(name, getattr(scenario, name)) for name in FACTORS}
+        marks = [pytest.mark.xdist_group(f"parity of {scenario.architecture}")]
+        if values <= shown:
+            marks.append(pytest.mark.campaign)
+        shown |= values
+        found.append(pytest.param(scenario, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("scenario", scenarios(), ids=str)
 def test_tokens_and_logits_are_those_of_transformers(scenario: Scenario) -> None:
     outcome = play(scenario, quick=True)
     outcome.check()

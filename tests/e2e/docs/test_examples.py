@@ -59,6 +59,7 @@ def test_the_examples_are_numbered_short_and_listed() -> None:
         assert len(text.splitlines()) <= MAX_LINES, path.name
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_shows_what_it_says(
     path: Path, sandbox: Sandbox, tmp_path: Path, request: pytest.FixtureRequest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from tests.e2e.faults.live import (
     MODEL,
     LiveServer,
     flags_of,
-    live_server,
     reset,
-    unharmed,
     without_fractions,
 )
 from tests.e2e.http_server import read_reply, request_bytes
@@ -27,29 +24,17 @@ from tests.e2e.http_server import read_reply, request_bytes
 ENDLESS = {"prompt": "on and on", "max_tokens": 15_000, "temperature": 0, "ignore_eos": True}
 STALLED_S, LATE_S = 0.5, 0.7
 SOON_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def shared(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    flags = flags_of(
-        num_gpu_blocks_override=6000,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_waiting_requests=300,
-        stalled_client_timeout=STALLED_S,
-        header_timeout=LATE_S,
-        body_timeout=LATE_S,
-    )
-    hooks = {"forward": "paceline.models.decoder:Decoder.forward"}
-    work = tmp_path_factory.mktemp("server") / "w"
-    with live_server(long_model, work, *flags, hooks=hooks) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> Iterator[LiveServer]:
-    with unharmed(shared):
-        yield shared
+HOOKS = {"forward": "paceline.models.decoder:Decoder.forward"}
+MODEL_FIXTURE = "long_model"
+FLAGS = flags_of(
+    num_gpu_blocks_override=6000,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_waiting_requests=300,
+    stalled_client_timeout=STALLED_S,
+    header_timeout=LATE_S,
+    body_timeout=LATE_S,
+)
 
 
 def gauge(server: LiveServer, name: str) -> float:

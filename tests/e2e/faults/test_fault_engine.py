@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.e2e.faults.live import (
     live_server,
     said,
     stop_and_check,
-    unharmed,
     wait_for_end,
 )
 from tests.e2e.http_server import Reply
@@ -38,26 +36,14 @@ HOOKS = {
 GONE = {"engine_unavailable"}
 STUCK_S, REPLACED_S = 3.0, 7.0
 TOLD_S = 10.0  # within which everybody hears of it; a second on a machine that does nothing else
-
-
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    flags = flags_of(
-        num_gpu_blocks_override=96,
-        max_num_seqs=8,
-        stuck_after_s=STUCK_S,
-        restart_after_s=REPLACED_S,
-        max_restarts=20,
-        restart_backoff_s=0.0,
-    )
-    with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=HOOKS) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> Iterator[LiveServer]:
-    with unharmed(shared):
-        yield shared
+FLAGS = flags_of(
+    num_gpu_blocks_override=96,
+    max_num_seqs=8,
+    stuck_after_s=STUCK_S,
+    restart_after_s=REPLACED_S,
+    max_restarts=20,
+    restart_backoff_s=0.0,
+)
 
 
 def body(number: int, **fields: Any) -> tuple[str, dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from tests.e2e.faults.live import (
     LiveServer,
     error_of,
     flags_of,
-    live_server,
     said,
-    unharmed,
 )
 
 BLOCK, BLOCKS = 16, 8
@@ -26,25 +22,13 @@ HOOKS = {
     "turn": "paceline.process.service:EngineService._turn",
     "keys": "paceline.kv.prefix:KeyMaker.extend",
 }
-
-
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    flags = flags_of(
-        num_gpu_blocks_override=BLOCKS + 1,  # one is nobody's
-        block_size=BLOCK,
-        max_model_len=CONTEXT,
-        max_num_seqs=8,
-        max_waiting_requests=40,
-    )
-    with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=HOOKS) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> Iterator[LiveServer]:
-    with unharmed(shared):
-        yield shared
+FLAGS = flags_of(
+    num_gpu_blocks_override=BLOCKS + 1,  # one is nobody's
+    block_size=BLOCK,
+    max_model_len=CONTEXT,
+    max_num_seqs=8,
+    max_waiting_requests=40,
+)
 
 
 def body(prompt: str, max_tokens: int, **fields: Any) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,21 +32,8 @@ HOOKS = {
 }
 SIZES = {"num_gpu_blocks_override": 400, "max_num_seqs": 16}
 LONG = {"prompt": "on and on", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    work = tmp_path_factory.mktemp("server") / "w"
-    with live_server(
-        model, work, *flags_of(**SIZES), hooks=HOOKS, variables={"PACELINE_TEST_CLOCK": "1"}
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> Iterator[LiveServer]:
-    with unharmed(shared):
-        yield shared
+FLAGS = flags_of(**SIZES)
+VARIABLES = {"PACELINE_TEST_CLOCK": "1"}
 
 
 # ---------------------------------------------------------------- signals

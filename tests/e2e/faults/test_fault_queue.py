@@ -5,9 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-
-import pytest
 
 from tests.e2e.faults.live import (
     ALWAYS,
@@ -15,8 +12,6 @@ from tests.e2e.faults.live import (
     LiveServer,
     error_of,
     flags_of,
-    live_server,
-    unharmed,
 )
 from tests.e2e.http_server import read_reply
 
@@ -27,25 +22,13 @@ HOOKS = {
 }
 LONG = {"prompt": "on and on", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    flags = flags_of(
-        num_gpu_blocks_override=200,
-        max_num_seqs=2,
-        max_waiting_requests=PLACES - 2,
-        queue_timeout=1.5,
-        request_timeout=4.0,
-    )
-    with live_server(model, tmp_path_factory.mktemp("server") / "w", *flags, hooks=HOOKS) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> Iterator[LiveServer]:
-    with unharmed(shared):
-        yield shared
+FLAGS = flags_of(
+    num_gpu_blocks_override=200,
+    max_num_seqs=2,
+    max_waiting_requests=PLACES - 2,
+    queue_timeout=1.5,
+    request_timeout=4.0,
+)
 
 
 @contextmanager

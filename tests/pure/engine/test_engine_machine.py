@@ -8,6 +8,7 @@ import contextlib
 import random
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -242,4 +243,4 @@ class EngineMachine(RuleBasedStateMachine):
 EngineMachine.TestCase.settings = settings(
     max_examples=settings().max_examples * 3 // 2, stateful_step_count=40
 )
-TestEngine = EngineMachine.TestCase
+TestEngine = pytest.mark.slow(EngineMachine.TestCase)

@@ -83,6 +83,7 @@ def test_a_sliding_window_with_exactly_its_blocks_is_served(
     windowed(0, block_size, window, budget).run()
 
 
+@pytest.mark.slow
 def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device() -> None:
     stuck = []
     for case in product((1, 3), (1, 2, 4), (1, 2, 8), (1, 3, 8)):

@@ -11,6 +11,8 @@ from paceline.errors import InputError
 from paceline.lab.report.load_plots import MOST_BARS, GoodputPoint, plot_gantt, plot_goodput
 from paceline.lab.report.record import OUTCOMES, RunRecord
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"
 

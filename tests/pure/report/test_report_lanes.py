@@ -11,6 +11,8 @@ from paceline.lab.report.lanes import DECODE, EMPTY, PADDING, PROMPT, Lanes
 from paceline.lab.report.record import RunRecord
 from paceline.lab.report.summary import summarize
 
+pytestmark = pytest.mark.slow
+
 
 def lanes(*rows: str) -> Lanes:
     """Rows as text, a letter for each step of a second."""

@@ -19,6 +19,8 @@ from paceline.lab.report.plots import find_knee, make_timeline
 from paceline.lab.report.record import RunRecord
 from paceline.lab.report.summary import summarize
 
+pytestmark = pytest.mark.slow
+
 NAN = math.nan
 
 

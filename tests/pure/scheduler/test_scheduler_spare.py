@@ -13,6 +13,8 @@ from paceline.core.request import RequestState
 from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
+pytestmark = pytest.mark.slow
+
 WAITING: list[int] = []
 
 

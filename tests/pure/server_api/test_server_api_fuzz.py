@@ -91,7 +91,7 @@ def test_a_body_is_answered_or_refused(route: str) -> None:
     schema = api.routes["POST", route].openapi["requestBody"]["content"]["application/json"]["schema"]
     seen: set[int] = set()
 
-    @settings(max_examples=100)
+    @settings(max_examples=settings().max_examples)
     @given(bodies(schema))
     def check(body: dict[str, Any]) -> None:
         json.dumps(body)

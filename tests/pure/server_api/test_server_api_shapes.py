@@ -10,6 +10,9 @@ from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.server.errors import UnsupportedParameter
 from tests.pure.server_api.api_helpers import Api, chunks, ids, says, tokenizer
 
+# The client libraries check the answers, and take seconds to import.
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = (
     *("/v1/chat/completions", "/v1/completions"),
     *("/v1/messages", "/v1/responses"),

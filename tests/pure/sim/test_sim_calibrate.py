@@ -24,6 +24,8 @@ from paceline.lab.workload.model import Workload
 from tests.pure.sim import sim_helpers
 from tests.pure.sim.sim_helpers import machine, make_workload, random_workload, small_engine
 
+pytestmark = pytest.mark.slow
+
 TRUE = FittedCost(
     CostCoefficients(
         fixed_s=0.02,

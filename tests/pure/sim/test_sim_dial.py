@@ -21,6 +21,8 @@ from paceline.lab.sim.replay import replay
 from paceline.lab.workload import load_workload
 from tests.traffic import engine_with_log, lines_of, run_until_idle, small_config
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
 WORKLOAD = load_workload("azure-conv", num_requests=300, seed=3, rate=14.0)
 

@@ -16,6 +16,8 @@ from paceline.lab.sim.replay import replay
 from paceline.lab.workload.model import Workload
 from tests.pure.sim.sim_helpers import machine, make_workload
 
+pytestmark = pytest.mark.slow
+
 TARGET_MS = 25.0
 
 

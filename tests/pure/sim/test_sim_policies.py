@@ -14,6 +14,8 @@ from paceline.cli.main import app
 from paceline.config.engine import POLICIES
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "policies.md"
 SMALL = ["--num-requests", "30", "--trace", "multi-tenant", "--num-blocks", "600"]
 

@@ -10,6 +10,8 @@ from paceline.core.recorder import StepRecorder
 from paceline.lab.sim.replay import replay
 from tests.dst.world import World
 
+pytestmark = pytest.mark.slow
+
 # Worlds whose block keys all collide are left out: what tells such blocks apart are tokens, and a log holds none.
 SEEDS = [seed for seed in range(24) if not World(seed).trouble.same_keys]
 
