@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.inputs import Abort, Add, Done, Expired, FinishAt, Idle, Input, Keys, Pause, Preempt
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.scheduler.dial.engine_dial import Dial
@@ -23,11 +23,10 @@ from paceline.scheduler.policy.fair import SPARE
 from tests.dst.settings import Trouble
 
 NAME = "T1"
-_OFF_ITS_ROW = ("abort", "expired", "preempt", "pause", "finish_at")
-_ENDS = {
-    "abort": (Rule.ABORT, Rule.PRUNED),
-    "expired": (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
-    "finish_at": (Rule.STOP,),
+_ENDS: dict[type[Input], tuple[Rule, ...]] = {
+    Abort: (Rule.ABORT, Rule.PRUNED),
+    Expired: (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
+    FinishAt: (Rule.STOP,),
 }
 _IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
@@ -133,28 +132,26 @@ class Truth:
     # -- the picture ---------------------------------------------------------------------------------------
 
     def _take_inputs(self, inputs: Inputs, victims: deque[Decision]) -> None:
-        entries: Any = inputs
-        for kind, time_s, *values in entries:
-            if kind == "add":
-                request, num_prompt, max_tokens, _, _, _, _, parent, _, keys, _, _, num_tokens, *_ = values
-                known = Known(num_prompt, num_prompt + max_tokens, num_tokens, parent, ())
-                self._requests[request] = known
-                self._learn(known, keys)
-            elif kind == "done":
-                self._done(int(values[0]))
-            elif kind in _OFF_ITS_ROW:
-                self._leave(values[0])
-                self._requests[values[0]].ends_by = _ENDS.get(kind, ())
-            elif kind == "keys":
-                self._learn(self._requests[values[0]], values[1])
-            if kind == "finish_at":
-                known = self._requests[values[0]]
-                known.num_tokens = known.num_prompt + values[1]
-            if (
-                kind == "idle"
-            ):  # a look that gave no plan may have made room, and results may have come after it
-                while victims and victims[0].time_s <= time_s:
-                    self._give_way(victims.popleft())
+        for time_s, given in inputs:
+            match given:
+                case Add():
+                    max_total = given.num_prompt + given.max_tokens
+                    known = Known(given.num_prompt, max_total, given.num_tokens, given.parent, ())
+                    self._requests[given.id] = known
+                    self._learn(known, given.keys)
+                case Done():
+                    self._done(given.seq)
+                case Abort() | Expired() | Preempt() | Pause() | FinishAt():
+                    self._leave(given.request)
+                    self._requests[given.request].ends_by = _ENDS.get(type(given), ())
+                case Keys():
+                    self._learn(self._requests[given.request], given.keys)
+                case Idle():  # no plan was made, but room may have been, and results may have come after it
+                    while victims and victims[0].time_s <= time_s:
+                        self._give_way(victims.popleft())
+            if isinstance(given, FinishAt):
+                known = self._requests[given.request]
+                known.num_tokens = known.num_prompt + given.num_output
 
     def _learn(self, known: Known, keys: tuple[bytes, ...]) -> None:
         if keys and not known.keys:

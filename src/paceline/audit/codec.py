@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -29,7 +29,9 @@ from paceline.config.engine import (
     SchedulerConfig,
     StepCosts,
 )
+from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.inputs import INPUT_TYPES, Add, Input
 from paceline.core.plan import (
     RUNNING_ON,
     BlockAppends,
@@ -43,33 +45,12 @@ from paceline.core.plan import (
     StepWork,
     Swaps,
 )
-from paceline.core.request import DEFAULT_TENANT, BlockKey, Request, RequestId
-from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import DEFAULT_CLASS, Urgency
+from paceline.core.request import BlockReason, RequestId
 
 I32 = NDArray[np.int32]
 Json = Any  # what `json` makes: dict, list, str, int, float, bool, None
 MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 
-# An "add" as the scheduler notes it, in its order; a field that has the value given here is left out.
-ADD_FIELDS: tuple[tuple[str, object], ...] = (
-    ("id", ...),
-    ("num_prompt", ...),
-    ("max_tokens", ...),
-    ("arrival_s", ...),
-    ("tenant", DEFAULT_TENANT),
-    ("priority", 0),
-    ("deadline_s", None),
-    ("parent", None),
-    ("needs_host", False),
-    ("keys", []),
-    ("model", 0),
-    ("adapter", 0),
-    ("num_tokens", None),  # None: as many as num_prompt
-    ("together", 1),
-    ("wishes", None),  # deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible
-    ("service_class", DEFAULT_CLASS),
-)
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
 NEVER_LOGGED = frozenset({"tokens", "sampling"})
@@ -156,60 +137,42 @@ def config_of(value: Json) -> EngineConfig:
 # -- inputs and decisions ----------------------------------------------------------------------------------
 
 
-def encode_input(entry: Sequence[object]) -> list[Json]:
-    """One journal entry: its kind, its time, its values; an add has its values by name."""
+def encode_input(time_s: float, given: Input) -> list[Json]:
+    """An input: its kind, its time, its values. Those of an add stand by name, without defaults."""
+    declared: Any = type(given)
+    values = {name: plain(getattr(given, name)) for name in _names(declared)}
+    if not isinstance(given, Add):
+        return [given.kind, plain(time_s), *values.values()]
+    if given.num_tokens == given.num_prompt:
+        del values["num_tokens"]
+    named = {name: value for name, value in values.items() if value != _ADD_DEFAULTS[name]}
+    return [given.kind, plain(time_s), named]
+
+
+def decode_input(entry: Json) -> tuple[float, Input]:
+    """What `encode_input` was given."""
     kind, time_s, *values = entry
-    if kind == "add":
-        return [kind, plain(time_s), _encode_add(values)]
-    return [kind, plain(time_s), *map(plain, values)]
+    made: Any = INPUT_TYPES.get(kind)
+    if made is None:
+        raise ValueError("this version knows no such input")
+    if made is Add:
+        return decode_time(time_s), decode_add(*values)
+    named = dict(zip(_names(made), values, strict=True))
+    return decode_time(time_s), made(**{name: _decoded(name, value) for name, value in named.items()})
 
 
-def _encode_add(values: Sequence[object]) -> dict[str, Json]:
-    named = {
-        name: plain(value)
-        for (name, default), value in zip(ADD_FIELDS, values, strict=True)
-        if default is ... or plain(value) != default
-    }
-    if named["num_tokens"] == named["num_prompt"]:
-        del named["num_tokens"]
-    return named
+def decode_add(value: Json) -> Add:
+    given = {"num_tokens": value["num_prompt"], **value}
+    return Add(**{name: _decoded(name, each) for name, each in given.items()})
 
 
-def _sampling(max_tokens: int, wishes: Json) -> SamplingParams:
-    deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible = wishes or (None, None, None, "refuse")
-    return SamplingParams(
-        max_tokens=max_tokens,
-        deadline_ms=deadline_ms,
-        ttft_slo_ms=ttft_slo_ms,
-        itl_slo_ms=itl_slo_ms,
-        on_infeasible=on_infeasible,
-    )
+def _decoded(name: str, value: Json) -> Any:
+    decode = _DECODERS.get(name)
+    return value if decode is None or value is None else decode(value)
 
 
-def decode_add(value: Json) -> tuple[Request, int]:
-    """The request an add speaks of, with zeros for tokens, and how many requests were added together."""
-    given = {**{name: default for name, default in ADD_FIELDS if default is not ...}, **value}
-    num_prompt = int(given["num_prompt"])
-    num_tokens = num_prompt if given["num_tokens"] is None else int(given["num_tokens"])
-    request = Request(
-        RequestId(given["id"]),
-        np.zeros(num_tokens, np.int32),
-        _sampling(given["max_tokens"], given["wishes"]),
-        arrival_s=decode_time(given["arrival_s"]),
-        tenant=given["tenant"],
-        urgency=Urgency(given["service_class"], given["priority"]),
-        deadline_s=None if given["deadline_s"] is None else decode_time(given["deadline_s"]),
-        keys=decode_keys(given["keys"]),
-    )
-    request.num_prompt = num_prompt
-    request.parent, request.needs_host = given["parent"], given["needs_host"]
-    request.model, request.adapter = given["model"], given["adapter"]
-    return request, int(given["together"])
-
-
-def decode_keys(value: Json) -> list[BlockKey]:
-    """Keys alone tell blocks apart here: the payloads they were made from hold tokens and are not logged."""
-    return [BlockKey(bytes.fromhex(key), b"") for key in value]
+def _decode_keys(value: Json) -> tuple[bytes, ...]:
+    return tuple(bytes.fromhex(key) for key in value)
 
 
 def decode_time(value: Json) -> float:
@@ -217,6 +180,20 @@ def decode_time(value: Json) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a time")
     return float(value) if isinstance(value, str) else value
+
+
+# Fields of inputs that JSON holds in another form.
+_DECODERS: dict[str, Callable[[Json], object]] = {
+    "arrival_s": decode_time,
+    "deadline_s": decode_time,
+    "keys": _decode_keys,
+    "wishes": tuple,
+    "options": lambda pairs: tuple((name, value) for name, value in pairs),
+    "target": DialKind,
+    "reason": BlockReason,
+    "blocks": tuple,
+}
+_ADD_DEFAULTS = {spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(Add)}
 
 
 def encode_decision(decision: Decision) -> list[Json]:

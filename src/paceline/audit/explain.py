@@ -83,7 +83,7 @@ def explain_from_log(log: RunLog, request_id: int) -> Explanation:
                 if kind == "add":
                     seen.append(values[0]["id"])
                     if values[0]["id"] == request_id:
-                        found = decode_add(values[0])[0]
+                        found = decode_add(values[0]).make_request()
             decisions.extend(decode_decision(entry) for entry in line.decisions if entry[1] == request_id)
         except _BROKEN as problem:
             raise InputError(f"{log.path}: line {line.line} is broken: {problem}") from problem

@@ -73,7 +73,7 @@ class LineEncoder:
                 "seq": record.plan.seq,
                 "t_plan": plain(record.t_plan),
                 "t_done": plain(record.t_done),
-                "inputs": [encode_input(entry) for entry in record.inputs],
+                "inputs": [encode_input(*entry) for entry in record.inputs],
                 "plan": encode_plan(record.plan),
                 "result": None if result is None else encode_result(result, self._generations),
                 "decisions": [encode_decision(decision) for decision in record.decisions],
@@ -81,9 +81,12 @@ class LineEncoder:
         )
 
     def end(self, inputs: Inputs, decisions: Sequence[Decision]) -> str:
-        told = [encode_input(entry) for entry in inputs]
         return _line(
-            {"kind": "end", "inputs": told, "decisions": [encode_decision(each) for each in decisions]}
+            {
+                "kind": "end",
+                "inputs": [encode_input(*entry) for entry in inputs],
+                "decisions": [encode_decision(each) for each in decisions],
+            }
         )
 
 

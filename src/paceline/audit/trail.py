@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from paceline.audit.codec import plain
 from paceline.core.events import Decision
+from paceline.core.inputs import Add, Done
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import InputError
 from paceline.version import __version__
@@ -319,7 +320,7 @@ class TrailWriter:
 
     def step(self, record: StepRecord) -> None:
         inputs = record.inputs
-        if not record.decisions and len(inputs) == 1 and inputs[0][0] == "done":
+        if not record.decisions and len(inputs) == 1 and isinstance(inputs[0][1], Done):
             return  # a step of plain decode
         if len(self._waiting) < self._most:
             self._waiting.append((inputs, record.decisions))
@@ -365,9 +366,10 @@ def make_pages(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
     adds: list[tuple[object, ...]] = []
     decisions: list[Decision] = []
     for inputs, decided in steps:
-        for entry in inputs:
-            if entry[0] == "add":  # id, prompt, most tokens, arrival, tenant, priority, parent, class
-                adds.append((*entry[2:8], entry[9], entry[-1]))
+        for _, add in inputs:
+            if isinstance(add, Add):
+                sizes = (add.id, add.num_prompt, add.max_tokens)
+                adds.append((*sizes, add.arrival_s, add.tenant, add.priority, add.parent, add.service_class))
         decisions += decided
         if len(decisions) >= PAGE or len(adds) >= PAGE:
             yield page_text({"adds": adds, "decisions": decisions}), len(decisions)

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from paceline.core.events import Decision, StepEvents
 from paceline.core.fast import value
+from paceline.core.inputs import Input
 from paceline.core.plan import StepPlan, StepResult
 
-Inputs = Sequence[tuple[object, ...]]  # (kind, time, values...)
+Inputs = Sequence[tuple[float, Input]]  # each with the time it came
 
 
 @value

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.core import inputs
 from paceline.core.dial import DialSetting
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
@@ -30,7 +31,7 @@ from paceline.scheduler.forecast import Forecast, Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
-from paceline.scheduler.state import Journal, SchedulerState
+from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
 from paceline.scheduler.step.pace import expected_budget, make_pace
 from paceline.scheduler.step.preemption import preempt, put_aside
@@ -61,8 +62,7 @@ class Scheduler:
 
     def update(self, result: StepResult) -> None:
         """Take in the result of the oldest plan under way."""
-        self._tick()
-        self._note("done", result.seq)
+        self._input(inputs.Done(seq=result.seq))
         work = self.state.flights[0].work
         if self.composer.pace is not None:
             self.composer.pace.learn(work, result.times)
@@ -80,7 +80,7 @@ class Scheduler:
         taken, self.state.decisions = self.state.decisions, []
         return taken
 
-    def take_journal(self) -> Journal:
+    def take_journal(self) -> inputs.Journal:
         taken, self.state.journal = self.state.journal, []
         return taken
 
@@ -117,8 +117,7 @@ class Scheduler:
         request = self.state.requests.get(request_id)
         if request is None:
             return False
-        self._tick()
-        self._note("abort", request_id, detail)
+        self._input(inputs.Abort(request=request_id, detail=detail))
         self.state.end(request, FinishReason.ABORT, detail)
         self._after_leaving()
         return True
@@ -133,8 +132,7 @@ class Scheduler:
         request = state.requests.get(request_id)
         if request is None:
             return False
-        self._tick()
-        self._note("finish_at", request_id, num_output)
+        self._input(inputs.FinishAt(request=request_id, num_output=num_output))
         total = request.num_prompt + num_output
         if request.row == NO_ROW:
             if request.id in state.queue:  # it counts the request's tokens
@@ -176,8 +174,7 @@ class Scheduler:
         request = self._live(request_id)
         urgency = request.urgency._replace(priority=priority)
         found = urgency.standing
-        self._tick()
-        self._note("priority", request_id, priority)
+        self._input(inputs.SetPriority(request=request_id, priority=priority))
         self.state.decide(DecisionKind.CHANGE, request, Rule.PRIORITY, priority)
         request.urgency = urgency
         if request.row != NO_ROW:
@@ -187,8 +184,7 @@ class Scheduler:
 
     def set_deadline(self, request_id: RequestId, deadline_s: float | None) -> None:
         request = self._live(request_id)
-        self._tick()
-        self._note("deadline", request_id, deadline_s)
+        self._input(inputs.SetDeadline(request=request_id, deadline_s=deadline_s))
         away = "" if deadline_s is None else f"{max(0.0, deadline_s - self.state.now_s):.3f} s"
         self.state.decide(DecisionKind.CHANGE, request, Rule.DEADLINE, detail=away)
         request.deadline_s = deadline_s
@@ -202,16 +198,14 @@ class Scheduler:
         """Order by another policy from now on. `options` are those of the config that policies read."""
         config = changed_policy(self.state.config, name, options)
         policy = make_policy(config, self.state.policy)
-        self._tick()
-        self._note("policy", name, tuple(sorted(options.items())))
+        self._input(inputs.SetPolicy(name=name, options=tuple(sorted(options.items()))))
         self.state.use_policy(config, policy)
         steering.record_policy(self.state, name, options)
 
     def set_dial(self, setting: DialSetting) -> None:
         """Another place between latency and throughput, a target to hold, or off."""
         steering.check_turn(self.state)
-        self._tick()
-        self._note("dial", setting.kind.value, setting.value)
+        self._input(inputs.SetDial(target=setting.kind, value=setting.value))
         steering.turn(self.state, setting)
         if self.composer.pace is None:
             self.composer.pace = make_pace(self.state.config, dialled=True)
@@ -224,8 +218,7 @@ class Scheduler:
         request = self._live(request_id)
         if request.state is not RequestState.RUNNING or request.reserved or self._is_done(request):
             return False
-        self._tick()
-        self._note("preempt", request_id, swap)
+        self._input(inputs.Preempt(request=request_id, swap=swap))
         preempt(self.state, request, swap=swap, reason="forced")
         self._after_leaving()
         return True
@@ -237,8 +230,7 @@ class Scheduler:
         stuck = request.state in (RequestState.BLOCKED, RequestState.PAUSED) and not returns
         if stuck or self._is_done(request):
             raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be paused")
-        self._tick()
-        self._note("pause", request_id, swap)
+        self._input(inputs.Pause(request=request_id, swap=swap))
         if request.row != NO_ROW:  # what is still being copied in cannot be copied out
             put_aside(self.state, request, swap=False if returns else swap, reason="paused")
             request.blocked = None
@@ -254,8 +246,7 @@ class Scheduler:
         request = self._live(request_id)
         if request.state is not RequestState.PAUSED:
             raise InvalidTransition(f"request {request_id} is {request.state.value}, not paused")
-        self._tick()
-        self._note("resume", request_id)
+        self._input(inputs.Resume(request=request_id))
         self.state.decide(DecisionKind.CHANGE, request, Rule.RESUMED)
         self.state.enqueue(request)
 
@@ -264,8 +255,7 @@ class Scheduler:
         request = self._live(request_id)
         if request.state is not RequestState.WAITING:
             raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be blocked")
-        self._tick()
-        self._note("block", request_id, reason.value, deadline_s)
+        self._input(inputs.Block(request=request_id, reason=reason, deadline_s=deadline_s))
         self.state.queue.remove(request)
         request.move(RequestState.BLOCKED)
         request.blocked = Blocked(reason=reason, deadline_s=deadline_s)
@@ -276,16 +266,14 @@ class Scheduler:
         request = self.state.requests.get(request_id)
         if request is None or request.blocked is None or request.blocked.reason is BlockReason.SWAP_IN:
             return False
-        self._tick()
-        self._note("unblock", request_id)
+        self._input(inputs.Unblock(request=request_id))
         request.blocked = None
         self.state.enqueue(request)
         return True
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._tick()
-        self._note("reset_cache")
+        self._input(inputs.ResetCache())
         self.state.kv.reset_cache()
 
     def expire(self) -> None:
@@ -298,11 +286,11 @@ class Scheduler:
             if request is None:
                 continue
             if request.deadline_s is not None and request.deadline_s <= due_s:
-                self._note("expired", request_id)
+                self._note(inputs.Expired(request=request_id))
                 state.end(request, FinishReason.ABORT, "deadline")
                 self._after_leaving()
             elif request.blocked is not None and request.blocked.deadline_s == due_s:
-                self._note("expired", request_id)
+                self._note(inputs.Expired(request=request_id))
                 state.end(request, FinishReason.ERROR, f"{request.blocked.reason.value}_timeout")
 
     def next_wakeup_s(self) -> float | None:
@@ -329,22 +317,19 @@ class Scheduler:
 
     def recover(self) -> StepPlan:
         """A step has failed: no result will come. Every row gives way, and the runner starts from a clean plan."""
-        self._tick()
-        self._note("step_failed")
+        self._input(inputs.StepFailed())
         start_over(self.state)
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
 
     def shrink(self) -> bool:
         """Memory ran out in a step: for a while half as many rows. False if there was one left only."""
-        self._tick()
-        self._note("shrink")
+        self._input(inputs.Shrink())
         return self.state.halve_rows()
 
     def fail_all(self) -> None:
         """The engine is lost: every live request ends with an error."""
-        self._tick()
-        self._note("fail_all")
+        self._input(inputs.FailAll())
         for request in list(self.state.requests.values()):
             self.state.end(request, FinishReason.ERROR, "engine_failed")
         self.state.kv.settle()
@@ -366,13 +351,13 @@ class Scheduler:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1
             self.state.counters.rejected += 1
-            self._note_add(request, len(requests))
+            self._note(inputs.Add.of(request, len(requests)))
             figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NOBODY)
             self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total, figures)
 
     def _accept(self, request: Request, together: int) -> None:
         state = self.state
-        self._note_add(request, together)
+        self._note(inputs.Add.of(request, together))
         state.counters.added += 1
         state.requests[request.id] = request
         state.enqueue(request)
@@ -401,36 +386,24 @@ class Scheduler:
         state.kv.block_time.tell(state.now_s)
         state.sizes.look(state.now_s)
 
-    def _note(self, kind: str, *values: object) -> None:
-        self.state.journal.append((kind, self.state.now_s, *values))
+    def _input(self, value: inputs.Input) -> None:
+        """Something came from outside: the clock ticks, and the journal has it with the time."""
+        self._tick()
+        self._note(value)
 
-    def _note_add(self, request: Request, together: int) -> None:
-        """`together` is the number of requests this call accepts or refuses as one."""
-        sizes = (request.num_prompt, request.sampling.max_tokens)
-        order = (request.arrival_s, request.tenant, request.urgency.priority, request.deadline_s)
-        keys = tuple(key.key for key in request.keys)
-        extra = (request.model, request.adapter, request.num_tokens, together, _wishes(request))
-        kind = (request.parent, request.needs_host, keys, *extra, request.urgency.service_class)
-        self._note("add", request.id, *sizes, *order, *kind)
+    def _note(self, value: inputs.Input) -> None:
+        self.state.journal.append((self.state.now_s, value))
 
     def _note_idle(self, noted: int, decided: int) -> None:
         """A look that gave no plan may have moved something; repeated looks that did not are left out."""
         journal = self.state.journal
-        looked = bool(journal) and journal[-1][0] == "idle"
+        looked = bool(journal) and isinstance(journal[-1][1], inputs.Idle)
         if not looked or len(journal) > noted or len(self.state.decisions) > decided:
-            self._note("idle")
+            self._note(inputs.Idle())
 
     def _note_withheld(self) -> None:
         """Blocks that are kept back from outside are an input too."""
         withheld = tuple([group.pool.withheld for group in self.state.kv.groups])
         if withheld != self._withheld:
             self._withheld = withheld
-            self._note("withheld", withheld)
-
-
-def _wishes(request: Request) -> tuple[int | None, int | None, int | None, str] | None:
-    """What a request wants of its times, as the journal has it; None for nothing."""
-    wanted = request.sampling
-    if not wanted.has_wishes:
-        return None
-    return wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible
+            self._note(inputs.Withheld(blocks=withheld))

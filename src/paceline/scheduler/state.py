@@ -27,6 +27,7 @@ from paceline.core.events import (
     StepEvents,
     TokenEvents,
 )
+from paceline.core.inputs import Journal, Keys
 from paceline.core.plan import StepWork
 from paceline.core.policy import Policy, RequestView
 from paceline.core.request import (
@@ -80,7 +81,6 @@ MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 
 _new = tuple.__new__
 _FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # members of an enum are looked up slowly
-Journal = list[tuple[object, ...]]
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
@@ -379,7 +379,8 @@ class SchedulerState:
         made = list(self.hooks.new_keys(request))
         if made:
             request.keys.extend(made)
-            self.journal.append(("keys", self.now_s, request.id, tuple(key.key for key in made)))
+            keys = tuple([key.key for key in made])
+            self.journal.append((self.now_s, Keys(request=request.id, keys=keys)))
 
     def end(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         """The one way a live request becomes terminal: let go of everything it holds, then say so."""

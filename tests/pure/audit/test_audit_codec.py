@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.audit.codec import (
     Generations,
     decode_add,
+    decode_input,
     decode_result,
     encode_input,
     encode_result,
@@ -19,15 +21,61 @@ from paceline.audit.codec import (
     plain,
     unpack,
 )
+from paceline.core.dial import DialKind
+from paceline.core.inputs import (
+    INPUT_TYPES,
+    Abort,
+    Add,
+    Block,
+    Done,
+    Expired,
+    FailAll,
+    FinishAt,
+    Idle,
+    Keys,
+    Pause,
+    Preempt,
+    ResetCache,
+    Resume,
+    SetDeadline,
+    SetDial,
+    SetPolicy,
+    SetPriority,
+    Shrink,
+    StepFailed,
+    Unblock,
+    Withheld,
+)
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
+from paceline.core.request import BlockReason, RequestId
 
 KEYS = (bytes(range(4)), b"\xff\x00")
-ADD = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, KEYS, 0, 0, 9, 1, None, "standard")
-BRANCH = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, (9000, None, 50, "try"), "batch")
+ADD = Add(id=RequestId(1), num_prompt=9, max_tokens=11, arrival_s=0.25, keys=KEYS, num_tokens=9)
+BRANCH = Add(
+    id=RequestId(2),
+    num_prompt=5,
+    max_tokens=10,
+    arrival_s=0.5,
+    tenant="a",
+    priority=-1,
+    deadline_s=9.5,
+    parent=RequestId(1),
+    needs_host=True,
+    adapter=2,
+    num_tokens=6,
+    together=2,
+    wishes=(9000, None, 50, "try"),
+    service_class="batch",
+)
 
 
 def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
-    assert encode_input(("deadline", np.float64(0.5), np.int64(3), math.inf)) == ["deadline", 0.5, 3, "inf"]
+    assert encode_input(np.float64(0.5), SetDeadline(request=RequestId(3), deadline_s=math.inf)) == [
+        "deadline",
+        0.5,
+        3,
+        "inf",
+    ]
     assert plain({"a": {3, 1, 2}, "b": (np.bool_(True), -math.inf, np.arange(2))}) == {
         "a": [1, 2, 3],
         "b": [True, "-inf", [0, 1]],
@@ -37,13 +85,12 @@ def test_numbers_that_json_lacks_and_values_it_cannot_hold() -> None:
 
 
 def test_an_add_comes_back_as_a_request_without_tokens() -> None:
-    entry = encode_input(BRANCH)
-    request, together = decode_add(entry[2])
+    request = decode_add(encode_input(0.5, BRANCH)[2]).make_request()
     assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
     assert (request.tenant, request.deadline_s, request.arrival_s) == ("a", 9.5, 0.5)
     assert (request.urgency, request.priority) == (("batch", -1), 1)
     assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
-    assert together == 2 and not request.tokens.any()
+    assert not request.tokens.any()
     wanted = request.sampling
     assert (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible) == (
         9000,
@@ -51,9 +98,41 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
         50,
         "try",
     )
-    request, together = decode_add(encode_input(ADD)[2])
-    assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"] and together == 1
+    request = decode_add(encode_input(0.5, ADD)[2]).make_request()
+    assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"]
     assert not request.sampling.has_wishes
+
+
+def test_every_input_comes_back_as_it_went_in() -> None:
+    one = RequestId(1)
+    given = [
+        *(ADD, BRANCH, Abort(request=one, detail="pruned"), FinishAt(request=one, num_output=3)),
+        *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
+        SetDeadline(request=one, deadline_s=None),
+        SetPolicy(name="fair", options=(("output_token_cost", 2.0), ("tenant_weights", "a=2"))),
+        *(
+            SetDial(target=DialKind.ITL, value=40.0),
+            Preempt(request=one, swap=None),
+            Pause(request=one, swap=True),
+        ),
+        *(
+            Resume(request=one),
+            Block(request=one, reason=BlockReason.GRAMMAR, deadline_s=7.5),
+            Unblock(request=one),
+        ),
+        *(ResetCache(), Done(seq=4), StepFailed(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
+        *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
+    ]
+    assert {type(each) for each in given} == set(INPUT_TYPES.values())
+    for each in given:
+        assert decode_input(json.loads(json.dumps(encode_input(0.5, each)))) == (0.5, each)
+
+
+def test_an_input_of_an_unknown_kind_or_with_other_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="knows no such input"):
+        decode_input(["teleport", 0.5, 1])
+    with pytest.raises(ValueError):
+        decode_input(["abort", 0.5, 1])
 
 
 # -- packed columns and results ----------------------------------------------------------------------------

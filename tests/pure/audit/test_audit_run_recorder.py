@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from paceline.audit.run_recorder import RunRecorder, check_run_log, keep_earlier
 from paceline.audit.runlog import read_run_log, run_header
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
+from paceline.core.inputs import Done, Idle
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import StepRecord
 from paceline.core.sampling import SamplingParams
@@ -29,7 +31,7 @@ LIMITS = {"max_bytes": 1 << 20, "max_files": 2}
 
 def record(seq: int) -> StepRecord:
     plan = StepPlan(seq=seq)
-    return StepRecord(t_plan=1.0, t_done=1.0, inputs=[("idle", 1.0)], plan=plan, result=None, decisions=())
+    return StepRecord(t_plan=1.0, t_done=1.0, inputs=[(1.0, Idle())], plan=plan, result=None, decisions=())
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -125,7 +127,12 @@ def test_a_step_that_cannot_be_written_ends_the_log_and_no_step(
 ) -> None:
     recorder = RunRecorder(tmp_path / "run.jsonl", HEADER, interval_s=0.01, **LIMITS)
     bad = StepRecord(
-        t_plan=1.0, t_done=1.0, inputs=[("x", object())], plan=StepPlan(seq=1), result=None, decisions=()
+        t_plan=1.0,
+        t_done=1.0,
+        inputs=[(1.0, Done(seq=cast(int, object())))],
+        plan=StepPlan(seq=1),
+        result=None,
+        decisions=(),
     )
     recorder.step(bad)
     until(lambda: "could not be written" in caplog.text)

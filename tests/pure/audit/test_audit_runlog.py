@@ -20,6 +20,7 @@ from paceline.audit.codec import config_of, decode_decision, encode_decision, pl
 from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.inputs import Abort, Add, Done, Idle, Keys
 from paceline.core.plan import (
     BlockAppends,
     RowJoins,
@@ -81,12 +82,27 @@ def joining(seq: int = 1) -> StepRecord:
         work=StepWork(prefill_tokens=6, prefill_context_products=24, logit_rows=2),
     )
     keys = (bytes(range(4)), b"\xff\x00")
-    add = ("add", 0.5, 1, 9, 11, 0.25, "default", 0, None, None, False, keys, 0, 0, 9, 1, None, "standard")
-    branch = ("add", 0.5, 2, 5, 10, 0.5, "a", -1, 9.5, 1, True, (), 0, 2, 6, 2, None, "standard")
+    one = RequestId(1)
+    add = Add(id=one, num_prompt=9, max_tokens=11, arrival_s=0.25, keys=keys, num_tokens=9)
+    branch = Add(
+        id=RequestId(2),
+        num_prompt=5,
+        max_tokens=10,
+        arrival_s=0.5,
+        tenant="a",
+        priority=-1,
+        deadline_s=9.5,
+        parent=one,
+        needs_host=True,
+        adapter=2,
+        num_tokens=6,
+        together=2,
+    )
+    abort = Abort(request=RequestId(3), detail="abort")
     return StepRecord(
         t_plan=0.75,
         t_done=1.0,
-        inputs=[add, branch, ("abort", 0.6, 3, "abort"), ("keys", 0.7, 1, keys)],
+        inputs=[(0.5, add), (0.5, branch), (0.6, abort), (0.7, Keys(request=one, keys=keys))],
         plan=plan,
         result=result(seq, [0, 1], generation=i32([1, 3]), times=StepTimes(start_s=0.75, end_s=1.0)),
         decisions=[
@@ -101,7 +117,7 @@ def steady(seq: int, num_rows: int = 1024) -> StepRecord:
     return StepRecord(
         t_plan=float(seq),
         t_done=seq + 0.5,
-        inputs=[("done", float(seq), seq - 1)],
+        inputs=[(float(seq), Done(seq=seq - 1))],
         plan=plan,
         result=result(seq, range(num_rows), generation=np.zeros(num_rows, np.int32)),
         decisions=[],
@@ -112,7 +128,7 @@ def write_log(path: Path, records: Sequence[StepRecord], **header: object) -> Pa
     writer: StepRecorder = RunLogWriter(path, run_header(CONFIG, **header))
     for record in records:
         writer.step(record)
-    writer.close([("idle", 2.0)], [Decision(DecisionKind.DEFER, RequestId(9), Rule.ROWS, 1, 2, 2.0, 55)])
+    writer.close([(2.0, Idle())], [Decision(DecisionKind.DEFER, RequestId(9), Rule.ROWS, 1, 2, 2.0, 55)])
     return path
 
 

@@ -25,19 +25,28 @@ from paceline.audit.trail import (
     verify,
 )
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.inputs import Add, Done, Input, Journal
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import BothRecorders, NoRecorder, StepRecord
 from paceline.core.request import RequestId
 
-Entries = list[tuple[object, ...]]
+
+def add(request: int) -> tuple[float, Input]:
+    return 1.0, Add(
+        id=RequestId(request),
+        num_prompt=9,
+        max_tokens=11,
+        arrival_s=0.5,
+        tenant="a",
+        priority=2,
+        keys=(b"key",),
+        num_tokens=9,
+        service_class="spot",
+    )
 
 
-def add(request: int) -> tuple[object, ...]:
-    return ("add", 1.0, request, 9, 11, 0.5, "a", 2, None, None, False, (b"key",), 0, 0, 9, 1, None, "spot")
-
-
-def record(request: int, *decisions: Decision, inputs: Entries | None = None) -> StepRecord:
-    told = [add(request), ("done", 1.0, 3)] if inputs is None else inputs
+def record(request: int, *decisions: Decision, inputs: Journal | None = None) -> StepRecord:
+    told = [add(request), (1.0, Done(seq=3))] if inputs is None else inputs
     return StepRecord(
         t_plan=1.0, t_done=1.0, inputs=told, plan=StepPlan(seq=1), result=None, decisions=decisions
     )
@@ -97,7 +106,7 @@ def test_pages_are_written_while_the_engine_runs(tmp_path: Path) -> None:
 def test_steps_of_plain_decode_leave_nothing(tmp_path: Path) -> None:
     writer = TrailWriter(TrailDb(tmp_path), interval_s=60.0, most_waiting=2)
     for _ in range(10):
-        writer.step(record(7, inputs=[("done", 1.0, 3)]))
+        writer.step(record(7, inputs=[(1.0, Done(seq=3))]))
     writer.step(record(8, inputs=[add(8)]))  # somebody who came while all rows were taken
     writer.close([], ())
     assert [page.get("adds") for page in pages(tmp_path)] == [None, [[8, 9, 11, 0.5, "a", 2, None, "spot"]]]

@@ -137,7 +137,7 @@ def _read(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[Request
     times: Times = {}
 
     def read(logged: LoggedStep | LoggedEnd) -> None:
-        requests.extend(decode_add(entry[2])[0] for entry in logged.inputs if entry[0] == "add")
+        requests.extend(decode_add(entry[2]).make_request() for entry in logged.inputs if entry[0] == "add")
         decided: list[Json] = logged.decisions
         ends.update((RequestId(each[1]), int(each[3])) for each in decided if each[0] == "finish")
         refused.update(RequestId(each[1]) for each in decided if each[0] == "refuse")

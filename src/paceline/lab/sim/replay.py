@@ -19,9 +19,8 @@ from paceline.audit.codec import (
     Json,
     decode_add,
     decode_decision,
-    decode_keys,
+    decode_input,
     decode_result,
-    decode_time,
     encode_decision,
     encode_input,
     encode_plan,
@@ -29,13 +28,14 @@ from paceline.audit.codec import (
 )
 from paceline.audit.linefile import LineFile
 from paceline.audit.runlog import BEGAN, LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
+from paceline.core import inputs
 from paceline.core.clock import ManualClock
-from paceline.core.dial import DialKind, DialSetting
+from paceline.core.dial import DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, RunWatcher, StepRecord
-from paceline.core.request import BlockKey, BlockReason, Request
+from paceline.core.request import BlockKey, Request
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
 from paceline.scheduler.scheduler import Scheduler
@@ -174,7 +174,7 @@ class _Replayer:
             with _part("plan", logged.plan):
                 self._clock.advance_to(logged.t_plan)
                 plan = self._scheduler.schedule()
-        inputs, decisions = self._taken(logged)
+        noted, decisions = self._taken(logged)
         if plan is None:
             raise _Differs("plan", logged.plan, NOTHING)
         _compare("seq", logged.seq, plan.seq)
@@ -188,7 +188,7 @@ class _Replayer:
         record = StepRecord(
             t_plan=self._state.now_s,
             t_done=logged.t_done,
-            inputs=inputs,
+            inputs=noted,
             plan=plan,
             result=result,
             decisions=decisions,
@@ -215,8 +215,8 @@ class _Replayer:
             return
         if self._feed(end) is not None:
             raise _Differs("inputs", "no further plan", "a plan")
-        inputs, self._last = self._taken(end)
-        text = self._encoder.end(inputs, self._last)
+        noted, self._last = self._taken(end)
+        text = self._encoder.end(noted, self._last)
         if text != end.text:
             raise _Differs("line", end.text, text)
         self.write(text)
@@ -240,44 +240,42 @@ class _Replayer:
                     plan = self._apply(entries[index:])
             if index >= len(self._state.journal):
                 raise _Differs(name, entry, NOTHING)
-            _compare(name, entry, encode_input(self._state.journal[index]))
+            _compare(name, entry, encode_input(*self._state.journal[index]))
         self._tell()
         return plan
 
     def _taken(self, logged: LoggedStep | LoggedEnd) -> tuple[Inputs, Sequence[Decision]]:
         """What the scheduler noted and decided since the last plan: no more and no less than was recorded."""
-        inputs, decisions = self._scheduler.take_journal(), self._scheduler.take_decisions()
-        _compare("inputs", logged.inputs, [encode_input(entry) for entry in inputs])
+        noted, decisions = self._scheduler.take_journal(), self._scheduler.take_decisions()
+        _compare("inputs", logged.inputs, [encode_input(*entry) for entry in noted])
         _compare("decisions", logged.decisions, [encode_decision(decision) for decision in decisions])
-        return inputs, decisions
+        return noted, decisions
 
     def _apply(self, entries: list[Json]) -> StepPlan | None:
         """Do what the first of `entries` says; returns the plan if that was to make one."""
-        kind, time_s, *values = entries[0]
-        self._clock.advance_to(decode_time(time_s))
-        if kind in _COMMANDS:
-            _COMMANDS[kind](self._scheduler, *values)
-        elif kind == "add":
-            self._add(entries)
-        elif kind == "done":
-            self._done(values[0])
-        elif kind == "step_failed":
-            self._failed()
-        elif kind in ("idle", "keys", "withheld"):  # all three are noted while a plan is made
-            if kind == "withheld":
-                for group, count in zip(self._state.kv.groups, values[0], strict=True):
+        time_s, given = decode_input(entries[0])
+        self._clock.advance_to(time_s)
+        match given:
+            case inputs.Add(together=together):
+                self._add([decode_add(entry[2]) for entry in entries[:together]])
+            case inputs.Done(seq=seq):
+                self._done(seq)
+            case inputs.StepFailed():
+                self._failed()
+            case inputs.Withheld(blocks=blocks):
+                for group, count in zip(self._state.kv.groups, blocks, strict=True):
                     group.pool.withheld = count
-            return self._scheduler.schedule()
-        else:
-            raise ValueError("this version knows no such input")
+                return self._scheduler.schedule()
+            case inputs.Idle() | inputs.Keys():  # noted while a plan is made
+                return self._scheduler.schedule()
+            case _:
+                _command(self._scheduler, given)
         return None
 
-    def _add(self, entries: list[Json]) -> None:
+    def _add(self, added: Sequence[inputs.Add]) -> None:
         """Requests that came together are accepted or refused together."""
-        together = decode_add(entries[0][2])[1]
-        requests = [decode_add(entry[2])[0] for entry in entries[:together]]
         with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
-            self._scheduler.add(requests)
+            self._scheduler.add([add.make_request() for add in added])
 
     def _done(self, seq: int) -> None:
         step = self._underway.pop(seq)
@@ -315,9 +313,9 @@ class _RecordedHooks:
         self._inputs: list[Json] = []
         self._decisions: list[Json] = []
 
-    def expect(self, inputs: list[Json], decisions: list[Json]) -> None:
+    def expect(self, given: list[Json], decisions: list[Json]) -> None:
         """What was recorded from here to the next plan."""
-        self._inputs, self._decisions = inputs, decisions
+        self._inputs, self._decisions = given, decisions
 
     def admit(self, request: Request) -> None:
         self._fail_again(request)
@@ -326,9 +324,9 @@ class _RecordedHooks:
         self._fail_again(request)
         at = len(self.state.journal)
         if at < len(self._inputs):
-            kind, _, *values = self._inputs[at]
-            if kind == "keys" and values[0] == request.id:
-                return decode_keys(values[1])
+            given = decode_input(self._inputs[at])[1]
+            if isinstance(given, inputs.Keys) and given.request == request.id:
+                return [BlockKey(key, b"") for key in given.keys]
         return ()
 
     def finish(self, request: Request) -> None:
@@ -343,29 +341,39 @@ class _RecordedHooks:
                 raise type(decision.detail, (Exception,), {})
 
 
-_COMMANDS: dict[str, Callable[..., object]] = {
-    "abort": Scheduler.abort,
-    "finish_at": Scheduler.finish_at,
-    "priority": Scheduler.set_priority,
-    "dial": lambda scheduler, kind, value: scheduler.set_dial(DialSetting(kind=DialKind(kind), value=value)),
-    "policy": lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),
-    "deadline": lambda scheduler, request, time_s: scheduler.set_deadline(request, _time_or_none(time_s)),
-    "preempt": lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),
-    "pause": lambda scheduler, request, swap: scheduler.pause(request, swap=swap),
-    "resume": Scheduler.resume,
-    "block": lambda scheduler, request, reason, time_s: scheduler.block(
-        request, BlockReason(reason), _time_or_none(time_s)
-    ),
-    "unblock": Scheduler.unblock,
-    "reset_cache": Scheduler.reset_prefix_cache,
-    "expired": lambda scheduler, request: scheduler.expire(),
-    "shrink": Scheduler.shrink,
-    "fail_all": Scheduler.fail_all,
-}
-
-
-def _time_or_none(value: Json) -> float | None:
-    return None if value is None else decode_time(value)
+def _command(scheduler: Scheduler, given: inputs.Input) -> None:
+    """Call what made this input."""
+    match given:
+        case inputs.Abort(request=request, detail=detail):
+            scheduler.abort(request, detail)
+        case inputs.FinishAt(request=request, num_output=num_output):
+            scheduler.finish_at(request, num_output)
+        case inputs.SetPriority(request=request, priority=priority):
+            scheduler.set_priority(request, priority)
+        case inputs.SetDeadline(request=request, deadline_s=deadline_s):
+            scheduler.set_deadline(request, deadline_s)
+        case inputs.SetPolicy(name=name, options=options):
+            scheduler.set_policy(name, **dict(options))
+        case inputs.SetDial(target=target, value=value):
+            scheduler.set_dial(DialSetting(kind=target, value=value))
+        case inputs.Preempt(request=request, swap=swap):
+            scheduler.preempt(request, swap=swap)
+        case inputs.Pause(request=request, swap=swap):
+            scheduler.pause(request, swap=swap)
+        case inputs.Resume(request=request):
+            scheduler.resume(request)
+        case inputs.Block(request=request, reason=reason, deadline_s=deadline_s):
+            scheduler.block(request, reason, deadline_s)
+        case inputs.Unblock(request=request):
+            scheduler.unblock(request)
+        case inputs.ResetCache():
+            scheduler.reset_prefix_cache()
+        case inputs.Expired():
+            scheduler.expire()
+        case inputs.Shrink():
+            scheduler.shrink()
+        case inputs.FailAll():
+            scheduler.fail_all()
 
 
 @contextmanager

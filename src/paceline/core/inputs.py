@@ -1,0 +1,235 @@
+"""What the scheduler is given: one frozen value for each kind of input.
+
+Every input is noted in the scheduler's journal with its time. A run is its config, its journal and the results of its
+steps: a replay feeds the same values to the same scheduler. `kind` is the name of an input in the run log, and the
+order of its fields is the order of its values there; see docs/reference/run-log.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar, dataclass_transform
+
+import numpy as np
+
+from paceline.core.dial import DialKind
+from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import DEFAULT_CLASS, Urgency
+
+
+class Input:
+    """Base of all inputs."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = ""
+
+
+Journal = list[tuple[float, Input]]  # each with the time it came
+INPUT_TYPES: dict[str, type[Input]] = {}  # by the name they have in the run log
+Declared = TypeVar("Declared", bound=Input)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def _logged_as(name: str) -> Callable[[type[Declared]], type[Declared]]:
+    def declare(declared: type[Declared]) -> type[Declared]:
+        declared.kind = name
+        made = dataclass(frozen=True, slots=True, kw_only=True)(declared)
+        INPUT_TYPES[name] = made
+        return made
+
+    return declare
+
+
+@_logged_as("add")
+class Add(Input):
+    """A request was accepted or refused. In the log its values stand by name, without those that are the default."""
+
+    id: RequestId
+    num_prompt: int
+    max_tokens: int
+    arrival_s: float
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    deadline_s: float | None = None
+    parent: RequestId | None = None
+    needs_host: bool = False
+    keys: tuple[bytes, ...] = ()
+    model: int = 0
+    adapter: int = 0
+    num_tokens: int
+    together: int = 1  # requests that this call accepted or refused as one
+    # deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible; None: the request has no such target
+    wishes: tuple[int | None, int | None, int | None, str] | None = None
+    service_class: str = DEFAULT_CLASS
+
+    @classmethod
+    def of(cls, request: Request, together: int) -> Add:
+        wanted = request.sampling
+        wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
+        return cls(
+            id=request.id,
+            num_prompt=request.num_prompt,
+            max_tokens=wanted.max_tokens,
+            arrival_s=request.arrival_s,
+            tenant=request.tenant,
+            priority=request.urgency.priority,
+            deadline_s=request.deadline_s,
+            parent=request.parent,
+            needs_host=request.needs_host,
+            keys=tuple([key.key for key in request.keys]),
+            model=request.model,
+            adapter=request.adapter,
+            num_tokens=request.num_tokens,
+            together=together,
+            wishes=wishes if wanted.has_wishes else None,
+            service_class=request.urgency.service_class,
+        )
+
+    def make_request(self) -> Request:
+        """The request again, with zeros for its tokens and keys without what they were made from."""
+        deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible = self.wishes or (None, None, None, "refuse")
+        request = Request(
+            self.id,
+            np.zeros(self.num_tokens, np.int32),
+            SamplingParams(
+                max_tokens=self.max_tokens,
+                deadline_ms=deadline_ms,
+                ttft_slo_ms=ttft_slo_ms,
+                itl_slo_ms=itl_slo_ms,
+                on_infeasible=on_infeasible,
+            ),
+            arrival_s=self.arrival_s,
+            tenant=self.tenant,
+            urgency=Urgency(self.service_class, self.priority),
+            deadline_s=self.deadline_s,
+            keys=[BlockKey(key, b"") for key in self.keys],
+        )
+        request.num_prompt, request.parent, request.needs_host = self.num_prompt, self.parent, self.needs_host
+        request.model, request.adapter = self.model, self.adapter
+        return request
+
+
+@_logged_as("abort")
+class Abort(Input):
+    request: RequestId
+    detail: str
+
+
+@_logged_as("finish_at")
+class FinishAt(Input):
+    """A stop was found outside the step loop."""
+
+    request: RequestId
+    num_output: int
+
+
+@_logged_as("priority")
+class SetPriority(Input):
+    request: RequestId
+    priority: int
+
+
+@_logged_as("deadline")
+class SetDeadline(Input):
+    request: RequestId
+    deadline_s: float | None
+
+
+@_logged_as("policy")
+class SetPolicy(Input):
+    name: str
+    options: tuple[tuple[str, float | str], ...]
+
+
+@_logged_as("dial")
+class SetDial(Input):
+    target: DialKind
+    value: float
+
+
+@_logged_as("preempt")
+class Preempt(Input):
+    request: RequestId
+    swap: bool | None  # None: what is cheaper
+
+
+@_logged_as("pause")
+class Pause(Input):
+    request: RequestId
+    swap: bool | None
+
+
+@_logged_as("resume")
+class Resume(Input):
+    request: RequestId
+
+
+@_logged_as("block")
+class Block(Input):
+    request: RequestId
+    reason: BlockReason
+    deadline_s: float | None
+
+
+@_logged_as("unblock")
+class Unblock(Input):
+    request: RequestId
+
+
+@_logged_as("reset_cache")
+class ResetCache(Input):
+    """Every cached prefix is dropped."""
+
+
+@_logged_as("done")
+class Done(Input):
+    """The result of a step."""
+
+    seq: int
+
+
+@_logged_as("step_failed")
+class StepFailed(Input):
+    """No result will come for the steps under way."""
+
+
+@_logged_as("shrink")
+class Shrink(Input):
+    """A step ran out of memory."""
+
+
+@_logged_as("fail_all")
+class FailAll(Input):
+    """The engine is lost."""
+
+
+@_logged_as("withheld")
+class Withheld(Input):
+    """A fault injector keeps this number of free blocks back from now on."""
+
+    blocks: tuple[int, ...]  # per layer group
+
+
+# The rest follow from the clock and from other inputs. They are noted, so that a replay can be compared.
+
+
+@_logged_as("expired")
+class Expired(Input):
+    """A deadline passed."""
+
+    request: RequestId
+
+
+@_logged_as("keys")
+class Keys(Input):
+    """What the hooks answered when asked for the keys of computed blocks."""
+
+    request: RequestId
+    keys: tuple[bytes, ...]
+
+
+@_logged_as("idle")
+class Idle(Input):
+    """There was no plan to make. Repeated attempts that change nothing are left out."""
