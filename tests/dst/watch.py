@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.config.engine import EngineConfig
-from paceline.core.events import Finished, Rule
+from paceline.core.events import Finished
 from paceline.core.plan import StepResult, StepTimes
 from paceline.core.request import BlockKey, FinishReason, Request, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step.admission import Verdict
 from tests.fakes import FakeRunner, Faults
 
 
@@ -78,16 +79,16 @@ class AdmissionWatch:
             seen += (group.reserved, group.bounds())
         return seen
 
-    def _watched(self, request: Request) -> Rule | None:
+    def _watched(self, request: Request, budget_left: int) -> Verdict:
         before = (self.state(), request.state, request.row)
         try:
-            reason = self._admit(request)
+            verdict = self._admit(request, budget_left)
         except Exception:
             self._compare(before, request)
             raise
-        if reason is not None:
+        if verdict.rule is not None:
             self._compare(before, request)
-        return reason
+        return verdict
 
     def _compare(self, before: object, request: Request) -> None:
         if (self.state(), request.state, request.row) != before:

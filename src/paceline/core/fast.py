@@ -1,20 +1,76 @@
-"""How the values that every step makes anew are declared.
+"""Everything that is written differently because it was measured, with the figure beside it.
 
-A `@value` is a dataclass with slots and keyword arguments that the type checker holds frozen. At run time it is not:
-freezing makes a value two to three times as dear to make, and the parts of plans, views and events are made in each
-step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too: a named
-tuple is, and costs little to make.
+Nothing here changes what a program does: each helper has a plain equivalent, named in its comment, which may be used
+wherever a step does not pay for it. Times are of CPython 3.11 on one core of the CI machine.
+
+Two habits of the hot path have no helper:
+- Members of an enum that are read for every request are copied to module constants (`_ADMIT = DecisionKind.ADMIT`):
+  reading the member off its class takes 165 ns, a global 16 ns.
+- Single entries are read with `column.item(row)` instead of `int(column[row])`: 100 ns instead of 220 ns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from enum import Enum
+from typing import Any, TypeVar, dataclass_transform
+
+import numpy as np
+from numpy.typing import NDArray
 
 Kind = TypeVar("Kind")
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def value(kind: type[Kind]) -> type[Kind]:
-    """Declare a value that is never changed after it was made; two are equal only when they are one."""
+    """Declare a value that is never changed after it was made; two are equal only when they are one.
+
+    A dataclass with slots and keyword arguments that the type checker holds frozen. At run time it is not: freezing
+    makes a value two to three times as expensive to make, and the parts of plans, views and events are made in each
+    step. What crosses the runner's seam as a whole, `StepPlan` and `StepResult`, is frozen at run time too: a named
+    tuple is, and costs little to make.
+    """
     return dataclass(slots=True, kw_only=True, eq=False)(kind)
+
+
+def any_set(mask: NDArray[np.bool_]) -> bool:
+    """Whether any entry is True. `mask.any()` takes 2,000 ns for 256 rows, a search in its bytes 180 ns."""
+    return 1 in mask.tobytes()
+
+
+def all_set(mask: NDArray[np.bool_]) -> bool:
+    """Whether every entry is True; see `any_set`."""
+    return 0 not in mask.tobytes()
+
+
+def count_set(mask: NDArray[np.bool_]) -> int:
+    """How many entries are True. `mask.sum()` takes 4,400 ns for 256 rows, this 740 ns, and 1,100 ns for 4,096."""
+    return int(np.count_nonzero(mask))
+
+
+def has_byte(codes: NDArray[np.uint8], code: int) -> bool:
+    """Whether any entry is `code`. `(codes == code).any()` takes 4,500 ns for 256 rows, this 190 ns."""
+    return code in codes.tobytes()
+
+
+def make_tuple(kind: type[Kind], fields: Iterable[object]) -> Kind:
+    """A named tuple from all its fields in order: 310 ns for one of twelve, `kind(*fields)` takes 500 ns."""
+    return _new_tuple(kind, fields)  # type: ignore[no-any-return]
+
+
+_new_tuple: Any = tuple.__new__
+
+
+class IdentityEnum(Enum):
+    """An enum whose members are hashed by identity: each exists once.
+
+    A look-up in a dict by such a member takes 36 ns; `Enum` hashes in Python code, and it takes 178 ns.
+    """
+
+    __hash__ = object.__hash__
+
+
+def raw_value(member: Enum) -> Any:
+    """`member.value`, which is a property in Python code and takes 230 ns; this takes 60 ns with its call."""
+    return member._value_

@@ -16,6 +16,7 @@ from typing import NamedTuple, NewType, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import PLAIN, SPOT, Urgency
 from paceline.errors import InvalidRequest
@@ -26,9 +27,7 @@ SALT = "\x1f"  # between a tenant and what keeps some of its cached prefixes apa
 NO_ROW = -1
 
 
-class RequestState(Enum):
-    __hash__ = object.__hash__  # each member exists once; the hash an Enum has is a call of Python code
-
+class RequestState(IdentityEnum):
     NEW = "new"
     WAITING = "waiting"  # in the queue, owns nothing
     RUNNING = "running"  # owns a row and blocks

@@ -116,6 +116,8 @@ class KVManager:
         self.groups = [
             _make_group(index, spec, config, shape, make_pool) for index, spec in enumerate(config.groups)
         ]
+        # Entries of each row's table: all groups grow alike, so that the first speaks for them.
+        self.table_len = self.groups[0].held
         self.windowed = [group for group in self.groups if group.window is not None]
         self.places = [HostPlacePool(config.num_host_blocks) for _ in self.groups]
         self.tickets = Tickets()
@@ -144,7 +146,7 @@ class KVManager:
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
-        lacking = -(-num_slots // self.block_size) - self.groups[0].held.item(row)
+        lacking = -(-num_slots // self.block_size) - self.table_len.item(row)
         return lacking if lacking > 0 else 0
 
     def room(self, row: int | None = None) -> int:
@@ -163,6 +165,19 @@ class KVManager:
             else min(blocks, self.blocks_for(group.window + self._max_chunk) + 2)
             for group in self.groups
         )
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens the first group holds when all its blocks are full: what reports count occupancy by."""
+        return self.groups[0].pool.usable * self.block_size
+
+    def reserved_for(self, row: int) -> int:
+        """Blocks that are set aside for a row and not taken yet."""
+        return self.groups[0].reserved_for.item(row)
+
+    def num_live_blocks(self, rows: Blocks) -> Blocks:
+        """Blocks that each of `rows` holds, where no window has passed them."""
+        return self.table_len[rows] - self.groups[0].first[rows]
 
     def coming(self) -> int:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
@@ -244,6 +259,7 @@ class KVManager:
 
     def reset_cache(self) -> None:
         """Forget every cached prefix; blocks in use stay in use."""
+        self.settle()
         for group in self.groups:
             for block in list(group.cache.entries()):
                 group.cache.drop(block)
@@ -278,6 +294,7 @@ class KVManager:
             if len(blocks):
                 self.block_time.lost_each(rows, group.first[rows] - before)
             self._give_back(group.index, blocks, self.submitted)
+        self.settle()
 
     def reserve(self, row: int, needs: Needs) -> None:
         """Promise a row the rest of `needs` blocks; free blocks are set aside for it."""

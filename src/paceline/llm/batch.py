@@ -96,7 +96,7 @@ def run_requests(
                 changed = collector.take(step())
                 if fed < STEPS_FED:
                     fed = STEPS_FED
-                elif engine.scheduler.composer.tokens_left > 0:
+                elif engine.scheduler.tokens_left > 0:
                     fed = min(2 * fed, MOST_FED)
                 yield from [output for output in changed if output.finished]
         except BaseException:

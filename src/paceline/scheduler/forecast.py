@@ -214,7 +214,7 @@ class Forecaster:
         state = self._state
         rows, kv = state.rows, state.kv
         live = _live(state)
-        left, held = self._left(live), kv.groups[0].held[live]
+        left, held = self._left(live), kv.table_len[live]
         reads = np.zeros(rows.high, np.bool_)
         reads[[request.row for request in state.prefilling.values()]] = True
         reading = reads[live]

@@ -63,7 +63,6 @@ def start_over(state: SchedulerState) -> None:
         request = state.requests.get(RequestId(owner))
         if request is not None and request.host_places:
             _forget_places(state, request)
-    kv.settle()
     kv.reset_cache()
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []

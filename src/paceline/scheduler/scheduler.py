@@ -305,6 +305,11 @@ class Scheduler:
         return min(times, default=None)
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens of the last step's budget that nothing was left to use."""
+        return self.composer.last_draft.left
+
+    @property
     def has_open_copies(self) -> bool:
         """A swap is to be sent or under way."""
         return self.composer.has_open_copies

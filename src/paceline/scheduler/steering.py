@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.dial import DialSetting, DialWord
-from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.state import Flight, SchedulerState
@@ -74,9 +74,17 @@ def _decide(
     state: SchedulerState, kind: DecisionKind, rule: Rule, value: int, seen_s: float, detail: str
 ) -> None:
     """Put on record what is about no request."""
-    fields = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY, seen_s, detail)
-    step = state.kv.submitted + 1
-    state.decisions.append(Decision(kind, NOBODY, rule, value, step, state.now_s, *fields))
+    decision = Decision(
+        kind=kind,
+        request=NOBODY,
+        reason=rule,
+        value=value,
+        step=state.kv.submitted + 1,
+        time_s=state.now_s,
+        seconds=seen_s,
+        detail=detail,
+    )
+    state.decisions.append(decision)
 
 
 def move_detail(dial: Dial, before: float, seen_s: float) -> str:

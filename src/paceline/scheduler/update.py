@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import LogprobEvent, TokenEvents
+from paceline.core.fast import all_set, any_set, count_set, has_byte
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler import steering
@@ -31,9 +32,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
             _swap_done(state, ticket)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
-    if 0 in current.tobytes():
-        state.counters.late_results += len(current) - int(np.count_nonzero(current))
-    if 0 in result.finite.tobytes():
+    if not all_set(current):
+        state.counters.late_results += len(current) - count_set(current)
+    if not all_set(result.finite):
         for row in at[current & ~result.finite].tolist():
             _numerical_error(state, _owner(state, row))
         if state.mode.keeps_finished:
@@ -57,9 +58,8 @@ def _deliver(
     if state.mode.keeps_finished:
         wanted &= ~rows.done[at]
     tokens, finished = result.tokens[:, 0], result.finished
-    which = wanted.tobytes()
-    if 0 in which:
-        if 1 not in which:
+    if not all_set(wanted):
+        if not any_set(wanted):
             return
         at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
     before = rows.num_tokens[at]
@@ -83,8 +83,7 @@ def _deliver(
                 state.dial.first_token(state.now_s - request.arrival_s)
     if state.dial.watches:
         steering.delivered(state, flight, at, place)
-    endings = finished.tobytes()
-    if flight.at_length or STOPPED in endings or AT_LENGTH in endings:
+    if flight.at_length or has_byte(finished, STOPPED) or has_byte(finished, AT_LENGTH):
         stopped = finished == STOPPED
         ended = after >= rows.max_len[at]
         ended |= stopped

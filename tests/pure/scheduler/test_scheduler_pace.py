@@ -270,7 +270,7 @@ def test_a_step_without_prompts_is_not_held_to_a_pace() -> None:
         one.step()
     seen = one.step()
     assert seen is not None and seen.decodes <= set(rows)
-    assert one.state.config.max_num_batched_tokens == one.scheduler.composer.budget
+    assert one.state.config.max_num_batched_tokens == one.scheduler.composer.last_draft.budget
 
 
 # -- nobody decodes ------------------------------------------------------------------------------------------

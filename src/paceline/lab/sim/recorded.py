@@ -124,7 +124,7 @@ class _Watcher:
             {},
             max_num_seqs=config.scheduler.max_num_seqs,
             num_replicas=1,
-            kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            kv_total_slots=kv.num_slots,
             origin_s=origin_s,
         )
 

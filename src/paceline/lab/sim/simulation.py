@@ -280,7 +280,7 @@ class Simulation:
             config.described(),
             max_num_seqs=config.engine.scheduler.max_num_seqs,
             num_replicas=config.num_replicas,
-            kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            kv_total_slots=kv.num_slots,
             preempted_by=gave_way,
         )
 

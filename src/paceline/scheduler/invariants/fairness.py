@@ -56,13 +56,13 @@ def who_was_served_least_is_admitted_first(context: CheckContext) -> str | None:
         counter = policy.counter(tenant) - charged.get(tenant, 0.0)
         if counter > highest:
             highest, last = counter, request
-    view = state.queue.view(state.now_s)
+    view, composer = state.queue.view(state.now_s), context.scheduler.composer
     for index in np.flatnonzero(policy.order(view) < highest - ROUNDING).tolist():
         waiting = state.queue.get(index)
         assert last is not None
-        if waiting.id in context.scheduler.composer.passed or could_wait_for_prefix(context, waiting):
+        if waiting.id in composer.last_draft.passed or could_wait_for_prefix(context, waiting):
             continue
-        if context.scheduler.composer.admission.refusal(waiting) not in (*PASSABLE, None):
+        if composer.admission.judge(waiting).rule not in (*PASSABLE, None):
             return f"request {last.id} was admitted past {waiting.id}, whose tenant was served less"
     return None
 

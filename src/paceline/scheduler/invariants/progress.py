@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.events import DecisionKind
+from paceline.core.fast import count_set
 from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
@@ -40,12 +41,12 @@ def who_fits_is_in_the_plan(context: CheckContext) -> str | None:
     """Bounded waiting: the first waiting request is admitted unless a row, tokens or blocks are missing."""
     state = context.scheduler.state
     composer = context.scheduler.composer
-    if not len(state.queue) or composer.tokens_left < 1 or composer.admission.rows_left() < 1:
+    if not len(state.queue) or composer.last_draft.left < 1 or composer.admission.rows_left() < 1:
         return None
     head = _head(context)
     if head is None:
         return None
-    if head.id not in composer.passed and composer.admission.refusal(head) is None:
+    if head.id not in composer.last_draft.passed and composer.admission.judge(head).rule is None:
         return f"request {head.id} fits and is first, and was not admitted"
     return None
 
@@ -105,7 +106,7 @@ def nobody_is_passed_over(context: CheckContext) -> str | None:
     )
     for index in np.flatnonzero(earlier).tolist():
         request = waiting_requests[index]
-        waits_for_room = context.scheduler.composer.admission.refusal(request) not in (*PASSABLE, None)
+        waits_for_room = context.scheduler.composer.admission.judge(request).rule not in (*PASSABLE, None)
         if waits_for_room and not could_wait_for_prefix(context, request):
             return f"request {runners[last].id} was admitted past {request.id}"
     return None
@@ -117,7 +118,7 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
     if context.plan is None or state.kv.fences or state.kv.tickets.open:
         return None  # blocks are on their way back: it goes in the next plan
     flight, rows = state.flights[-1], state.rows
-    if flight.mask.tobytes().count(1) + len(flight.spans) == rows.num_live:
+    if count_set(flight.mask) + len(flight.spans) == rows.num_live:
         return None  # everybody is in the plan (S14: nobody twice)
     row = first_in_order(state)
     if row is None:
@@ -139,17 +140,18 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
 def a_long_prompt_leaves_room_for_others(context: CheckContext) -> str | None:
     """A prompt takes more than its share only when nobody who waits could have used the rest."""
     state = context.scheduler.state
-    if context.plan is None or not len(state.queue) or context.scheduler.composer.tokens_left > 0:
+    composer = context.scheduler.composer
+    if context.plan is None or not len(state.queue) or composer.last_draft.left > 0:
         return None
     view = state.queue.view(state.now_s)
-    share = state.share(view, context.scheduler.composer.budget)
+    share = state.share(view, composer.last_draft.budget)
     if int(context.plan.spans.num_scheduled.max(initial=0)) <= share:
         return None
     head = _head(context)
     if (
         head is not None
-        and head.id not in context.scheduler.composer.passed
-        and context.scheduler.composer.admission.refusal(head) is None
+        and head.id not in composer.last_draft.passed
+        and composer.admission.judge(head).rule is None
     ):
         return f"a prompt took more than its share of {share} tokens while request {head.id} waited"
     return None

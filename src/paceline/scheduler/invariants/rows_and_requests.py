@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from paceline.core.fast import count_set
 from paceline.core.request import NO_ROW, RequestState
 from paceline.scheduler.invariants.half_steps import (
     NOBODY,
@@ -21,7 +22,7 @@ from paceline.scheduler.invariants.half_steps import (
 )
 from paceline.scheduler.invariants.registry import CHANGES, PLANNED, CheckContext, Findings, invariant, sweep
 
-# Members of an enum are slow to look up, and these are asked for all requests.
+# Read for all requests; see core.fast.
 RUNNING, WAITING, SWAPPED, BLOCKED = (
     RequestState.RUNNING,
     RequestState.WAITING,
@@ -130,9 +131,9 @@ def gauges_are_what_they_count(context: CheckContext) -> str | None:
     state = context.scheduler.state
     rows, queue, live = state.rows, state.queue, context.scheduler.state.rows.live
     gauges = [
-        ("live rows", rows.num_live, live.tobytes().count(1)),
-        ("reserved rows", rows.num_reserved, (rows.reserved & live).tobytes().count(1)),
-        ("rows that need the host", rows.num_needs_host, (rows.needs_host & live).tobytes().count(1)),
+        ("live rows", rows.num_live, count_set(live)),
+        ("reserved rows", rows.num_reserved, count_set(rows.reserved & live)),
+        ("rows that need the host", rows.num_needs_host, count_set(rows.needs_host & live)),
         ("queued tokens", queue.num_tokens, sum([len(request.tokens) for request in queue])),
     ]
     for group in state.kv.groups:

@@ -1,13 +1,15 @@
-"""Letting requests in: onto a row, with the blocks they need and the ones they can share.
+"""Admitting requests: onto a row, with the blocks they need and the ones they can share.
 
 A request is admitted when a row is free and its whole prompt fits beside what running prompts still need; if
-not, it keeps its place and the reason is on record. A swapped request comes back the same way, in its turn. A
-prefix that a running request is about to publish is waited for, a running parent's blocks are shared.
+not, it keeps its place and the reason is recorded. A swapped request comes back the same way, in its turn. A prefix
+that a running request is about to publish is waited for, a running parent's blocks are shared. Reservations for
+requests that were preempted often: docs/decisions/0020-preemption.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.events import NO_NUMBER, DecisionKind, Rule
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
@@ -15,13 +17,15 @@ from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
+from paceline.scheduler.step.draft import StepDraft
 
 # Reasons for which a request is not admitted, in the order they are looked at.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
-_ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # members of an enum are looked up slowly
-# Who waits for a prefix or for its own copy waits for no room, and who leaves room leaves it to others: they may pass.
+_ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # see core.fast
+# A request that waits for a prefix or for its own copy waits for no room, and one that leaves room leaves it to
+# others: requests behind it may be admitted.
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE))
-MOST_SPARING = 32  # requests of floods that are passed in one plan: a queue may be long
+MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
 
@@ -34,127 +38,115 @@ class CachedStart:
     parent_row: int = NO_ROW
 
 
+class Verdict(NamedTuple):
+    """Whether a waiting request can be admitted now, and the figures that decided it."""
+
+    rule: Rule | None  # why it has to wait; None: there is room for it
+    compared_with: RequestId  # the request admitted last, or the one that computes the prefix it waits for
+    needed: int = NO_NUMBER  # blocks, in the layer group that decided
+    free: int = NO_NUMBER
+    kept: int = 0  # of the free blocks, kept back for others
+    start: CachedStart | None = None  # None: it has to wait, or its KV comes back from the host
+
+    @property
+    def lacking(self) -> int:
+        """Blocks that are missing; negative when some would be left."""
+        return self.needed + self.kept - self.free
+
+    def figures(self, budget_left: int) -> Figures:
+        return budget_left, self.free, self.needed, self.compared_with
+
+
 class Admission:
-    """Decides about single requests; the order they are asked in is the composer's."""
+    """Judges and admits single requests; the composer decides their order.
+
+    `judge` and `judge_on_row` change nothing. `admit` judges, and takes row and blocks when the verdict allows it.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._deferred: dict[RequestId, Rule] = {}  # reason each passed-over request was last given
-        # What the last question was answered from, for the record.
-        self.budget_left = self.needed = self.free = NO_NUMBER
-        self._kept = 0  # blocks that are free and kept back for others
-        self.remarks: dict[RequestId, str] = {}  # of this plan: why nobody gives its place to a request
-        self.against = state.last_admitted
-        self._sparing = 0  # requests of this plan that leave room for others
+        self._deferred: dict[RequestId, Rule] = {}  # the rule each waiting request was last deferred by
 
-    def begin(self) -> None:
-        """A plan begins."""
-        self.remarks.clear()
-        self._sparing = 0
-
-    def may_be_passed(self, reason: Rule) -> bool:
-        """Whether those behind a request that waits for this may be asked in the same plan."""
-        if reason is Rule.SPARE:
-            self._sparing += 1
-            return self._sparing < MOST_SPARING and len(self._state.queue.tenants) > 1
-        return reason in PASSABLE
+    def may_be_passed(self, rule: Rule, num_sparing: int) -> bool:
+        """Whether requests behind one that waits for this may be admitted in the same step."""
+        if rule is Rule.SPARE:
+            return num_sparing < MOST_SPARING and len(self._state.queue.tenants) > 1
+        return rule in PASSABLE
 
     def rows_left(self) -> int:
-        """More may run than there should be by now: a dial or a lack of memory takes nobody's row away."""
+        """Rows that may be given now: 0 where a dial or a lack of memory allows fewer than run."""
         rows = self._state.rows
         left, free = self._state.most_rows - rows.num_live, rows.num_free
         return 0 if left < 0 else left if left < free else free
 
-    def refusal(self, request: Request) -> Rule | None:
-        """Why a waiting request cannot be admitted now, or None. Changes nothing but what is said of it."""
-        return self._no_row(request) or self._refusal_on_a_row(request)
-
-    def lacking(self, request: Request) -> tuple[Rule | None, int]:
-        """Why a waiting request could not be admitted if it had a row, and how many blocks more it would need."""
-        reason = self._refusal_on_a_row(request)
-        return reason, self.needed + self._kept - self.free
-
-    def _refusal_on_a_row(self, request: Request) -> Rule | None:
-        if request.host_places:
-            return self._swap_refusal(request)
-        beginning = self._cached_start(request)
-        if beginning is None:
-            return BEHIND_PREFIX
-        return self._lacks(request, self._cost(request, beginning))
-
-    def ask(self, budget_left: int, against: RequestId) -> None:
-        """A question begins: so many tokens are left, and this is the request to compare with."""
-        self.budget_left, self.against = budget_left, against
-        self.needed = self.free = NO_NUMBER
-        self._kept = 0
-
-    def defer(self, request: Request, reason: Rule) -> None:
-        """Put on record that a request has to wait, once for each reason in turn."""
-        if self._deferred.get(request.id) != reason:
-            if len(self._deferred) > 4 * len(self._state.requests) + 1024:
-                self._deferred = {}
-            self._deferred[request.id] = reason
-            detail = self.remarks.get(request.id, "") if reason in NO_PLACE else ""
-            self._state.decide(
-                DecisionKind.DEFER, request, reason, self._kept, self._figures(), detail=detail
-            )
-
-    def _figures(self) -> Figures:
-        return self.budget_left, self.free, self.needed, self.against
-
-    def admit(self, request: Request) -> Rule | None:
-        """Give a waiting request a row and its beginning; returns the reason when it has to wait."""
-        state = self._state
+    def judge(self, request: Request) -> Verdict:
+        """Whether a waiting request can be admitted now."""
         no_row = self._no_row(request)
         if no_row is not None:
-            return no_row
+            return Verdict(no_row, self._state.ahead_of(request))
+        return self.judge_on_row(request)
+
+    def judge_on_row(self, request: Request) -> Verdict:
+        """Whether a waiting request could be admitted if it had a row."""
+        kv, ahead = self._state.kv, self._state.ahead_of(request)
         if request.host_places:
-            return self._bring_back(request)
-        beginning = self._cached_start(request)
-        if beginning is None:
-            return BEHIND_PREFIX
-        reason = self._lacks(request, self._cost(request, beginning))
-        if reason is not None:
-            return reason
+            if kv.is_moving(request.id):
+                return Verdict(BEHIND_SWAP, ahead)
+            return self._judge_room(request, kv.cost(kv.match((), 1), request.num_tokens), ahead, None)
+        start = self._cached_start(request)
+        if not isinstance(start, CachedStart):
+            return Verdict(BEHIND_PREFIX, compared_with=start)
+        return self._judge_room(request, self._cost(request, start), ahead, start)
+
+    def defer(self, request: Request, verdict: Verdict, draft: StepDraft) -> None:
+        """Record that a request has to wait, once for each rule in turn."""
+        rule = verdict.rule
+        assert rule is not None
+        if self._deferred.get(request.id) != rule:
+            if len(self._deferred) > 4 * len(self._state.requests) + 1024:
+                self._deferred = {}
+            self._deferred[request.id] = rule
+            detail = draft.remarks.get(request.id, "") if rule in NO_PLACE else ""
+            figures = verdict.figures(draft.left)
+            self._state.decide(DecisionKind.DEFER, request, rule, verdict.kept, figures, detail=detail)
+
+    def admit(self, request: Request, budget_left: int) -> Verdict:
+        """Give a waiting request a row and what it starts from, unless the verdict is that it has to wait."""
+        verdict = self.judge(request)
+        if verdict.rule is not None:
+            return verdict
+        if verdict.start is None:
+            self._bring_back(request, verdict.figures(budget_left))
+            return verdict
+        state, start = self._state, verdict.start
         fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
-        source = beginning.parent_row if fresh_branch else NO_ROW
-        row = self._give_row(request, beginning.num_computed, source)
-        if beginning.parent_row != NO_ROW:
-            state.kv.share(beginning.parent_row, row, beginning.num_computed)
-            state.rows.share([row, beginning.parent_row])
+        source = start.parent_row if fresh_branch else NO_ROW
+        row = self._give_row(request, start.num_computed, source)
+        if start.parent_row != NO_ROW:
+            state.kv.share(start.parent_row, row, start.num_computed)
+            state.rows.share([row, start.parent_row])
             state.counters.forked += 1
             assert request.parent is not None
-            figures = (self.budget_left, self.free, self.needed, request.parent)
-            state.decide(DecisionKind.FORK, request, Rule.SHARES, beginning.num_computed, figures)
+            figures = (budget_left, verdict.free, verdict.needed, request.parent)
+            state.decide(DecisionKind.FORK, request, Rule.SHARES, start.num_computed, figures)
         else:
-            state.kv.adopt(row, beginning.match)
-        self._after_joining(request, beginning.num_computed)
-        return None
+            state.kv.adopt(row, start.match)
+        self._after_joining(request, start.num_computed, verdict.figures(budget_left))
+        return verdict
 
-    def admit_padded(self, request: Request, shape: BatchShape) -> Rule | None:
+    def admit_padded(self, request: Request, shape: BatchShape, budget_left: int) -> Verdict:
         """Give a request its row in a padded batch: all slots of the rectangle are taken at once."""
-        kv = self._state.kv
-        self.free, self.needed = kv.room(), kv.blocks_for(shape.slots)
+        state, kv, rows = self._state, self._state.kv, self._state.rows
+        ahead, needed, free = state.ahead_of(request), kv.blocks_for(shape.slots), kv.room()
         row = self._give_row(request, 0, NO_ROW)
-        rows = self._state.rows
         rows.pad[row] = rows.pad_left[row] = shape.padded_len - request.num_tokens
         kv.extend(row, shape.slots)
-        self._after_joining(request, 0)
-        return None
+        verdict = Verdict(None, ahead, needed, free)
+        self._after_joining(request, 0, verdict.figures(budget_left))
+        return verdict
 
-    def _swap_refusal(self, request: Request) -> Rule | None:
-        """Why a swapped request cannot come back now, or None."""
-        kv = self._state.kv
-        if kv.is_moving(request.id):
-            return BEHIND_SWAP
-        cost = kv.cost(kv.match((), 1), request.num_tokens)
-        return self._lacks(request, cost)
-
-    def _bring_back(self, request: Request) -> Rule | None:
+    def _bring_back(self, request: Request, figures: Figures) -> None:
         """Start copying a swapped request's blocks back; it runs when the copy has completed."""
-        reason = self._swap_refusal(request)
-        if reason is not None:
-            return reason
         state = self._state
         state.queue.remove(request)
         row = state.take_row(request, request.num_computed)
@@ -164,8 +156,7 @@ class Admission:
         request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
         if self._protects(request):
             self._reserve(request)
-        state.decide(DecisionKind.RESUME, request, Rule.SWAP, request.num_computed, self._figures())
-        return None
+        state.decide(DecisionKind.RESUME, request, Rule.SWAP, request.num_computed, figures)
 
     def _give_row(self, request: Request, num_computed: int, source: int) -> int:
         state = self._state
@@ -174,7 +165,7 @@ class Admission:
         request.move(RequestState.RUNNING)
         return state.take_row(request, num_computed, source)
 
-    def _after_joining(self, request: Request, num_computed: int) -> None:
+    def _after_joining(self, request: Request, num_computed: int, figures: Figures) -> None:
         state = self._state
         state.prefilling[request.id] = request
         if self._protects(request):
@@ -186,56 +177,54 @@ class Admission:
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
             waited_s = state.now_s - request.arrival_s
-            figures = (self.budget_left, self.free, self.needed, self.against)
             state.decide(_ADMIT, request, _FITS, num_computed, figures, seconds=waited_s)
         else:
-            state.decide(DecisionKind.RESUME, request, Rule.RECOMPUTE, num_computed, self._figures())
+            state.decide(DecisionKind.RESUME, request, Rule.RECOMPUTE, num_computed, figures)
         if state.kv.caching and state.config.defer_shared_prefix:
             computing, owner = state.computing, request.id
             for key in request.keys[num_computed // state.kv.block_size :]:
                 computing.setdefault(key.key, owner)
 
-    def _cached_start(self, request: Request) -> CachedStart | None:
-        """Where a request starts; None while another is computing the prefix it could share."""
+    def _cached_start(self, request: Request) -> CachedStart | RequestId:
+        """Where a request starts, or the request that is computing a prefix it could share."""
         state = self._state
         match = state.kv.match(request.keys, request.num_tokens)
         cached = match.num_blocks * state.kv.block_size
         parent = state.requests.get(request.parent) if request.parent is not None else None
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
-            # From the fork on, each goes its own way.
+            # From the fork on, parent and branch differ.
             common = min(request.num_prompt, request.num_tokens - 1)
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.scheduled[parent.row]
             if still and done < common:
-                self.against = parent.id
-                return None  # more of what it can share is being computed
+                return parent.id  # more of what it can share is being computed
             if shared > cached and state.kv.can_share(parent.row, shared):
                 return CachedStart(shared, match, parent.row)
-        if state.config.defer_shared_prefix and self._next_is_computed(request, match.num_blocks):
-            return None
+        if state.config.defer_shared_prefix:
+            owner = self._computes_next(request, match.num_blocks)
+            if owner is not None:
+                return owner
         return CachedStart(cached, match)
 
-    def _next_is_computed(self, request: Request, num_blocks: int) -> bool:
-        """Whether another request is computing the block after the first `num_blocks`, and it could be shared."""
-        kv = self._state.kv
-        if not self._state.computing or num_blocks >= len(request.keys):
-            return False
-        shareable = (num_blocks + 1) * kv.block_size < request.num_tokens
-        if not shareable or request.keys[num_blocks].key not in self._state.computing:
-            return False
-        self.against = self._state.computing[request.keys[num_blocks].key]
-        return True
+    def _computes_next(self, request: Request, num_blocks: int) -> RequestId | None:
+        """The request that is computing the block after the first `num_blocks`, if it could be shared."""
+        state = self._state
+        if not state.computing or num_blocks >= len(request.keys):
+            return None
+        if (num_blocks + 1) * state.kv.block_size >= request.num_tokens:
+            return None
+        return state.computing.get(request.keys[num_blocks].key)
 
-    def _cost(self, request: Request, beginning: CachedStart) -> Needs:
+    def _cost(self, request: Request, start: CachedStart) -> Needs:
         kv = self._state.kv
-        if beginning.parent_row != NO_ROW:
-            fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(beginning.num_computed)
+        if start.parent_row != NO_ROW:
+            fresh = kv.blocks_for(request.num_tokens) - kv.blocks_for(start.num_computed)
             return (fresh + 1,) * len(kv.groups)  # one more for the copy of the shared last block
-        return kv.cost(beginning.match, request.num_tokens)
+        return kv.cost(start.match, request.num_tokens)
 
     def _spare(self, request: Request) -> float:
-        """The share of rows and blocks that is to be left free beside a request; who runs alone leaves nothing."""
+        """The share of rows and blocks to leave free beside a request; one that runs alone leaves nothing."""
         policy = self._state.policy
         if not policy.keeps_room or not self._state.rows.num_live:
             return 0.0
@@ -248,54 +237,57 @@ class Admission:
         spare = self._spare(request)
         return Rule.SPARE if spare and left <= int(spare * self._state.most_rows) else None
 
-    def _lacks(self, request: Request, cost: Needs) -> Rule | None:
-        """None: room for the whole prompt, beside what running prompts still need and what is reserved."""
+    def _judge_room(
+        self, request: Request, cost: Needs, ahead: RequestId, start: CachedStart | None
+    ) -> Verdict:
+        """Whether there is room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
         rows, kv = state.rows, state.kv
         promised = self._promised() if state.prefilling else 0
         if self._protects(request):
-            return self._lacks_for_good(kv.full_need(request.max_total), self._reserved_full(), promised)
+            return self._judge_full_length(request, promised, ahead, start)
         kept_share = state.config.watermark if rows.num_live else 0.0
         spare = self._spare(request)
         if spare > kept_share:
             kept_share = spare
-        least = 1 << 62
+        least, shortest = 1 << 62, (NO_NUMBER, NO_NUMBER, 0)
         for group, need in zip(kv.groups, cost, strict=True):
             usable, free = group.pool.usable, group.free_for(None)
             kept = promised + int(usable * kept_share)
             if free - need - kept < least:
-                least = free - need - kept
-                self.needed, self.free, self._kept = need, free, kept
-            if rows.num_reserved and self._is_crowded(request, group):
-                return Rule.RESERVE
+                least, shortest = free - need - kept, (need, free, kept)
+            if rows.num_reserved:
+                most, left = self._full_length_beside_reserved(request, group)
+                if most > left:
+                    return Verdict(Rule.RESERVE, ahead, most, left, 0)
             if need + kept > free:
-                return Rule.SPARE if spare else Rule.BLOCKS
-        return None
+                return Verdict(Rule.SPARE if spare else Rule.BLOCKS, ahead, *shortest)
+        return Verdict(None, ahead, *shortest, start)
 
-    def _is_crowded(self, request: Request, group: LayerGroup) -> bool:
-        """Whether a request could not complete beside the full length of all that is reserved."""
-        usable = group.pool.usable
-        most, taken = (
-            needs[group.index]
-            for needs in (self._state.kv.full_need(request.max_total), self._reserved_full())
-        )
-        if most + taken <= usable:
-            return False
-        self.needed, self.free, self._kept = most, usable - taken, 0
-        return True
+    def _full_length_beside_reserved(self, request: Request, group: LayerGroup) -> tuple[int, int]:
+        """Blocks a request may come to need, and those left beside the full length of all that is reserved."""
+        most = self._state.kv.full_need(request.max_total)[group.index]
+        return most, group.pool.usable - self._reserved_full()[group.index]
 
-    def _lacks_for_good(self, full: Needs, reserved: Needs, promised: int) -> Rule | None:
-        """None: room to set its full length aside, with enough left that somebody else can complete beside it."""
-        for group, most, taken in zip(self._state.kv.groups, full, reserved, strict=True):
+    def _judge_full_length(
+        self, request: Request, promised: int, ahead: RequestId, start: CachedStart | None
+    ) -> Verdict:
+        """Whether there is room to reserve the full length, with enough left for another request to complete.
+
+        Reservations take at most half the pool, unless there is only one.
+        """
+        kv, figures = self._state.kv, (NO_NUMBER, NO_NUMBER, 0)
+        full, reserved = kv.full_need(request.max_total), self._reserved_full()
+        for group, most, taken in zip(kv.groups, full, reserved, strict=True):
             usable = group.pool.usable
             need = min(most + 1, usable)
-            free = group.free_for(None) - promised
             half = usable // 2 - taken if taken else usable
             beside = usable - taken - self._largest_unreserved(group.index)
-            self.needed, self.free, self._kept = need, min(free, half, beside), promised
-            if need > self.free:
-                return Rule.RESERVE
-        return None
+            free = min(group.free_for(None) - promised, half, beside)
+            figures = (need, free, promised)
+            if need > free:
+                return Verdict(Rule.RESERVE, ahead, *figures)
+        return Verdict(None, ahead, *figures, start)
 
     def _promised(self) -> int:
         """Blocks the prompts under way still need."""
@@ -305,7 +297,7 @@ class Admission:
         """Blocks a prompt under way still needs, those aside that are reserved for it."""
         kv = self._state.kv
         missing = kv.missing(row, self._state.rows.num_known.item(row))
-        return max(0, missing - kv.groups[0].reserved_for.item(row))
+        return max(0, missing - kv.reserved_for(row))
 
     def _protects(self, request: Request) -> bool:
         return request.preemptions >= self._state.config.max_preemptions > 0

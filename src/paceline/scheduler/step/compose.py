@@ -1,7 +1,8 @@
 """Composing one step: decodes, then prompts under way, then new requests, under one token budget.
 
-There are no phases: a row computes what it knows and has not computed. Plain decode is handled for all rows at
-once over columns; Python loops run only over rows that joined, crossed a block, or compute a prompt.
+There are no phases: a row computes what it knows and has not computed. Plain decode
+is handled for all rows at once over columns; Python loops run only over rows that joined, crossed a block, or compute
+a prompt.
 """
 
 from __future__ import annotations
@@ -9,99 +10,84 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.events import NOBODY, DecisionKind, Rule
+from paceline.core.fast import any_set, count_set
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.scheduler.step import shortage
-from paceline.scheduler.step.admission import NO_BUDGET, Admission
+from paceline.scheduler.step.admission import NO_BUDGET, NO_ROOM_ROWS, Admission, Verdict
 from paceline.scheduler.step.columns import build_joins, build_spans, row_changes
 from paceline.scheduler.step.displacement import Displacement
+from paceline.scheduler.step.draft import NO_MASK, NO_ROWS, Index, Mask, StepDraft
 from paceline.scheduler.step.pace import make_pace, step_budget
 from paceline.scheduler.step.preemption import pick_victim, preempt
 
-Mask = NDArray[np.bool_]
-_NO_MASK: Mask = np.zeros(0, np.bool_)
-_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
-
 
 class Composer:
-    """Builds plans. All state lives in `SchedulerState`; what is here is one step's bookkeeping."""
+    """Builds plans. What belongs to one step is in its `StepDraft`; here is only what the next plan is a delta to."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.admission = Admission(state)
         self.displacement = Displacement(state, self.admission)
         self.pace = make_pace(state.config)
-        self._last_mask = _NO_MASK  # plain decode rows of the last plan
+        self.last_draft = StepDraft(budget=0, left=0)  # of the last `compose`, for checks
+        self._last_mask = NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
-        self._full = False  # all rows were taken when somebody waited, and that is on record
-        self._spans: dict[int, int] = {}  # tokens by row
-        self.budget = self.tokens_left = 0  # of the last plan
-        self.passed: set[int] = set()  # requests the last schedule asked and passed over, for checks
-        self._pads: dict[int, int] = {}  # of padding
-        self._left = self._products = self._logit_rows = self._decode_count = 0
-        self._advancing = _NO_MASK
-        self.held = _NO_ROWS  # rows that leave the step being made to others
-        self._at_length = False
+        self._full = False  # all rows were taken while a request waited, and that is recorded
 
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
-        self._spans, self._pads, self.passed = {}, {}, set()
-        self.budget = self._left = state.most_decoding
-        self._products, self._logit_rows, self._at_length, self.held = 0, 0, False, _NO_ROWS
-        self.admission.begin()
+        draft = self.last_draft = StepDraft(budget=state.most_decoding, left=state.most_decoding)
         self._promote()
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
-            state.kv.settle()
         if len(state.queue):
-            self.displacement.make_places()
+            self.displacement.make_places(draft)
         if state.prefilling or len(state.queue):
-            self.held = self.displacement.held_back(self._prompt_room)
-        mask = self._decode()
+            draft.held = self.displacement.held_back(self._prompt_room)
+        mask = self._decode(draft)
         prompts = self._prompts()
         if prompts or len(state.queue):
-            self.budget = step_budget(state, self.pace, mask, prompts)
-            self._left = self.budget - self._decode_count
+            draft.budget = step_budget(state, self.pace, mask, prompts)
+            draft.left = draft.budget - draft.num_decoding
         if prompts:
-            self._continue_prefills(prompts)
+            self._continue_prefills(draft, prompts)
         if len(state.queue):
-            self._admit_waiting(len(prompts))
-        if self._left > 0 and state.prefilling:
-            for row in self._prompts():  # what nobody else took goes to the prompts that were held back
-                self._span(row, self._left)
-        if len(self.held) and not (self._decode_count or self._spans):
-            mask = self._decode_held()
-        self.tokens_left = self._left
-        if not (self._decode_count or self._spans or self._pads or self.has_open_copies):
+            self._admit_waiting(draft, len(prompts))
+        if draft.left > 0 and state.prefilling:
+            for row in self._prompts():  # what is left goes to the prompts that were held to their share
+                self._span(draft, row, draft.left)
+        if len(draft.held) and not (draft.num_decoding or draft.spans):
+            mask = self._decode_held(draft)
+        if draft.is_empty and not self.has_open_copies:
             return None
-        return self._plan(mask)
+        return self._plan(draft, mask)
 
-    def _decode_held(self) -> Mask:
-        """Whom rows were held back for has failed: they decode after all, and the step is theirs alone."""
-        self.held = _NO_ROWS
-        self.budget = self._left = self._state.most_decoding
-        mask = self._decode()
-        self.budget = step_budget(self._state, self.pace, mask, [])
-        self._left = self.budget - self._decode_count
+    def _decode_held(self, draft: StepDraft) -> Mask:
+        """The request that rows were held back for has failed: the rows decode after all, and nothing else does."""
+        draft.held = NO_ROWS
+        draft.budget = draft.left = self._state.most_decoding
+        mask = self._decode(draft)
+        draft.budget = step_budget(self._state, self.pace, mask, [])
+        draft.left = draft.budget - draft.num_decoding
         return mask
 
     @property
     def has_open_copies(self) -> bool:
-        """A swap is to be sent or under way: word of its completion comes back with a step."""
+        """A swap is to be sent or under way: its completion is reported with a step."""
         kv = self._state.kv
         return kv.delta.has_copies or bool(kv.tickets.open)
 
     def forget(self) -> None:
         """The runner has been reset: no row is in plain decode there."""
-        self._last_mask = _NO_MASK
+        self._last_mask = NO_MASK
 
-    def decode_rows(self) -> NDArray[np.int64]:
+    def decode_rows(self) -> Index:
         """Rows in plain decode as of the last plan."""
         return np.flatnonzero(self._last_mask)
 
@@ -116,13 +102,13 @@ class Composer:
                 rows.decoding[row] = True
         state.promoted.clear()
 
-    def _decode(self) -> Mask:
+    def _decode(self, draft: StepDraft) -> Mask:
         """Schedule one token for every row in plain decode that can have one."""
         state = self._state
         rows, kv = state.rows, state.kv
-        mask, crossing, shared = self._decode_needs()
+        mask, crossing, shared = self._decode_needs(draft)
         if len(crossing) + len(shared) + self._prompt_need() > kv.room():
-            mask, crossing, shared = self._make_room()
+            mask, crossing, shared = self._make_room(draft)
         for row in shared:
             kv.copy_on_write(row, int(rows.scheduled[row]))
             rows.sharing[row] = False
@@ -130,31 +116,30 @@ class Composer:
             kv.extend_each(crossing)
         high = len(mask)
         scheduled = rows.scheduled[:high]
-        advancing = mask & ~rows.padding[:high] if state.mode.keeps_finished else mask
+        draft.advancing = advancing = mask & ~rows.padding[:high] if state.mode.keeps_finished else mask
         scheduled += advancing
         ended = scheduled + 1 >= rows.max_len[:high]
         ended &= advancing
-        self._advancing = advancing
-        if 1 in ended.tobytes():
-            self._at_length = True
+        if any_set(ended):
+            draft.at_length = True
             self._end_of_length(ended)
-        count = mask.tobytes().count(1)
-        self._decode_count = count
-        self._left -= count
-        self._logit_rows += count
+        count = count_set(mask)
+        draft.num_decoding = count
+        draft.left -= count
+        draft.num_sampled += count
         return mask
 
-    def _decode_needs(self) -> tuple[Mask, NDArray[np.int64], list[int]]:
+    def _decode_needs(self, draft: StepDraft) -> tuple[Mask, Index, list[int]]:
         """Rows that decode, those that need a block for it, and those that must copy a shared one first."""
         rows, kv = self._state.rows, self._state.kv
         high = rows.high
         mask = rows.decoding[:high].copy()
-        mask[self.held] = False
+        mask[draft.held] = False
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.scheduled[:high] != rows.computed[:high]))
-        if high >= self._left and np.count_nonzero(mask) >= self._left:
-            shortage.trim(self._state, mask, self._left)
-        full = rows.scheduled[:high] >= kv.groups[0].held[:high] * kv.block_size
+        if high >= draft.left and count_set(mask) >= draft.left:
+            shortage.trim(self._state, mask, draft.left)
+        full = rows.scheduled[:high] >= kv.table_len[:high] * kv.block_size
         full &= mask
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
@@ -170,13 +155,13 @@ class Composer:
         """Blocks the first prompt under way needs for its next token."""
         return shortage.prompt_need(self._state, self._prompts()[0]) if self._state.prefilling else 0
 
-    def _make_room(self) -> tuple[Mask, NDArray[np.int64], list[int]]:
+    def _make_room(self, draft: StepDraft) -> tuple[Mask, Index, list[int]]:
         """Blocks are short: preempt until the rest fits, or stall rows until blocks on their way are here."""
         state = self._state
         kv = state.kv
         remark = ""
         while True:
-            mask, crossing, shared = self._decode_needs()
+            mask, crossing, shared = self._decode_needs(draft)
             short = kv.short_of(crossing, len(shared) + self._prompt_need())
             if short <= 0:
                 return mask, crossing, shared
@@ -187,11 +172,11 @@ class Composer:
             remark = shortage.worth_waiting(state, chosen[0], needy, short)
             if remark:
                 break
-            figures = (self._left, kv.room(), short, shortage.who_gains(state, chosen[0], needy))
+            figures = (draft.left, kv.room(), short, shortage.first_to_gain(state, chosen[0], needy))
             preempt(state, chosen[0], swap=chosen[1], reason="blocks", figures=figures)
         kept = self._prompt_need() if shortage.prompt_goes_first(state) else 0
         needy = {*crossing.tolist(), *shared}
-        shortage.stall(state, mask, needy, set(shared), kept=kept, tokens_left=self._left, remark=remark)
+        shortage.stall(state, mask, needy, set(shared), kept=kept, tokens_left=draft.left, remark=remark)
         return mask, crossing[mask[crossing]], [row for row in shared if mask[row]]
 
     def _end_of_length(self, ended: Mask) -> None:
@@ -212,9 +197,9 @@ class Composer:
         ordered: list[int] = self._state.in_order(np.array(rows, np.int64)).tolist()
         return ordered
 
-    def _continue_prefills(self, prompts: list[int]) -> None:
-        """Tokens for the prompts under way, in order. Who waits and outranks one of them goes before it."""
-        cap = self._cap(len(prompts))
+    def _continue_prefills(self, draft: StepDraft, prompts: list[int]) -> None:
+        """Tokens for the prompts under way, in order. A waiting request that outranks one is admitted before it."""
+        cap = self._cap(draft, len(prompts))
         outranked: set[int] = set()
         if len(self._state.queue):
             head = self._state.waiting_in_order(1)[0]
@@ -222,49 +207,49 @@ class Composer:
         behind = [row for row in prompts if row in outranked]
         for row in prompts:
             if row not in outranked:
-                self._span(row, min(self._left, cap))
+                self._span(draft, row, min(draft.left, cap))
         if behind:
-            self._admit_urgent(set(behind), cap)
+            self._admit_urgent(draft, set(behind), cap)
         for row in behind:
-            if row not in self._spans:
-                self._span(row, min(self._left, cap))
+            if row not in draft.spans:
+                self._span(draft, row, min(draft.left, cap))
 
-    def _admit_urgent(self, behind: set[int], cap: int) -> None:
-        """Admit those who wait and outrank one of the prompts `behind`, for as long as there is room."""
+    def _admit_urgent(self, draft: StepDraft, behind: set[int], cap: int) -> None:
+        """Admit waiting requests that outrank one of the prompts `behind`, for as long as there is room."""
         state = self._state
         for request in state.waiting_in_order(self.admission.rows_left()):
-            if self._left < 1 or behind.isdisjoint(self.displacement.outranked(request).tolist()):
+            if draft.left < 1 or behind.isdisjoint(self.displacement.outranked(request).tolist()):
                 return
-            if not self._admit_in_turn([request], cap):
+            if not self._admit_in_turn(draft, [request], cap):
                 return
-            computes = state.prefilling.get(self.admission.against) if request.id in self.passed else None
-            if computes is not None and computes.row in behind and computes.row not in self._spans:
-                self._span(computes.row, min(self._left, cap))  # what it waits for is as urgent as it is
+            computes = state.prefilling.get(draft.passed.get(request.id, NOBODY))
+            if computes is not None and computes.row in behind and computes.row not in draft.spans:
+                self._span(
+                    draft, computes.row, min(draft.left, cap)
+                )  # what it waits for is as urgent as it is
 
-    def _cap(self, num_prompts: int) -> int:
+    def _cap(self, draft: StepDraft, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""
         state = self._state
-        if self._left < 1 or not (num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished)):
-            return self.budget
-        return state.share(state.queue.view(state.now_s), self.budget)
+        if draft.left < 1 or not (num_prompts > 1 or (len(state.queue) and not state.mode.keeps_finished)):
+            return draft.budget
+        return state.share(state.queue.view(state.now_s), draft.budget)
 
-    def _span(self, row: int, limit: int) -> None:
+    def _span(self, draft: StepDraft, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows = self._state.rows
         pad = max(0, min(rows.pad_left.item(row), limit))
         if pad:  # in a padded batch
             rows.pad_left[row] -= pad
-            self._pads[row] = self._pads.get(row, 0) + pad
-            self._left -= pad
-            self._products += pad * pad // 2
+            draft.give_padding(row, pad)
         scheduled = rows.scheduled.item(row)
         count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
         if count > 0:
-            count = self._give_room(row, scheduled, count)
+            count = self._give_room(draft, row, scheduled, count)
         if count > 0:
-            self._advance(row, scheduled, count, wanted, limit - pad)
+            self._advance(draft, row, scheduled, count, wanted, limit - pad)
 
-    def _give_room(self, row: int, scheduled: int, count: int) -> int:
+    def _give_room(self, draft: StepDraft, row: int, scheduled: int, count: int) -> int:
         """Blocks for up to `count` tokens of a row from `scheduled` on; how many there is room for."""
         state = self._state
         rows, kv = state.rows, state.kv
@@ -277,7 +262,7 @@ class Composer:
                     kv.copy_on_write(row, scheduled)
                     room -= 1
                 rows.sharing[row] = False
-            fitting = (kv.groups[0].held.item(row) + (room if room > 0 else 0)) * kv.block_size - scheduled
+            fitting = (kv.table_len.item(row) + (room if room > 0 else 0)) * kv.block_size - scheduled
             count = count if count < fitting else fitting
             if count > 0:
                 kv.extend(row, scheduled + count)
@@ -285,26 +270,26 @@ class Composer:
             request = rows.requests[row]
             assert request is not None
             kv.delta.forget(row)
-            self._spans.pop(row, None)
-            state.fail(request, error)
-            kv.settle()
+            draft.spans.pop(row, None)
+            self._fail(request, error)
             return 0
         return count
 
-    def _advance(self, row: int, scheduled: int, count: int, wanted: int, limit: int) -> None:
+    def _advance(
+        self, draft: StepDraft, row: int, scheduled: int, count: int, wanted: int, limit: int
+    ) -> None:
         """Schedule `count` known tokens, where `wanted` were to be, and no more than `limit`."""
         state = self._state
         rows = state.rows
         request = rows.requests[row]
         assert request is not None
         rows.scheduled[row] = scheduled + count
-        self._spans[row] = self._spans.get(row, 0) + count
-        before, self._left = self._left, self._left - count
-        self._products += count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2
+        before = draft.left
+        draft.give(row, count, products=count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2)
         if scheduled + count < rows.num_known.item(row):
             reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
             figures = (
-                self._left,
+                draft.left,
                 state.kv.room(row),
                 state.kv.missing(row, rows.num_known.item(row)),
                 NOBODY,
@@ -312,9 +297,9 @@ class Composer:
             state.decide(DecisionKind.CHUNK, request, reason, count, figures)
             return
         del state.prefilling[request.id]
-        self._logit_rows += 1
+        draft.num_sampled += 1
         ends = scheduled + count + 1 >= rows.max_len.item(row)
-        self._at_length |= ends
+        draft.at_length |= ends
         if ends and state.mode.keeps_finished:
             rows.padding[row] = True
         if not ends or state.mode.keeps_finished:
@@ -322,16 +307,15 @@ class Composer:
 
     # -- new requests --------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, num_prompts: int) -> None:
+    def _admit_waiting(self, draft: StepDraft, num_prompts: int) -> None:
         """Admit waiting requests in order, for as long as there is room; `num_prompts` are under way already."""
         state = self._state
         rows_left = self.admission.rows_left()
         if rows_left < 1:
-            if not self._full:  # once for each time that the rows run out, so that a steady step pays nothing
+            if not self._full:  # once each time the rows run out, so that a steady step pays nothing
                 self._full = True
                 head = state.waiting_in_order(1)[0]
-                self.admission.ask(self._left, state.ahead_of(head))
-                self.admission.defer(head, Rule.ROWS)
+                self.admission.defer(head, Verdict(NO_ROOM_ROWS, state.ahead_of(head)), draft)
             return
         self._full = False
         view = state.queue.view(state.now_s)
@@ -342,37 +326,37 @@ class Composer:
             waiting = len(state.queue) + 1
             while len(state.queue) < waiting and not state.rows.num_live:  # a batch that all failed is none
                 waiting = len(state.queue)
-                self._admit_batch(state.waiting_in_order(limit))
+                self._admit_batch(draft, state.waiting_in_order(limit))
             return
-        cap = self._cap(num_prompts)
+        cap = self._cap(draft, num_prompts)
         seen: set[int] = set()
         while len(seen) < len(view):
             found = state.waiting_in_order(len(seen) + self.admission.rows_left())
             batch = [request for request in found if request.id not in seen]
-            if not batch or not self._admit_in_turn(batch, cap):
+            if not batch or not self._admit_in_turn(draft, batch, cap):
                 return
             seen.update(request.id for request in batch)
 
-    def _admit_in_turn(self, batch: list[Request], cap: int) -> bool:
-        """Admit each; False as soon as one has to wait for room: nobody passes it."""
+    def _admit_in_turn(self, draft: StepDraft, batch: list[Request], cap: int) -> bool:
+        """Admit each; False as soon as one has to wait for room: no request passes it."""
         for request in batch:
-            if self._left < 1 and not request.host_places:  # to be copied back takes no token
-                last = next(reversed(self._spans), None)
+            if draft.left < 1 and not request.host_places:  # to be copied back takes no token
+                last = next(reversed(draft.spans), None)
                 took = NOBODY if last is None else RequestId(self._state.rows.request_id.item(last))
-                self.admission.ask(self._left, took)
-                self.admission.defer(request, NO_BUDGET)
+                self.admission.defer(request, Verdict(NO_BUDGET, compared_with=took), draft)
                 return False
-            reason = self._guarded(request, self.admission.admit)
+            verdict = self._guarded(draft, request, self.admission.admit)
             if request.id in self._state.prefilling:
-                self._span(request.row, min(self._left, cap))
-            elif reason is not None:
-                self.admission.defer(request, reason)
-                if not self.admission.may_be_passed(reason):
+                self._span(draft, request.row, min(draft.left, cap))
+            elif verdict is not None and verdict.rule is not None:
+                self.admission.defer(request, verdict, draft)
+                draft.num_sparing += verdict.rule is Rule.SPARE
+                if not self.admission.may_be_passed(verdict.rule, draft.num_sparing):
                     return False
-                self.passed.add(request.id)
+                draft.passed[request.id] = verdict.compared_with
         return self.admission.rows_left() > 0
 
-    def _admit_batch(self, candidates: list[Request]) -> None:
+    def _admit_batch(self, draft: StepDraft, candidates: list[Request]) -> None:
         """Admit a padded batch: as many of the candidates as their rectangle has room for.
 
         Not before the last step of the batch before has completed: only then is all of its memory free.
@@ -383,23 +367,29 @@ class Composer:
         if shape is None:
             return
         for request in candidates[: shape.count]:
-            self._guarded(request, lambda request: self.admission.admit_padded(request, shape))
+            self._guarded(
+                draft, request, lambda request, left: self.admission.admit_padded(request, shape, left)
+            )
             if request.row != NO_ROW:
-                self._span(request.row, self._left)
+                self._span(draft, request.row, draft.left)
 
-    def _guarded(self, request: Request, admit: Callable[[Request], Rule | None]) -> Rule | None:
-        """Admit one request; if that raises, it fails alone and nothing of it stays behind."""
-        state = self._state
-        self.admission.ask(self._left, state.ahead_of(request))
-        mark = state.kv.delta.mark()
+    def _guarded(
+        self, draft: StepDraft, request: Request, admit: Callable[[Request, int], Verdict]
+    ) -> Verdict | None:
+        """Admit one request; if that raises, it fails alone, nothing of it stays behind, and there is no verdict."""
+        delta = self._state.kv.delta
+        mark = delta.mark()
         try:
-            reason = admit(request)
+            return admit(request, draft.left)
         except Exception as error:
-            state.kv.delta.rollback(mark)
-            state.fail(request, error)
-            state.kv.settle()
+            delta.rollback(mark)
+            self._fail(request, error)
             return None
-        return reason
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """A request fails alone; its blocks are free for the rest of the step unless a step under way uses them."""
+        self._state.fail(request, error)
+        self._state.kv.settle()
 
     def _rectangle_fits(self, count: int, slots: int) -> bool:
         kv = self._state.kv
@@ -407,28 +397,28 @@ class Composer:
 
     # -- the plan ------------------------------------------------------------------------------------------
 
-    def _plan(self, mask: Mask) -> StepPlan:
+    def _plan(self, draft: StepDraft, mask: Mask) -> StepPlan:
         state = self._state
         rows = state.rows
         seq = state.kv.submitted + 1
-        advancing, pad_tokens, filling = self._decode_count, 0, None
+        advancing, pad_tokens, filling = draft.num_decoding, 0, None
         if state.mode.keeps_finished:
-            advancing, pad_tokens = int(np.count_nonzero(self._advancing)), sum(self._pads.values())
-            filling = mask & ~self._advancing
+            advancing, pad_tokens = count_set(draft.advancing), sum(draft.pads.values())
+            filling = mask & ~draft.advancing
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
         if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
             self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
-        spans = tuple([(row, rows.generation.item(row), count) for row, count in self._spans.items()])
+        spans = tuple([(row, rows.generation.item(row), count) for row, count in draft.spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         joins, row_copies = build_joins(state, state.joins)
         plan = StepPlan(
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
-            spans=build_spans(self._spans),
+            spans=build_spans(draft.spans),
             decode_rows=decode_rows,
             new_blocks=appends,
             block_copies=copies,
@@ -436,20 +426,28 @@ class Composer:
             swap_out=swap_out,
             swap_in=swap_in,
             pad_tokens=pad_tokens,
-            padding_rows=self._decode_count - advancing,
+            padding_rows=draft.num_decoding - advancing,
             work=StepWork(
-                decode_rows=self._decode_count,
+                decode_rows=draft.num_decoding,
                 decode_context=self._last_context,
-                prefill_tokens=sum(self._spans.values()) + pad_tokens,
-                prefill_context_products=self._products,
-                logit_rows=self._logit_rows,
+                prefill_tokens=sum(draft.spans.values()) + pad_tokens,
+                prefill_context_products=draft.products,
+                logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
             ),
         )
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        padding = () if filling is None else (tuple(self._pads.items()), filling)
-        flight = Flight(seq, self._advancing, spans, self._at_length, self.budget, plan.work, *padding)
+        flight = Flight(
+            seq=seq,
+            mask=draft.advancing,
+            spans=spans,
+            at_length=draft.at_length,
+            budget=draft.budget,
+            work=plan.work,
+            pads=() if filling is None else tuple(draft.pads.items()),
+            filling=filling,
+        )
         state.flights.append(flight)
         return plan

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from paceline.core.events import NO_NUMBER, Rule
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.state import SchedulerState
-from paceline.scheduler.step.admission import PASSABLE, Admission
+from paceline.scheduler.step.admission import PASSABLE, Admission, Verdict
+from paceline.scheduler.step.draft import StepDraft
 from paceline.scheduler.step.preemption import CostEstimate, estimate, preempt, seconds_until
 
 MOST_LOOKED_AT = 8  # waiting requests in one plan
@@ -56,8 +57,7 @@ class Displacement:
             wanted = int((rows.num_known[prompts] - rows.scheduled[prompts]).sum())
         if len(state.queue) and wanted <= room:
             head = state.waiting_in_order(1)[0]
-            self._admission.ask(NO_NUMBER, state.ahead_of(head))
-            if self._admission.refusal(head) is None:
+            if self._admission.judge(head).rule is None:
                 wanted += head.num_tokens
                 urgent = state.queue.view_of(head, state.now_s) if urgent is None else urgent
         if urgent is None or wanted <= room:
@@ -66,39 +66,41 @@ class Displacement:
         held: Index = decoding[state.policy.holds_back(state.row_view(decoding), urgent)]
         return held
 
-    def make_places(self) -> None:
-        """Let running requests give way to those that wait first, in order, as far as that helps."""
+    def make_places(self, draft: StepDraft) -> None:
+        """Preempt running requests for the first waiting ones, in order, as far as that helps."""
         state = self._state
         if not state.policy.displaces or state.mode.keeps_finished or not state.rows.num_live:
             return
-        rows = blocks = 0  # that those before it will take
+        rows = blocks = 0  # that the requests before it will take
         for request in state.waiting_in_order(MOST_LOOKED_AT):
-            self._admission.ask(NO_NUMBER, state.ahead_of(request))
-            reason, lacking = self._admission.lacking(request)
-            if reason in PASSABLE:
+            verdict = self._admission.judge_on_row(request)
+            if verdict.rule in PASSABLE:
                 continue
-            needed = self._admission.needed
-            if reason not in (None, Rule.BLOCKS) or not self._make_place(request, rows, blocks + lacking):
+            if verdict.rule not in (None, Rule.BLOCKS):
                 return
-            rows, blocks = rows + 1, blocks + needed
+            if not self._make_place(draft, request, rows, blocks, verdict):
+                return
+            rows, blocks = rows + 1, blocks + verdict.needed
 
-    def _make_place(self, request: Request, rows_before: int, lacking: int) -> bool:
-        """Room for one more, if it can be had. False: those behind it wait too."""
+    def _make_place(
+        self, draft: StepDraft, request: Request, rows_before: int, blocks_before: int, verdict: Verdict
+    ) -> bool:
+        """Make room for one more request, if possible. False: the requests behind it wait too."""
         state = self._state
         num_rows = rows_before + 1 + state.rows.num_live - state.most_rows
-        num_blocks = lacking - state.kv.coming()
+        num_blocks = blocks_before + verdict.lacking - state.kv.coming()
         if num_rows <= 0 and num_blocks <= 0:
             return True
-        chosen = self._choose(request, num_rows, num_blocks)
+        chosen = self._choose(draft, request, num_rows, num_blocks)
         for row in chosen:
             victim = state.rows.requests[row]
             assert victim is not None
             victim.displaced_at = max(state.rows.peak_computed.item(row), state.rows.computed.item(row))
-            figures = (NO_NUMBER, state.kv.room(), self._admission.needed, request.id)
+            figures = (NO_NUMBER, state.kv.room(), verdict.needed, request.id)
             preempt(state, victim, reason="place", figures=figures)
         return bool(chosen)
 
-    def _choose(self, request: Request, num_rows: int, num_blocks: int) -> list[int]:
+    def _choose(self, draft: StepDraft, request: Request, num_rows: int, num_blocks: int) -> list[int]:
         """The rows that give way: the last in order, just enough; none if that is not enough or not worth it."""
         rows = self._eligible(request)
         chosen: list[int] = []
@@ -114,7 +116,7 @@ class Displacement:
         wait_s = seconds_until(self._state, num_blocks, num_rows)
         cost = estimate(self._state, chosen, wait_s)
         if wait_s <= self._price(cost):
-            self._admission.remarks[request.id] = str(cost)
+            draft.remarks[request.id] = str(cost)
             return []
         return chosen
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig, StepCosts
+from paceline.core.fast import count_set
 from paceline.core.plan import StepTimes, StepWork
 from paceline.scheduler.state import SchedulerState
 
@@ -104,13 +105,11 @@ def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_
     rows, limits = state.rows, state.dial.limits
     if not state.keeps_pace:
         # Rows that stand still for this step wait for it all the same.
-        decoding = mask.tobytes().count(1) or rows.decoding[: rows.high].tobytes().count(1)
+        decoding = count_set(mask) or count_set(rows.decoding[: rows.high])
         return state.sizes.tokens(decoding)
     if pace is None:  # a dial, and nothing is known of what steps cost
         assert limits is not None
-        return limits.step_tokens(
-            mask.tobytes().count(1), state.dial.fewest, state.config.max_num_batched_tokens
-        )
+        return limits.step_tokens(count_set(mask), state.dial.fewest, state.config.max_num_batched_tokens)
     context = int(np.dot(rows.scheduled[: len(mask)], mask))
     done = rest = 0
     if prompts:
@@ -118,7 +117,7 @@ def step_budget(state: SchedulerState, pace: Pace | None, mask: NDArray[np.bool_
         rest = rows.num_known.item(prompts[0]) - done
     held_s = None if limits is None else limits.target_s
     most_s = _least_gap(state, mask)
-    return pace.budget(mask.tobytes().count(1), context, (done, rest), _longest_wait(state), held_s, most_s)
+    return pace.budget(count_set(mask), context, (done, rest), _longest_wait(state), held_s, most_s)
 
 
 def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int], int]:
@@ -130,7 +129,7 @@ def expected_budget(state: SchedulerState, pace: Pace | None) -> Callable[[int],
         return lambda decoding: limits.step_tokens(decoding, state.dial.fewest, most)
     rows = state.rows
     context = int(np.dot(rows.scheduled[: rows.high], rows.decoding[: rows.high]))
-    running = int(np.count_nonzero(rows.decoding[: rows.high]))
+    running = count_set(rows.decoding[: rows.high])
     each = context / running if running else 0.0
     held_s = None if limits is None else limits.target_s
     most_s = _least_gap(state, rows.decoding[: rows.high])

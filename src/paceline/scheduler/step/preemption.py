@@ -67,13 +67,11 @@ def seconds_until(state: SchedulerState, num_blocks: int, num_rows: int, *, cert
     if costs is None:  # nothing is known of how long a step takes
         return math.inf
     live = (rows.live[: rows.high] & ~rows.done[: rows.high]).nonzero()[0]
-    held = kv.groups[0].held[live]
     if certain:
-        live = live[held * kv.block_size >= rows.max_len[live] - 1]
-        held = kv.groups[0].held[live]
+        live = live[kv.table_len[live] * kv.block_size >= rows.max_len[live] - 1]
     left = rows.max_len[live] - rows.scheduled[live]
     by = np.argsort(left, kind="stable")
-    blocks = np.cumsum((held - kv.groups[0].first[live])[by])
+    blocks = np.cumsum(kv.num_live_blocks(live)[by])
     enough = (blocks >= num_blocks) & (np.arange(1, len(by) + 1) >= num_rows)
     if not enough.any():
         return math.inf

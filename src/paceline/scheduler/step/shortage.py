@@ -47,7 +47,7 @@ def stall(
         state.decide(DecisionKind.STALL, request, Rule.BLOCKS, scheduled, figures, detail=remark)
 
 
-def who_gains(state: SchedulerState, victim: Request, needy: set[int]) -> RequestId:
+def first_to_gain(state: SchedulerState, victim: Request, needy: set[int]) -> RequestId:
     """The first in order of those who need a block: the victim gives way to it."""
     ordered = state.in_order(np.array(sorted(needy - {victim.row}), np.int64))
     return RequestId(state.rows.request_id.item(ordered[0])) if len(ordered) else NOBODY

@@ -169,7 +169,7 @@ class Driver:
             {"mode": mode},
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_replicas=1,
-            kv_total_slots=kv.groups[0].pool.usable * kv.block_size,
+            kv_total_slots=kv.num_slots,
             origin_s=self._origin_s,
         )
 
