@@ -1,9 +1,9 @@
 """How far the predicted time to the first token is from the real one, under a load that varies.
 
-`server` starts `paceline serve` itself and sends chats over loopback as an open loop: times of arrival are drawn
-beforehand, in stretches of different rates, whether or not answers come. What was said is the answer's header
-x-paceline-predicted-ttft-ms, what came is measured here, with everything on the way. `sim` asks the same scheduler in
-the simulator, an 8B model on an H200. An error is |said - seen| over what was seen or 200 ms, whichever is more.
+*server* starts `paceline serve` and sends chats over loopback as an open loop: times of arrival are drawn beforehand,
+in stretches of different rates, whether or not answers come. The forecast is the answer's header
+x-paceline-predicted-ttft-ms; the real time is measured here, with everything on the way. *sim* asks the same scheduler
+in the simulator, an 8B model on an H200. An error is |forecast - real| over the real time or 200 ms, whichever is more.
 
     python -m benchmarks.forecast_error server [--seconds 90] [--rate R] [--seed 1] [--options "..."]
     python -m benchmarks.forecast_error sim [--trace azure2023_conv.csv] [--tenants vtc_arena_multiclient_trace.csv]
@@ -11,75 +11,82 @@ the simulator, an 8B model on an H200. An error is |said - seen| over what was s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.live import served
-from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
+from benchmarks.harness import (
+    TENANTS_FLAG,
+    TEXT,
+    TRACE_FLAG,
+    Benchmark,
+    Found,
+    Given,
+    flag,
+    row,
+    served,
+    simulated,
+    streamed,
+    table,
+)
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
 
+bench = Benchmark(__doc__)
 FLOOR_S = 0.2  # shorter times are judged as if they were this long
 BAR = 0.25
-TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 LOADS = (0.4, 1.6, 0.8, 2.4, 0.4)  # of the rate, in stretches of equal length
-MOST_OPEN = 64  # a load that cannot be borne must end some time
+MOST_OPEN = 64  # requests under way: an overload must end some time
 WARMING = 16  # requests before anything is measured
 ANSWER_S = 300.0
+SECONDS_FLAG = flag("--seconds", 90.0, "how long requests come")
+HEAD = (
+    *("requests", "real p50 ms", "real p90", "forecast p50", "ahead", "error p50 %", "error p90 %"),
+    *("too late by ms", "finish error p50 %"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request: what was said of its first and last token and what came, in seconds; how many went before it."""
+class Sample(NamedTuple):
+    """One request: forecast and real seconds to its first and last token; how many requests were ahead of it."""
 
-    said_s: float
-    seen_s: float
-    said_finish_s: float
-    seen_finish_s: float
+    forecast_s: float
+    real_s: float
+    forecast_finish_s: float
+    real_finish_s: float
     ahead: int
 
 
-def report(label: str, samples: Sequence[Sample]) -> bool:
-    """One line; whether the median is good enough."""
+def report(label: str, samples: Sequence[Sample]) -> Found:
+    """One row of the table."""
     if not samples:
-        print(f"{label:44} nobody was told anything")
-        return False
-    said, seen, said_finish, seen_finish, ahead = np.array(
-        [(s.said_s, s.seen_s, s.said_finish_s, s.seen_finish_s, s.ahead) for s in samples]
-    ).T
-    error = np.abs(said - seen) / np.maximum(seen, FLOOR_S)
-    finish = np.abs(said_finish - seen_finish) / np.maximum(seen_finish, FLOOR_S)
-    half, most = np.percentile(error, [50, 90])
-    print(
-        f"{label:44} {len(samples):5} | seen p50 {1e3 * np.median(seen):6.0f} p90 {1e3 * np.percentile(seen, 90):6.0f} "
-        f"said p50 {1e3 * np.median(said):6.0f} ms, ahead {ahead.mean():5.1f} | error p50 {100 * half:5.1f} "
-        f"p90 {100 * most:5.1f} % too late by {1e3 * np.median(said - seen):6.0f} ms | finish error p50 "
-        f"{100 * np.median(finish):5.1f} %",
-        flush=True,
-    )
-    return bool(half <= BAR)
+        row(label, 0)
+        return {"label": label, "requests": 0, "holds": False}
+    forecast, real, forecast_finish, real_finish, ahead = np.array(samples).T
+    error = 100 * np.abs(forecast - real) / np.maximum(real, FLOOR_S)
+    finish = 100 * np.abs(forecast_finish - real_finish) / np.maximum(real_finish, FLOOR_S)
+    half, most = np.percentile(error, [50, 90]).tolist()
+    times = [*np.percentile(1e3 * real, [50, 90]).tolist(), 1e3 * float(np.median(forecast))]
+    late = 1e3 * float(np.median(forecast - real))
+    values = [len(samples), *times, float(ahead.mean()), half, most, late, float(np.median(finish))]
+    row(label, *values)
+    return {"label": label, **dict(zip(HEAD, values, strict=True)), "holds": half <= 100 * BAR}
 
 
-# -- a server ----------------------------------------------------------------------------------------------
+# -- a server ------------------------------------------------------------------------------------------------
 
 
 def chat(draw: random.Random, words: list[str]) -> dict[str, Any]:
-    """A conversation of any length; one in two answers ends where it likes."""
+    """A conversation of any length; one in two answers may end early."""
     count = min(400, int(draw.lognormvariate(3.9, 0.9)) + 3)
     start = draw.randrange(len(words) - count)
     return {
@@ -91,31 +98,18 @@ def chat(draw: random.Random, words: list[str]) -> dict[str, Any]:
     }
 
 
-async def ask(port: int, body: dict[str, Any]) -> Sample | None:
-    """Send a chat and read its answer to the end. None: refused, or nothing was said."""
-    payload = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    )
-    started_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(f"{head}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        headers = {
-            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
-        first_s = 0.0
-        async for line in reader:
-            if not first_s and line.startswith(b"data: ") and b'"content":"' in line:
+async def ask(port: int, body: Found) -> Sample | None:
+    """Send a chat and read its answer to the end. None: refused, or without a forecast."""
+    started_s, first_s = time.perf_counter(), 0.0
+    async with streamed(port, "/v1/chat/completions", body) as answer:
+        async for event in answer.events:
+            if not first_s and b'"content":"' in event:
                 first_s = time.perf_counter() - started_s
-        whole_s = time.perf_counter() - started_s
-    finally:
-        writer.close()
-    if " 200 " not in lines[0] or "x-paceline-predicted-ttft-ms" not in headers or not first_s:
+        whole_s, headers = time.perf_counter() - started_s, answer.headers
+    if answer.status != 200 or "x-paceline-predicted-ttft-ms" not in headers or not first_s:
         return None
-    said, finish = (int(headers[f"x-paceline-predicted-{name}-ms"]) / 1e3 for name in ("ttft", "finish"))
-    return Sample(said, first_s, finish, whole_s, int(headers["x-paceline-queue-position"]))
+    first, finish = (int(headers[f"x-paceline-predicted-{name}-ms"]) / 1e3 for name in ("ttft", "finish"))
+    return Sample(first, first_s, finish, whole_s, int(headers["x-paceline-queue-position"]))
 
 
 async def open_loop(port: int, seconds: float, rate: float, seed: int) -> list[list[Sample]]:
@@ -165,53 +159,60 @@ async def saturation(port: int, seed: int) -> float:
     return WARMING / (time.perf_counter() - started_s)
 
 
-def server_part(arguments: argparse.Namespace) -> bool:
-    with served(shlex.split(arguments.options)) as port:
-        rate = arguments.rate or 0.7 * asyncio.run(saturation(port, arguments.seed))
-        found = asyncio.run(open_loop(port, arguments.seconds, rate, arguments.seed))
-    for share, samples in zip(LOADS, found, strict=True):
-        report(f"server, {rate * share:.2f} requests/s", samples)
-    return report("server, all", [sample for samples in found for sample in samples])
+@bench.part(
+    SECONDS_FLAG,
+    flag("--rate", None, "requests per second; default: 0.7 of saturation", kind=float),
+    flag("--seed", 1),
+    flag("--options", "", 'of paceline serve, such as "--max-num-batched-tokens 64"'),
+)
+def server(given: Given) -> Found:
+    """Forecasts in the answers of `paceline serve` on this machine."""
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    with served(shlex.split(given.options)) as running:
+        rate = given.rate or 0.7 * asyncio.run(saturation(running.port, given.seed))
+        found = asyncio.run(open_loop(running.port, given.seconds, rate, given.seed))
+    table("server", *HEAD)
+    rows = [
+        report(f"{rate * share:.2f} requests/s", samples) for share, samples in zip(LOADS, found, strict=True)
+    ]
+    whole = report("all", [sample for samples in found for sample in samples])
+    return {"rows": [*rows, whole], "holds": whole["holds"]}
 
 
 # -- the simulator -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def foretold() -> Iterator[dict[int, tuple[float, Forecast]]]:
-    """What is said of each request just before it is added, and when."""
-    said: dict[int, tuple[float, Forecast]] = {}
+def forecasts() -> Iterator[dict[int, tuple[float, Forecast]]]:
+    """The forecast of each request just before it is added, and when."""
+    made: dict[int, tuple[float, Forecast]] = {}
     add = Scheduler.add
 
-    def asking(self: Scheduler, requests: Sequence[Any]) -> None:
+    def noted(self: Scheduler, requests: Sequence[Any]) -> None:
         for request in requests:
             forecast = self.forecast(request)
             if forecast is not None:
-                said[request.id] = (self.state.now_s, forecast)
+                made[request.id] = (self.state.now_s, forecast)
         add(self, requests)
 
-    Scheduler.add = asking  # type: ignore[method-assign]
+    Scheduler.add = noted  # type: ignore[method-assign]
     try:
-        yield said
+        yield made
     finally:
         Scheduler.add = add  # type: ignore[method-assign]
 
 
-def simulated(workload: Workload, options: dict[str, Any]) -> list[Sample]:
-    machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
-    with foretold() as said:
-        engine = engine_config(machine, workload, {"max_num_seqs": 256, **options})
-        record = simulate(SimConfig(machine=machine, engine=engine), workload)
+def samples_of(workload: Workload, options: dict[str, Any]) -> list[Sample]:
+    with forecasts() as made:
+        record = simulated(workload, {"max_num_seqs": 256, **options})
     samples = []
-    for number, (asked_s, forecast) in said.items():
-        late_s = asked_s - float(record.arrival_s[number])
-        seen_s, finish_s = (
-            float(column[number] - record.arrival_s[number])
-            for column in (record.first_token_s, record.finished_s)
-        )
-        if np.isfinite(seen_s) and np.isfinite(finish_s):
-            said_s = (late_s + forecast.first_token_s, seen_s, late_s + forecast.finish_s, finish_s)
-            samples.append(Sample(*said_s, forecast.ahead))
+    for number, (asked_s, forecast) in made.items():
+        arrival_s = float(record.arrival_s[number])
+        late_s = asked_s - arrival_s
+        real_s, finish_s = (float(c[number]) - arrival_s for c in (record.first_token_s, record.finished_s))
+        if np.isfinite(real_s) and np.isfinite(finish_s):
+            times = (late_s + forecast.first_token_s, real_s, late_s + forecast.finish_s, finish_s)
+            samples.append(Sample(*times, forecast.ahead))
     return samples
 
 
@@ -226,8 +227,10 @@ def varying(workload: Workload, rate: float, seconds: float) -> Workload:
     return replace(workload.head(len(at_s)), arrival_s=at_s[: len(workload)])
 
 
-def sim_part(arguments: argparse.Namespace) -> bool:
-    chats, clients = load_workload(arguments.trace), load_workload(arguments.tenants)
+@bench.part(SECONDS_FLAG, TRACE_FLAG, TENANTS_FLAG)
+def sim(given: Given) -> Found:
+    """Forecasts in the simulator."""
+    chats, clients = load_workload(given.trace), load_workload(given.tenants)
     pace = {"max_num_batched_tokens": 3072, "step_target_ms": 34.0}
     cases: dict[str, tuple[Workload, float, dict[str, Any]]] = {
         "chats, 2,048 tokens, 12/s": (chats, 12.0, {"max_num_batched_tokens": 2048}),
@@ -243,31 +246,15 @@ def sim_part(arguments: argparse.Namespace) -> bool:
         ),
         "27 clients, 10,000 KV tokens, 6/s": (clients, 6.0, {"block_size": 16, "num_blocks": 626}),
     }
-    good = True
-    for label, (workload, rate, options) in cases.items():
-        good &= report(f"sim, {label}", simulated(varying(workload, rate, arguments.seconds), options))
-    return good
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="predicted against real time to the first token")
-    parser.add_argument("where", choices=("server", "sim"))
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long requests come")
-    parser.add_argument(
-        "--rate", type=float, help="requests per second to the server; default: 0.7 of saturation"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trace", default="azure-conv", help="the Azure 2023 conversation trace")
-    parser.add_argument("--tenants", default="multi-tenant", help="the trace of 27 clients")
-    parser.add_argument(
-        "--options", default="", help='of paceline serve, such as "--max-num-batched-tokens 64"'
-    )
-    arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
-    good = server_part(arguments) if arguments.where == "server" else sim_part(arguments)
-    print(f"the median error is {'within' if good else 'above'} {100 * BAR:.0f} %")
-    return 0 if good else 1
+    table("simulator", *HEAD)
+    rows = [
+        report(label, samples_of(varying(workload, rate, given.seconds), options))
+        for label, (workload, rate, options) in cases.items()
+    ]
+    return {"rows": rows, "holds": all(found["holds"] for found in rows)}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    is_good = bench.main()["holds"]
+    print(f"the median error is {'within' if is_good else 'above'} {100 * BAR:.0f} %")
+    raise SystemExit(0 if is_good else 1)

@@ -1,17 +1,14 @@
 """A GGUF model through the engine against transformers with the same numbers: greedy text and perplexity.
 
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
-windows, through `prompt_logprobs`; in float32 and with the quantised product of this machine. The last line is JSON.
+windows, through `prompt_logprobs`; in float32 and with the quantised product of this machine.
 
     python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import Benchmark, Found, Given, flag
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
@@ -36,26 +34,30 @@ from tests.torch.parity import TOLERANCE, Reference, greedy_reference
 
 NUM_NEW = 24
 WINDOW = 512
-Table = dict[str, Any]
+bench = Benchmark(__doc__)
 
 
-def main() -> None:
-    options = _options()
-    torch.set_num_threads(options.threads)
-    checkpoint = open_checkpoint(options.model)
+@bench.part(
+    flag("--model", smollm2_path(), "a GGUF file (default: SmolLM2 where it is found)"),
+    flag("--text", None, "file whose perplexity is measured", kind=Path, required=True),
+    flag("--tokens", 20_000, "to predict"),
+    flag("--prompts", len(PROMPTS), "to continue"),
+    flag("--threads", 1),
+    flag("--float32-only", False, "without the quantised product"),
+)
+def parity(given: Given) -> Found:
+    if given.model is None:
+        raise SystemExit("SmolLM2 is not on this machine: name a GGUF file with --model")
+    torch.set_num_threads(given.threads)
+    checkpoint = open_checkpoint(given.model)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    windows = _windows(tokenizer, options)
-    prompts = [tokenizer.encode(text) for text in PROMPTS[: options.prompts]]
-    results: Table = {
-        "model": Path(options.model).name,
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "tokens": sum(len(window) - 1 for window in windows),
-    }
+    windows = _windows(tokenizer, given)
+    prompts = [tokenizer.encode(text) for text in PROMPTS[: given.prompts]]
+    results: Found = {"model": Path(given.model).name, "tokens": sum(len(window) - 1 for window in windows)}
     references, their_loss = _of_transformers(checkpoint, prompts, windows, results)
     storages: dict[str, Storage | None] = {"float32": None}
     product = fast_product()
-    if product is not None and not options.float32_only:
+    if product is not None and not given.float32_only:
         storages["quantised"] = QuantizedStorage(product)
     for name, storage in storages.items():
         decoder = build_decoder(checkpoint, WINDOW + 2, storage)
@@ -66,47 +68,31 @@ def main() -> None:
         results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
     for key, value in results.items():
         print(f"{key:32} {value:.5g}" if isinstance(value, float) else f"{key:32} {value}")
-    print(json.dumps(results))
+    return results
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", default=smollm2_path(), help="a GGUF file (default: SmolLM2 where it is found)"
-    )
-    parser.add_argument("--text", type=Path, required=True, help="the text whose perplexity is measured")
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--float32-only", action="store_true")
-    options = parser.parse_args()
-    if options.model is None:
-        parser.error("SmolLM2 is not on this machine: name a GGUF file with --model")
-    return options
-
-
-def _windows(tokenizer: Tokenizer, options: argparse.Namespace) -> list[list[int]]:
-    """The text cut into pieces, so many that `--tokens` tokens are predicted; each begins as the model expects it."""
-    ids = tokenizer.encode(options.text.read_text()[: 8 * options.tokens], add_special_tokens=False)
+def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:
+    """The text cut into pieces in which `--tokens` tokens are predicted; each begins as the model expects it."""
+    ids = tokenizer.encode(given.text.read_text()[: 8 * given.tokens], add_special_tokens=False)
     first = tokenizer.encode("")  # what every text begins with
     size = WINDOW - len(first)
     predicted = size if first else size - 1
-    count = -(-options.tokens // predicted)
+    count = -(-given.tokens // predicted)
     windows = [first + ids[index * size : (index + 1) * size] for index in range(count)]
     assert len(windows[-1]) > 1, "the text is too short for so many tokens"
     return windows
 
 
 def _of_transformers(
-    checkpoint: Checkpoint, prompts: Sequence[list[int]], windows: Sequence[list[int]], results: Table
+    checkpoint: Checkpoint, prompts: Sequence[list[int]], windows: Sequence[list[int]], results: Found
 ) -> tuple[list[Reference], float]:
     model = transformers_model(checkpoint)
     eos = checkpoint.spec.eos_token_ids
-    references = _timed(
-        results,
-        "transformers text",
-        lambda: [greedy_reference(model, prompt, NUM_NEW, eos) for prompt in prompts],
-    )
+
+    def texts() -> list[Reference]:
+        return [greedy_reference(model, prompt, NUM_NEW, eos) for prompt in prompts]
+
+    references = _timed(results, "transformers text", texts)
     loss = _timed(results, "transformers perplexity", lambda: _their_loss(model, windows))
     results["transformers perplexity"] = math.exp(loss)
     return references, loss
@@ -127,12 +113,12 @@ def generate(decoder: Decoder, prompts: Sequence[list[int]]) -> list[tuple[int, 
     """Greedy continuations, all prompts in one engine at once."""
     engine = _engine(decoder, budget=256)
     sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
-    heard: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: [] for prompt in prompts}
+    found: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: [] for prompt in prompts}
     while engine.has_requests:
         for batch in engine.step_overlapped().tokens:
             for request, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
-                heard[request].append(token)
-    return [tuple(tokens) for tokens in heard.values()]
+                found[request].append(token)
+    return [tuple(tokens) for tokens in found.values()]
 
 
 def mean_loss(decoder: Decoder, windows: Sequence[list[int]]) -> float:
@@ -159,7 +145,7 @@ def _engine(decoder: Decoder, budget: int) -> Engine:
 
 
 def _note_text(
-    results: Table, name: str, references: Sequence[Reference], outputs: Sequence[tuple[int, ...]]
+    results: Found, name: str, references: Sequence[Reference], outputs: Sequence[tuple[int, ...]]
 ) -> None:
     """How many texts are the same word for word, and how many first differ where transformers itself was undecided."""
     same, undecided, tokens_before = 0, 0, 0
@@ -176,7 +162,7 @@ def _note_text(
     results[f"{name} tokens before a difference"] = tokens_before / len(references)
 
 
-def _timed(results: Table, name: str, work: Callable[[], Any]) -> Any:
+def _timed(results: Found, name: str, work: Callable[[], Any]) -> Any:
     started_s = time.process_time()
     value = work()
     results[f"{name}, CPU s"] = round(time.process_time() - started_s, 1)
@@ -184,4 +170,4 @@ def _timed(results: Table, name: str, work: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()

@@ -1,93 +1,147 @@
-"""What the scheduling policies give, beside first come, first served: an 8B model on a modelled H200.
+"""What the scheduling policies give, compared with first come, first served.
 
-Five parts: shares of tenants under overload and under a flood, interactive beside batch work, deadlines, and latency
-by order. Each prints lines of one table with what is asked for and what came out. Saturation is what first come,
-first served finishes when everything is there from the start.
+*sim*: an 8B model on a modelled H200. Five topics: shares of tenants under overload (fair) and under a flood,
+interactive work beside batch work (priority), deadlines, and latency by order. *server*: the first three on `paceline
+serve` with its default model on this machine, started once for each policy, with a key for each tenant. Completions go
+over loopback at times drawn beforehand, whether or not answers come; every prompt is of random token ids, so that
+nothing is found in the prefix cache. Times are the client's. Each line of the table has what is required and what came
+out. Saturation is what first come, first served finishes when everything is there from the start.
 
-    python -m benchmarks.policy_study [--tenants vtc_arena_multiclient_trace.csv] [--trace azure2023_conv.csv]
-                                      [--only fair,flood,priority,deadline,order] [--minutes 20]
+    python -m benchmarks.policy_study sim [--only fair,flood,priority,deadline,order] [--minutes 20]
+    python -m benchmarks.policy_study server [--only fair,flood,priority] [--seconds 60] [--options "..."]
 
-Without files the built-in generators are used, which are fitted to the same traces.
+Both take --tenants vtc_arena_multiclient_trace.csv and --trace azure2023_conv.csv; without them the built-in generators
+are used, which are fitted to the same traces. On the server lengths are an eighth of the trace's, of the conversations
+a 32nd: what a small model on a CPU answers in the time there is.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import (
+    ENGINE,
+    TENANTS_FLAG,
+    TRACE_FLAG,
+    Benchmark,
+    Found,
+    Given,
+    Server,
+    at_once,
+    flag,
+    row,
+    served,
+    simulated,
+    table,
+    write_keys,
+)
 from paceline.core.events import Rule
 from paceline.core.request import Request
-from paceline.costs.presets import device_spec, model_shape
+from paceline.lab.bench.load.replayed import send_workload
 from paceline.lab.report.record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import OUTPUT_COST, largest_gap, service
-from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.scheduler import Scheduler
 
-MACHINE = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
-ENGINE: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
-POOL_TOKENS = 10_000  # of the part about shares
-FINISHED = OUTCOMES.index("finished")
-REFUSED = OUTCOMES.index("refused")
+bench = Benchmark(__doc__)
+BLOCK = 16
+FINISHED, REFUSED = OUTCOMES.index("finished"), OUTCOMES.index("refused")
 TTFT_S, ITL_S = 1.0, 0.05
-PRIORITIES = ("interactive", "batch")  # tenants in the order of their priority
-
-Floats = NDArray[np.float64]
-
-
-TABLE_HEAD = "| part | policy | what | asked | found | holds |\n|---|---|---|---|---|---|"
+Keys = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """One row of the table."""
 
-    part: str
+    topic: str
     policy: str
     what: str
-    asked: str
+    required: str
     found: str
-    holds: bool | None  # None: nothing was asked
-
-    def cells(self) -> str:
-        holds = "" if self.holds is None else "yes" if self.holds else "NO"
-        return f"| {' | '.join((self.part, self.policy, self.what, self.asked, self.found, holds))} |"
+    holds: bool | None = None  # None: nothing is required
 
 
-def times_line(part: str, policy: str, what: str, asked: float | None, before: float, after: float) -> Line:
+def times_line(topic: str, policy: str, what: str, most: float | None, before: float, after: float) -> Line:
     """How much longer something takes than before, in milliseconds, and how much longer it may."""
     found = f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)"
-    holds = None if asked is None else after <= asked * before
-    return Line(part, policy, what, "" if asked is None else f"<= {asked:g} x", found, holds)
+    required = "" if most is None else f"<= {most:g} x"
+    return Line(topic, policy, what, required, found, None if most is None else after <= most * before)
 
 
-def run(workload: Workload, policy: str, options: dict[str, Any] | None = None, **sim: Any) -> RunRecord:
-    engine = engine_config(MACHINE, workload, {**ENGINE, "scheduling_policy": policy, **(options or {})})
-    return simulate(SimConfig(machine=MACHINE, engine=engine, **sim), workload, label=policy)
+def shown(topics: Mapping[str, Callable[[], Iterator[Line]]], only: str) -> Found:
+    table("topic", "policy", "what", "required", "found", "holds")
+    lines = []
+    for name in only.split(","):
+        for line in topics[name]():
+            row(*(asdict(line) | {"holds": {None: "", True: "yes", False: "NO"}[line.holds]}).values())
+            lines.append(asdict(line))
+    return {"lines": lines}
 
 
-def at_rate(workload: Workload, rate: float) -> Workload:
-    """The same arrivals, as dense as to give the rate."""
-    start = workload.arrival_s - workload.arrival_s[0]
-    return replace(workload, arrival_s=start * (workload.rate / rate))
+# -- where requests run --------------------------------------------------------------------------------------
 
 
-def saturation(workload: Workload, options: dict[str, Any] | None = None) -> float:
-    """Requests per second when nobody has to be waited for."""
-    record = run(replace(workload, arrival_s=np.zeros(len(workload))), "fcfs", options)
-    return len(workload) / float(np.nanmax(record.finished_s))
+class Place(Protocol):
+    """A simulator or a server with a pool of KV blocks."""
+
+    pool_tokens: int
+
+    def run(self, load: Workload, policy: str) -> RunRecord: ...
 
 
-def ttft(record: RunRecord) -> Floats:
-    found: Floats = record.first_token_s - record.arrival_s
+class Simulator:
+    def __init__(self, pool_tokens: int = 0, **options: Any) -> None:
+        self.pool_tokens = pool_tokens
+        pool = {"block_size": BLOCK, "num_blocks": pool_tokens // BLOCK + 1} if pool_tokens else {}
+        self._options = {**ENGINE, **pool, **options}
+
+    def run(self, load: Workload, policy: str, options: Found | None = None, **sim: Any) -> RunRecord:
+        own = {**self._options, "scheduling_policy": policy, **(options or {})}
+        return simulated(load, own, label=policy, **sim)
+
+
+class LiveServer:
+    """Servers one after the other, each with the keys of the tenants of a load."""
+
+    def __init__(self, folder: Path, pool_tokens: int, *options: str) -> None:
+        self.pool_tokens = pool_tokens
+        self._path, self._options = folder / "keys.jsonl", options
+
+    def run(self, load: Workload, policy: str, keys: Keys | None = None) -> RunRecord:
+        write_keys(self._path, {name: (keys or {}).get(name, {}) for name in load.tenants})
+        flags = ("--scheduling-policy", policy, "--api-keys-file", str(self._path), *SERVER, *self._options)
+        with served(flags) as server:
+            self._send(server, at_once(load.head(min(8, len(load)))), "warm", seed=9)
+            return self._send(server, load, policy, seed=1)
+
+    def _send(self, server: Server, load: Workload, label: str, seed: int) -> RunRecord:
+        keys = {name: f"sk-{name}" for name in load.tenants}
+        return send_workload(server.completions, "smollm2", load, seed=seed, label=label, keys=keys)
+
+
+def saturation(place: Place, load: Workload) -> float:
+    """Requests per second when all of them are there from the start."""
+    return len(load) / float(np.nanmax(place.run(at_once(load), "fcfs").finished_s))
+
+
+def ttft(record: RunRecord) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = record.first_token_s - record.arrival_s
     return found
+
+
+def ttft_ms(record: RunRecord, share: float, of: NDArray[np.bool_]) -> float:
+    return 1e3 * float(np.nanpercentile(ttft(record)[of], share))
 
 
 def served_per_s(record: RunRecord, until_s: float) -> float:
@@ -96,88 +150,49 @@ def served_per_s(record: RunRecord, until_s: float) -> float:
     return sum(float(service(record, tenant, np.array([until_s]))[0]) for tenant in tenants) / until_s
 
 
-# -- shares of tenants -------------------------------------------------------------------------------------
+# -- loads ---------------------------------------------------------------------------------------------------
 
 
-def fair_part(trace: Workload) -> Iterator[Line]:
-    options = {"block_size": 16, "num_blocks": POOL_TOKENS // 16 + 1}
-    full = saturation(trace, options)
-    load = at_rate(trace, 2 * full)
-    until_s = load.duration_s
-    gaps, rates = {}, {}
-    for policy in ("fcfs", "fair"):
-        record = run(load, policy, options)
-        gaps[policy], rates[policy] = largest_gap(record, until_s) or 0.0, served_per_s(record, until_s)
-    longest = int(load.prompt_len.max())
-    bound = 2 * max(longest, OUTPUT_COST * POOL_TOKENS)
-    yield Line(
-        part="fair",
-        policy="fair",
-        what=f"service gap, {len(set(load.tenant.tolist()))} tenants, {2 * full:.1f}/s",
-        asked=f"<= {bound:,.0f} tokens (VTC)",
-        found=f"{gaps['fair']:,.0f}",
-        holds=gaps["fair"] <= bound,
-    )
-    share = gaps["fair"] / gaps["fcfs"]
-    found = f"{share:.2f} of {gaps['fcfs']:,.0f}"
-    yield Line(
-        part="fair", policy="fair", what="of fcfs's gap", asked="<= 0.25", found=found, holds=share <= 0.25
-    )
-    loss = 1.0 - rates["fair"] / rates["fcfs"]
-    yield Line(
-        part="fair",
-        policy="fair",
-        what="loss of throughput",
-        asked="<= 5 %",
-        found=f"{100 * loss:.1f} %",
-        holds=loss <= 0.05,
-    )
-    loud = a_small_tenant(load)
-    flooded = with_flood(load, loud, 10 * full / len(load.tenants), seed=3)
-    for policy in ("fcfs", "fair"):
-        before, after = (
-            1e3 * float(np.nanpercentile(ttft(record)[record.tenant != loud], 95))
-            for record in (run(load, policy, options), run(flooded, policy, options))
-        )
-        what = "others' p95 TTFT beside one of them with ten shares"
-        yield times_line("fair", policy, what, 2.0 if policy == "fair" else None, before, after)
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """The same arrivals, as dense as to give the rate."""
+    start = workload.arrival_s - workload.arrival_s[0]
+    return replace(workload, arrival_s=start * (workload.rate / rate))
 
 
-def flood_part(trace: Workload) -> Iterator[Line]:
-    """Tenants at 0.8 of saturation; then one more with ten times the share that all have alike.
+def lasting(workload: Workload, seconds: float) -> Workload:
+    return workload.head(int(np.searchsorted(workload.arrival_s, seconds)))
 
-    Once with the requests dealt out evenly, once as recorded: there a few ask for more than their share themselves,
-    and only those that do not are looked at.
-    """
-    options = {"block_size": 16, "num_blocks": POOL_TOKENS // 16 + 1}
-    full = saturation(trace, options)
-    recorded = at_rate(trace, 0.8 * full)
-    tenants = len(recorded.tenants)
-    dealt = np.random.default_rng(2).integers(0, tenants, len(recorded)).astype(np.int32)
-    modest = np.bincount(recorded.tenant) <= full * recorded.duration_s / (tenants + 1)
-    for name, quiet, looked_at in (
-        ("alike", replace(recorded, tenant=dealt), np.ones(tenants, np.bool_)),
-        (f"recorded, {np.count_nonzero(modest)} within their share", recorded, modest),
-    ):
-        flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
-        others = np.append(looked_at, False)
-        for policy in ("fcfs", "fair"):
-            alone, beside = run(quiet, policy, options), run(flooded, policy, options)
-            before = 1e3 * float(np.nanpercentile(ttft(alone)[others[alone.tenant]], 95))
-            after = 1e3 * float(np.nanpercentile(ttft(beside)[others[beside.tenant]], 95))
-            what = f"others' p95 TTFT beside a flood ({name})"
-            yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+
+def by_one(workload: Workload, name: str) -> Workload:
+    return replace(workload, tenant=np.zeros(len(workload), np.int32), tenants=(name,))
+
+
+def shrunk(workload: Workload, by: int) -> Workload:
+    prompt, output = (np.maximum(column // by, 2) for column in (workload.prompt_len, workload.output_len))
+    return replace(workload, prompt_len=prompt.astype(np.int32), output_len=output.astype(np.int32))
+
+
+def repeated(workload: Workload, count: int) -> Workload:
+    """This many requests, the same again and again, at the same rate."""
+    times = -(-count // len(workload))
+    period = workload.duration_s + 1.0 / workload.rate
+    tiled = {
+        name: np.tile(getattr(workload, name), times)[:count]
+        for name in ("prompt_len", "output_len", "tenant")
+    }
+    arrival_s = np.concatenate([workload.arrival_s + period * number for number in range(times)])[:count]
+    return replace(workload, arrival_s=arrival_s, **tiled)  # type: ignore[arg-type]
 
 
 def a_small_tenant(workload: Workload) -> int:
-    """One that asks for little, among those that ask for anything."""
+    """One with few requests, among those that have any."""
     counts = np.bincount(workload.tenant, minlength=len(workload.tenants))
-    asking = np.flatnonzero(counts)
-    return int(asking[np.argsort(counts[asking], kind="stable")[len(asking) // 3]])
+    present = np.flatnonzero(counts)
+    return int(present[np.argsort(counts[present], kind="stable")[len(present) // 3]])
 
 
 def with_flood(workload: Workload, tenant: int, rate: float, seed: int) -> Workload:
-    """One of the tenants asks at another rate than it did, for requests like everybody's."""
+    """One of the tenants at another rate, with requests like those of the others."""
     others = workload.tenant != tenant
     kept = {
         name: getattr(workload, name)[others] for name in ("arrival_s", "prompt_len", "output_len", "tenant")
@@ -188,7 +203,7 @@ def with_flood(workload: Workload, tenant: int, rate: float, seed: int) -> Workl
 
 
 def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Workload:
-    """One more tenant, with requests like everybody's."""
+    """One more tenant, with requests like those of the others."""
     random = np.random.default_rng(seed)
     count = max(1, int(rate * workload.duration_s))
     like = random.integers(0, len(workload), count)
@@ -205,60 +220,96 @@ def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Worklo
     )
 
 
-# -- priority, deadline, order -----------------------------------------------------------------------------
+# -- shares of tenants ---------------------------------------------------------------------------------------
 
 
-def priority_part(trace: Workload, minutes: float) -> Iterator[Line]:
+def fair_lines(place: Place, load: Workload, full: float) -> Iterator[Line]:
+    """Twice saturation; then the same with one of the tenants at ten shares."""
+    loud = a_small_tenant(load)
+    flooded = with_flood(load, loud, 10 * full / len(load.tenants), seed=3)
+    until_s = load.duration_s
+    alone = {policy: place.run(load, policy) for policy in ("fcfs", "fair")}
+    flood = {policy: place.run(flooded, policy) for policy in ("fcfs", "fair")}
+    gaps = {policy: largest_gap(record, until_s) or 0.0 for policy, record in alone.items()}
+    rates = {policy: served_per_s(record, until_s) for policy, record in alone.items()}
+    bound = 2 * max(int(load.prompt_len.max()), OUTPUT_COST * place.pool_tokens)
+    what = f"service gap, {len(set(load.tenant.tolist()))} tenants, {2 * full:.1f}/s, {len(load)} requests"
+    share, loss = gaps["fair"] / gaps["fcfs"], 1.0 - rates["fair"] / rates["fcfs"]
+    is_bound, gap = gaps["fair"] <= bound, f"{gaps['fair']:,.0f}"
+    yield Line("fair", "fair", what, f"<= {bound:,.0f} tokens (VTC)", gap, is_bound)
+    of_fcfs = f"{share:.2f} of {gaps['fcfs']:,.0f}"
+    yield Line("fair", "fair", "of fcfs's gap", "<= 0.25", of_fcfs, share <= 0.25)
+    yield Line("fair", "fair", "loss of throughput", "<= 5 %", f"{100 * loss:.1f} %", loss <= 0.05)
+    for policy in ("fcfs", "fair"):
+        before, after = (ttft_ms(run[policy], 95, run[policy].tenant != loud) for run in (alone, flood))
+        what = "others' p95 TTFT beside one of them with ten shares"
+        yield times_line("fair", policy, what, 2.0 if policy == "fair" else None, before, after)
+
+
+def simulated_fair(trace: Workload) -> Iterator[Line]:
+    place = Simulator(10_000)
+    full = saturation(place, trace)
+    yield from fair_lines(place, at_rate(trace, 2 * full), full)
+
+
+def simulated_flood(trace: Workload) -> Iterator[Line]:
+    """Tenants at 0.8 of saturation; then one more with ten times the share that all have alike.
+
+    Once with the requests dealt out evenly, once as recorded: there a few tenants exceed their share themselves, and
+    only those that do not are looked at.
+    """
+    place = Simulator(10_000)
+    full = saturation(place, trace)
+    recorded = at_rate(trace, 0.8 * full)
+    tenants = len(recorded.tenants)
+    dealt = np.random.default_rng(2).integers(0, tenants, len(recorded)).astype(np.int32)
+    modest = np.bincount(recorded.tenant) <= full * recorded.duration_s / (tenants + 1)
+    for name, quiet, looked_at in (
+        ("alike", replace(recorded, tenant=dealt), np.ones(tenants, np.bool_)),
+        (f"recorded, {np.count_nonzero(modest)} within their share", recorded, modest),
+    ):
+        flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
+        others = np.append(looked_at, False)
+        for policy in ("fcfs", "fair"):
+            records = place.run(quiet, policy), place.run(flooded, policy)
+            before, after = (ttft_ms(record, 95, others[record.tenant]) for record in records)
+            what = f"others' p95 TTFT beside a flood ({name})"
+            yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+
+
+# -- priority, deadline, order: simulated --------------------------------------------------------------------
+
+
+def simulated_priority(trace: Workload, minutes: float) -> Iterator[Line]:
     """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it. Steps of 20 ms."""
-    paced = {"step_target_ms": 20.0, "step_stretch": 1.0, "long_prefill_share": 1.0, "max_num_seqs": 1024}
-    full = saturation(trace.head(2000), paced)
-    quiet = lasting(at_rate(trace, 0.3 * full), 60.0 * min(minutes, 3.0))
-    quiet = replace(quiet, tenant=np.zeros(len(quiet), np.int32), tenants=("interactive",))
+    paced: Found = {
+        "step_target_ms": 20.0,
+        "step_stretch": 1.0,
+        "long_prefill_share": 1.0,
+        "max_num_seqs": 1024,
+    }
+    full = saturation(Simulator(**paced), trace.head(2000))
+    place = Simulator(**paced, ageing_s=600.0)
+    quiet = by_one(lasting(at_rate(trace, 0.3 * full), 60.0 * min(minutes, 3.0)), "interactive")
     both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
-    ageing = {**paced, "ageing_s": 600.0}
-    before = 1e3 * float(np.nanpercentile(ttft(run(quiet, "priority", ageing)), 99))
+    before = ttft_ms(place.run(quiet, "priority"), 99, quiet.tenant == 0)
     for policy in ("fcfs", "priority"):
-        record = run(both, policy, ageing, priorities="tenant")
-        after = 1e3 * float(np.nanpercentile(ttft(record)[record.tenant == 0], 99))
-        what = "interactive p99 TTFT beside batch"
+        record = place.run(both, policy, priorities="tenant")
+        what, after = "interactive p99 TTFT beside batch", ttft_ms(record, 99, record.tenant == 0)
         yield times_line("priority", policy, what, 1.3 if policy == "priority" else None, before, after)
     yield ageing_line(quiet, full)
 
 
 def ageing_line(quiet: Workload, full: float) -> Line:
     """Interactive work alone above saturation: batch work is admitted once it is as old as its level is worth."""
-    crowd = lasting(at_rate(quiet, 1.2 * full), 90.0)
-    record = run(
-        with_tenant(crowd, "batch", 0.05 * full, seed=5), "priority", {"ageing_s": 10.0}, priorities="tenant"
-    )
-    waited = (record.admitted_s - record.arrival_s)[record.tenant == 1]
-    others = (record.admitted_s - record.arrival_s)[record.tenant == 0]
-    bound_s = 10.0 + float(np.nanmax(others))
-    worst_s = float(np.max(np.nan_to_num(waited, nan=np.inf)))
-    return Line(
-        part="priority",
-        policy="priority",
-        what="longest wait of batch work, ageing 10 s",
-        asked=f"<= {bound_s:.1f} s (10 s and the longest other)",
-        found=f"{worst_s:.1f} s",
-        holds=worst_s <= bound_s,
-    )
-
-
-def lasting(workload: Workload, seconds: float) -> Workload:
-    return workload.head(int(np.searchsorted(workload.arrival_s, seconds)))
-
-
-def repeated(workload: Workload, count: int) -> Workload:
-    """As many requests as asked for, the same again and again, at the same rate."""
-    times = -(-count // len(workload))
-    period = workload.duration_s + 1.0 / workload.rate
-    tiled = {
-        name: np.tile(getattr(workload, name), times)[:count]
-        for name in ("prompt_len", "output_len", "tenant")
-    }
-    arrival_s = np.concatenate([workload.arrival_s + period * number for number in range(times)])[:count]
-    return replace(workload, arrival_s=arrival_s, **tiled)  # type: ignore[arg-type]
+    crowd = with_tenant(lasting(at_rate(quiet, 1.2 * full), 90.0), "batch", 0.05 * full, seed=5)
+    record = Simulator().run(crowd, "priority", {"ageing_s": 10.0}, priorities="tenant")
+    waited = record.admitted_s - record.arrival_s
+    bound_s = 10.0 + float(np.nanmax(waited[record.tenant == 0]))
+    worst_s = float(np.max(np.nan_to_num(waited[record.tenant == 1], nan=np.inf)))
+    required = f"<= {bound_s:.1f} s (10 s and the longest other)"
+    what = "longest wait of batch work, ageing 10 s"
+    return Line("priority", "priority", what, required, f"{worst_s:.1f} s", worst_s <= bound_s)
 
 
 def good(record: RunRecord) -> NDArray[np.bool_]:
@@ -287,60 +338,48 @@ def refusals() -> Iterator[list[float]]:
         Scheduler._reject = reject  # type: ignore[method-assign]
 
 
-def deadline_part(trace: Workload, minutes: float) -> Iterator[Line]:
-    """One and a half times saturation, a queue of 256, steps of 40 ms; who has a deadline ends at it.
+def simulated_deadline(trace: Workload, minutes: float) -> Iterator[Line]:
+    """One and a half times saturation, a queue of 256, steps of 40 ms.
 
-    Each request says what it wants of its first token and between tokens; its deadline is what follows from both.
+    Each request has limits for its first token and between tokens; its deadline follows from both.
     """
-    paced: dict[str, Any] = {"step_target_ms": 40.0, "step_stretch": 1.0}
-    full = saturation(trace.head(2000), paced)
-    paced["max_queue"] = 256
-    rate = 1.5 * full
+    paced: Found = {"step_target_ms": 40.0, "step_stretch": 1.0}
+    rate = 1.5 * saturation(Simulator(**paced), trace.head(2000))
+    place = Simulator(**paced, max_queue=256)
     load = at_rate(repeated(trace, int(rate * 60.0 * minutes)), rate)
     best_fcfs = 0.0
-    wishes = {"ttft_slo_ms": int(1e3 * TTFT_S), "itl_slo_ms": int(1e3 * ITL_S)}
+    limits = {"ttft_slo_ms": int(1e3 * TTFT_S), "itl_slo_ms": int(1e3 * ITL_S)}
     ends = {"deadline_s": (TTFT_S, ITL_S)}
     runs: list[tuple[str, str, dict[str, Any]]] = [
         ("fcfs", "", {}),
         ("fcfs", ", requests end at their deadline", ends),
-        ("deadline", ", requests end at their deadline", {**ends, **wishes}),
-        ("deadline", ", who cannot make it is refused", {**ends, **wishes, "on_infeasible": "refuse"}),
+        ("deadline", ", requests end at their deadline", {**ends, **limits}),
+        ("deadline", ", those that cannot be met are refused", {**ends, **limits, "on_infeasible": "refuse"}),
     ]
     for policy, how, sim in runs:
         with refusals() as late_by:
-            record = run(load, policy, paced, **sim)
+            record = place.run(load, policy, **sim)
         goodput = float(np.count_nonzero(good(record))) / record.duration_s
         refused = int(np.count_nonzero(record.outcome == REFUSED))
         in_time = int(np.count_nonzero(record.outcome == FINISHED))
         judged = policy == "deadline"
         best_fcfs = best_fcfs if judged else max(best_fcfs, goodput)
         ratio = goodput / best_fcfs
-        yield Line(
-            part="deadline",
-            policy=policy,
-            what=f"goodput at {rate:.0f}/s{how}",
-            asked=">= 1.3 x the best fcfs" if judged else "",
-            found=f"{goodput:.1f}/s ({ratio:.2f} x; {in_time:,} finished, {refused:,} refused)",
-            holds=ratio >= 1.3 if judged else None,
-        )
+        found = f"{goodput:.1f}/s ({ratio:.2f} x; {in_time:,} finished, {refused:,} refused)"
+        required, holds = (">= 1.3 x the best fcfs", ratio >= 1.3) if judged else ("", None)
+        yield Line("deadline", policy, f"goodput at {rate:.0f}/s{how}", required, found, holds)
         if "on_infeasible" in sim:
-            latest_s, step_s = (
-                max(late_by, default=0.0),
-                float((record.step_end_s - record.step_start_s).max()),
-            )
-            yield Line(
-                part="deadline",
-                policy=policy,
-                what=f"longest from arrival to refusal, of {len(late_by):,}",
-                asked=f"<= a step ({1e3 * step_s:.0f} ms)",
-                found=f"{1e3 * latest_s:.1f} ms",
-                holds=latest_s <= step_s and len(late_by) == refused,
-            )
+            latest_s = max(late_by, default=0.0)
+            step_s = float((record.step_end_s - record.step_start_s).max())
+            what, found = f"longest from arrival to refusal, of {len(late_by):,}", f"{1e3 * latest_s:.1f} ms"
+            holds = latest_s <= step_s and len(late_by) == refused
+            yield Line("deadline", policy, what, f"<= a step ({1e3 * step_s:.0f} ms)", found, holds)
 
 
-def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
-    """Mean and p99 from arrival to the last token, twice saturation, nobody refused."""
-    full = saturation(trace.head(2000))
+def simulated_order(trace: Workload, minutes: float) -> Iterator[Line]:
+    """Mean and p99 from arrival to the last token, twice saturation, no request refused."""
+    place = Simulator()
+    full = saturation(place, trace.head(2000))
     load = lasting(at_rate(repeated(trace, 60_000), 2.0 * full), 60.0 * min(minutes, 5.0))
     means: dict[str, float] = {}
     settings: dict[str, tuple[str, dict[str, Any]]] = {
@@ -353,56 +392,113 @@ def order_part(trace: Workload, minutes: float) -> Iterator[Line]:
         "tail": ("tail", {}),
     }
     for name, (policy, options) in settings.items():
-        record = run(load, policy, options)
+        record = place.run(load, policy, options)
         whole = (record.finished_s - record.arrival_s)[record.outcome == FINISHED]
         means[name] = float(whole.mean())
         rate = len(whole) / record.duration_s
         p99 = float(np.percentile(whole, 99))
-        yield Line(
-            part="order",
-            policy=name,
-            what="end to end: mean, p99; finished/s; p99 TTFT",
-            asked="",
-            found=f"{means[name]:.1f} s, {p99:.1f} s; {rate:.1f}/s; {np.nanpercentile(ttft(record), 99):.1f} s",
-            holds=None,
-        )
+        found = f"{means[name]:.1f} s, {p99:.1f} s; {rate:.1f}/s; {np.nanpercentile(ttft(record), 99):.1f} s"
+        yield Line("order", name, "end to end: mean, p99; finished/s; p99 TTFT", "", found)
     best = min(means, key=lambda name: means[name])
     share = means[best] / means["fcfs"]
-    yield Line(
-        part="order",
-        policy=best,
-        what="mean against fcfs",
-        asked="<= 0.5",
-        found=f"{share:.2f}",
-        holds=share <= 0.5,
-    )
+    yield Line("order", best, "mean against fcfs", "<= 0.5", f"{share:.2f}", share <= 0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tenants", default="multi-tenant", help="trace of many clients, or a built-in's name"
-    )
-    parser.add_argument("--trace", default="azure-conv", help="trace of conversations, or a built-in's name")
-    parser.add_argument("--only", default="fair,flood,priority,deadline,order")
-    parser.add_argument("--minutes", type=float, default=20.0, help="simulated, of the part about deadlines")
-    arguments = parser.parse_args()
-    tenants = load_workload(arguments.tenants)
-    trace = load_workload(arguments.trace)
-    parts = {
-        "fair": lambda: fair_part(tenants),
-        "flood": lambda: flood_part(tenants),
-        "priority": lambda: priority_part(trace, arguments.minutes),
-        "deadline": lambda: deadline_part(trace, arguments.minutes),
-        "order": lambda: order_part(trace, arguments.minutes),
+@bench.part(
+    TENANTS_FLAG,
+    TRACE_FLAG,
+    flag("--only", "fair,flood,priority,deadline,order", "topics"),
+    flag("--minutes", 20.0, "simulated, of the topic deadline"),
+)
+def sim(given: Given) -> Found:
+    """An 8B model on a modelled H200."""
+    tenants, trace = load_workload(given.tenants), load_workload(given.trace)
+    topics = {
+        "fair": lambda: simulated_fair(tenants),
+        "flood": lambda: simulated_flood(tenants),
+        "priority": lambda: simulated_priority(trace, given.minutes),
+        "deadline": lambda: simulated_deadline(trace, given.minutes),
+        "order": lambda: simulated_order(trace, given.minutes),
     }
-    print(TABLE_HEAD)
-    for name in arguments.only.split(","):
-        for line in parts[name]():
-            print(line.cells(), flush=True)
+    return shown(topics, given.only)
+
+
+# -- on a server ---------------------------------------------------------------------------------------------
+
+POOL_TOKENS, SHRINK, SHRINK_CHATS = 1280, 8, 32
+SMALL_POOL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK))
+# A flood is recognised by the tokens it was served, and lengths are smaller here.
+SERVER = (
+    *("--max-num-seqs", "32", "--max-waiting-requests", "8192", "--disable-log-requests"),
+    *("--flood-tokens", str(8192 // SHRINK)),
+)
+# An urgent prompt may take all of a step, and steps are shorter than by default, because it has to wait for the end of
+# the step under way. (While other requests wait long, as batch work does here, steps stretch to 1.6 times that.)
+URGENT = ("--max-num-seqs", "8", "--long-prefill-share", "1", "--step-target-ms", "100")
+FLOOD_LIMIT = 2  # answers under way at once, of every key in the part with limits: about what fits, by seven
+
+
+def live_fair(place: LiveServer, trace: Workload, seconds: float) -> Iterator[Line]:
+    full = saturation(place, trace.head(80))
+    yield from fair_lines(place, at_rate(trace.head(int(2 * full * seconds)), 2 * full), full)
+
+
+def live_flood(place: LiveServer, trace: Workload, seconds: float) -> Iterator[Line]:
+    """Six tenants alike at half of saturation; then one more with ten times their share, without and with limits."""
+    full = saturation(place, trace.head(80))
+    quiet = at_rate(trace.head(int(0.5 * full * seconds)), 0.5 * full)
+    dealt = np.random.default_rng(2).integers(0, 6, len(quiet)).astype(np.int32)
+    quiet = replace(quiet, tenant=dealt, tenants=tuple("abcdef"))
+    flooded = with_tenant(quiet, "flood", 10 * full / 7, seed=3)
+    limits = {name: {"max_concurrency": FLOOD_LIMIT} for name in flooded.tenants}
+    for policy, keys in (("fcfs", None), ("fair", None), ("fair", limits)):
+        alone, flood = place.run(quiet, policy, keys), place.run(flooded, policy, keys)
+        before, after = (ttft_ms(record, 95, record.tenant < 6) for record in (alone, flood))
+        refused = f", {FLOOD_LIMIT} at once, {int((flood.outcome == REFUSED).sum())} refused" if keys else ""
+        what = f"others' p95 TTFT beside a flood{refused}"
+        yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+
+
+def live_priority(place: LiveServer, trace: Workload, seconds: float) -> Iterator[Line]:
+    """Interactive work at 0.3 of saturation; then batch work at twice saturation beside it."""
+    full = saturation(place, trace.head(60))
+    count = int(0.3 * full * seconds)
+    quiet = by_one(at_rate(trace.head(count), 0.3 * full), "interactive")
+    both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
+    keys = {name: {"class": name} for name in both.tenants}
+    for policy in ("fcfs", "priority"):
+        alone, mixed = place.run(quiet, policy, keys), place.run(both, policy, keys)
+        before, after = (ttft_ms(record, 99, record.tenant == 0) for record in (alone, mixed))
+        what = f"interactive p99 TTFT beside batch, {count} and {len(both) - count} requests"
+        yield times_line("priority", policy, what, 1.3 if policy == "priority" else None, before, after)
+        late = ttft(mixed)[mixed.tenant == 1]
+        found = f"{np.nanmax(late):.1f} s; {np.count_nonzero(np.isnan(late))} never"
+        yield Line("priority", policy, "batch work: longest to its first token", "", found)
+
+
+@bench.part(
+    TENANTS_FLAG,
+    TRACE_FLAG,
+    flag("--only", "fair,flood,priority", "topics"),
+    flag("--seconds", 60.0, "of requests, in each run"),
+    flag("--options", "", "more options of the server, as in a shell"),
+)
+def server(given: Given) -> Found:
+    """`paceline serve` with its default model on this machine."""
+    tenants = shrunk(load_workload(given.tenants), SHRINK)
+    trace = shrunk(load_workload(given.trace), SHRINK_CHATS)
+    more = shlex.split(given.options)
+    with tempfile.TemporaryDirectory() as name:
+        small = LiveServer(Path(name), POOL_TOKENS, *SMALL_POOL, *more)
+        topics = {
+            "fair": lambda: live_fair(small, tenants, given.seconds),
+            "flood": lambda: live_flood(small, tenants, given.seconds),
+            "priority": lambda: live_priority(
+                LiveServer(Path(name), 0, *URGENT, *more), trace, given.seconds
+            ),
+        }
+        return shown(topics, given.only)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()

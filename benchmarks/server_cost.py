@@ -1,39 +1,75 @@
-"""What a streamed chunk costs the HTTP process, and how fast a full server says no and answers probes.
+"""What the HTTP process costs, over real sockets: chunks, refusals, the start, the ledger, and the load client.
 
-    PYTHONPATH=. python benchmarks/server_cost.py [--streams 40] [--chunks 200] [--rounds 5] [--json FILE]
+*chunks*: CPU time of the HTTP process, read from /proc around runs of many streams at once, a tiny model behind it;
+what a request costs before its first chunk comes from streams of one token. Beside it, in turns, plain uvicorn sends
+the same bytes from a bare ASGI application at the same pace: the floor. *refusals*: a server with a small queue is
+filled; refusals (429), /health/live and /health/ready are timed. *start*: from the command to the first answer of a
+server whose model is cached (PACELINE_CACHE_ROOT), seen from outside: the listener by a connection, the engine's
+process and its libraries in /proc, readiness by /health. *ledger*: requests that end and share writes, and sums over a
+long ledger. *client*: how many streamed tokens the load generator of `paceline bench serve` takes in on one core, and
+how late: a token is late by the time between the mock server's handing it to its socket and the client's noting it.
 
-A real server with a tiny model; the clients are this process. CPU time of the HTTP process is read from /proc around
-runs of so many streams at once; what a request costs before its first chunk is told apart with streams of one token.
-Beside it, in turns, plain uvicorn sends the same bytes from a bare ASGI application at the same pace: the floor.
-Then a server with a small queue is filled, and refusals (429), /health/live and /health/ready are timed.
+    python -m benchmarks.server_cost chunks [--streams 40] [--chunks 200] [--rounds 5]
+    python -m benchmarks.server_cost refusals [--seconds 15]
+    python -m benchmarks.server_cost start [--model MODEL] [--runs 3]
+    python -m benchmarks.server_cost ledger [--entries 1000000] [--at-once 64] [--folder DIR]
+    python -m benchmarks.server_cost client
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import json
 import os
-import platform
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
+from benchmarks.harness import (
+    HOST,
+    START_S,
+    Benchmark,
+    Found,
+    Given,
+    Server,
+    call,
+    flag,
+    free_port,
+    in_turns,
+    row,
+    served,
+    spread,
+    table,
+)
+from paceline.lab.bench.load.figures import figures
+from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
+from paceline.lab.bench.load.pool import Pool, Target
+from paceline.lab.bench.load.source import BodyForm, RandomSource
+from paceline.server.billing.ledger import Ledger
+from paceline.server.billing.ledger_db import COMPLETE, Closing, LedgerDb, Opening, now_ms, reading
+from paceline.server.billing.usage_report import read_usage
+from tests.mock_openai import RunningMock, running_mock
 from tests.model_folder import write_model
 
-HOST = "127.0.0.1"
-LIMIT_US, LIMIT_MS = 40.0, 50.0
+bench = Benchmark(__doc__)
+LIMIT_US = 40.0
 TICK_S = os.sysconf("SC_CLK_TCK")
 FLOOR = "--floor"
+
+
+# -- cost of a chunk -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,37 +85,26 @@ class Cost:
         return self.user_us + self.system_us
 
 
-# -- servers ---------------------------------------------------------------------------------------------------
+@contextmanager
+def tiny_server(*flags: str) -> Iterator[Server]:
+    """`paceline serve` with a tiny model."""
+    with tempfile.TemporaryDirectory() as name:
+        model = write_model(Path(name) / "model", max_position_embeddings=4096)
+        options = ("--load-format", "dummy", "--served-model-name", "m", "--disable-log-stats")
+        quiet = ("--log-level", "error")
+        environ: Found = {"PACELINE_CACHE_ROOT": name, "OMP_NUM_THREADS": "1"}
+        with served((str(model), *options, *quiet, *flags), **environ) as server:
+            yield server
 
 
 @contextmanager
-def served(folder: Path, *flags: str) -> Iterator[tuple[int, int]]:
-    """`paceline serve` with a tiny model; gives the number of the HTTP process and its port."""
-    model = write_model(folder / "model", max_position_embeddings=4096)
-    command = (sys.executable, "-m", "paceline", "serve", str(model), "--load-format", "dummy")
-    options = ("--served-model-name", "m", "--port", "0", "--disable-log-stats", "--log-level", "error")
-    environment = {**os.environ, "PACELINE_CACHE_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *options, *flags], stdout=subprocess.PIPE, env=environment)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith(b"API: "):
-                yield process.pid, int(line.split(b":")[-1].partition(b"/")[0])
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@contextmanager
-def bare(piece: bytes, pause_s: float) -> Iterator[tuple[int, int]]:
+def bare(piece: bytes, pause_s: float) -> Iterator[Server]:
     """Plain uvicorn that sends the same piece to every client at every tick."""
-    command = (sys.executable, __file__, FLOOR, piece.hex(), str(pause_s))
+    command = (sys.executable, "-m", "benchmarks.server_cost", FLOOR, piece.hex(), str(pause_s))
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        yield process.pid, int(process.stdout.readline())
+        yield Server(int(process.stdout.readline()), process.pid)
     finally:
         process.terminate()
         process.wait(60)
@@ -121,29 +146,15 @@ def run_bare(piece: bytes, pause_s: float) -> None:
         await serving
         ticking.cancel()
 
-    import uvloop
-
     uvloop.run(serve())
 
 
-# -- clients ---------------------------------------------------------------------------------------------------
-
-
 def stream_request(num_tokens: int) -> bytes:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    return post("/v1/chat/completions", json.dumps(body).encode())
-
-
-def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "m", "messages": messages, "max_tokens": num_tokens, "temperature": 0}
+    payload = json.dumps({**body, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
 
 
 def get(path: str) -> bytes:
@@ -160,16 +171,13 @@ async def exchange(port: int, request: bytes) -> bytes:
 
 
 async def stream_all(port: int, request: bytes, num_streams: int) -> tuple[int, bytes]:
-    """Read so many streams at once; how many events came, and one of them."""
+    """Read the streams at once; how many events came, and one of them."""
     answers = await asyncio.gather(*(exchange(port, request) for _ in range(num_streams)))
     pieces = [piece for answer in answers for piece in answer.split(b"\r\n") if piece.startswith(b"data: ")]
     assert all(b" 200 " in answer[:20] for answer in answers), answers[0][:200]
     # A short answer may come in one piece as a whole.
     single = [piece for piece in pieces if piece.count(b"data: {") == 1] or pieces
     return sum(piece.count(b"data: {") for piece in pieces), single[len(single) // 2]
-
-
-# -- cost of a chunk -------------------------------------------------------------------------------------------
 
 
 def cpu_s(pid: int) -> tuple[float, float]:
@@ -183,46 +191,48 @@ def measure(
     """Cost of what happens meanwhile, how long it took, and one piece of it."""
     user_s, system_s = cpu_s(pid)
     began_s = time.monotonic()
-    chunks, piece = asyncio.run(work())
+    count, piece = asyncio.run(work())
     took_s = time.monotonic() - began_s
     user_end_s, system_end_s = cpu_s(pid)
-    user, system = (user_end_s - user_s) * 1e6 / chunks, (system_end_s - system_s) * 1e6 / chunks
-    return Cost(user_us=user, system_us=system, chunks=chunks), took_s, piece
+    user, system = (user_end_s - user_s) * 1e6 / count, (system_end_s - system_s) * 1e6 / count
+    return Cost(user_us=user, system_us=system, chunks=count), took_s, piece
 
 
-def chunk_costs(folder: Path, streams: int, chunks: int, rounds: int) -> dict[str, Any]:
-    ours, floors, starts = [], [], []
-    with served(folder) as (pid, port):
-        long, short = stream_request(chunks), stream_request(1)
-        asyncio.run(stream_all(port, stream_request(20), streams))
-        _, took_s, piece = measure(pid, lambda: stream_all(port, long, streams))
-        with bare(piece + b"\n\n", took_s / chunks) as (bare_pid, bare_port):
-            for _ in range(rounds):
-                ours.append(measure(pid, lambda: stream_all(port, long, streams))[0])
-                starts.append(measure(pid, lambda: stream_all(port, short, streams))[0])
-                work = lambda: stream_all(bare_port, get(f"/{chunks}"), streams)  # noqa: E731
-                floors.append(measure(bare_pid, work)[0])
-    opening_us = statistics.median(cost.total_us * cost.chunks for cost in starts) / (streams * chunks)
-    found: dict[str, Any] = {
-        "streams": streams,
-        "chunks_per_stream": chunks,
-        "rounds": rounds,
-        "bytes": len(piece),
-    }
-    for name, costs in (("paceline", ours), ("bare_uvicorn", floors)):
-        middle = sorted(costs, key=lambda cost: cost.total_us)[len(costs) // 2]
-        found[name] = {
-            "us_per_chunk": round(middle.total_us, 1),
-            "user_us": round(middle.user_us, 1),
-            "system_us": round(middle.system_us, 1),
-            "least_us": round(min(cost.total_us for cost in costs), 1),
-            "chunks": middle.chunks,
-        }
-    found["opening_us_per_chunk"] = round(opening_us, 1)
+@bench.part(flag("--streams", 40), flag("--chunks", 200, "of each stream"), flag("--rounds", 5))
+def chunks(given: Given) -> Found:
+    """CPU time of the HTTP process for a streamed chunk, beside plain uvicorn."""
+    streams, count = given.streams, given.chunks
+    with tiny_server() as server:
+        long, short = stream_request(count), stream_request(1)
+        asyncio.run(stream_all(server.port, stream_request(20), streams))
+        _, took_s, piece = measure(server.pid, lambda: stream_all(server.port, long, streams))
+        with bare(piece + b"\n\n", took_s / count) as floor:
+            works = {
+                "paceline": lambda: measure(server.pid, lambda: stream_all(server.port, long, streams))[0],
+                "opening": lambda: measure(server.pid, lambda: stream_all(server.port, short, streams))[0],
+                "bare_uvicorn": lambda: measure(
+                    floor.pid, lambda: stream_all(floor.port, get(f"/{count}"), streams)
+                )[0],
+            }
+            costs = in_turns(works, given.rounds)
+    found: Found = {"streams": streams, "chunks_per_stream": count, "rounds": given.rounds}
+    found["bytes"] = len(piece)
+    table("", "us per chunk", "user", "system", "least")
+    for name in ("paceline", "bare_uvicorn"):
+        middle = sorted(costs[name], key=lambda cost: cost.total_us)[given.rounds // 2]
+        least = min(cost.total_us for cost in costs[name])
+        names = ("us_per_chunk", "user_us", "system_us", "least_us")
+        values = (middle.total_us, middle.user_us, middle.system_us, least)
+        found[name] = {key: round(value, 1) for key, value in zip(names, values, strict=True)}
+        row(name, *found[name].values())
+    opening = statistics.median(cost.total_us * cost.chunks for cost in costs["opening"])
+    found["opening_us_per_chunk"] = round(opening / (streams * count), 1)
+    ratio = found["paceline"]["us_per_chunk"] / found["bare_uvicorn"]["us_per_chunk"]
+    print(f"limit {LIMIT_US:g} us; {ratio:.2f} times uvicorn")
     return found
 
 
-# -- saturation ------------------------------------------------------------------------------------------------
+# -- a full server -------------------------------------------------------------------------------------------
 
 
 async def saturated(port: int, num_streams: int, seconds: float) -> dict[str, list[float]]:
@@ -254,48 +264,236 @@ async def saturated(port: int, num_streams: int, seconds: float) -> dict[str, li
     return times
 
 
-def saturation(folder: Path, seconds: float) -> dict[str, Any]:
-    flags = ("--max-num-seqs", "16", "--max-waiting-requests", "16", "--max-num-batched-tokens", "512")
-    with served(folder, *flags) as (_, port):
-        times = asyncio.run(saturated(port, 40, seconds))
-    return {name: {"count": len(values), **_percentiles(values)} for name, values in times.items()}
+@bench.part(flag("--seconds", 15.0, "of probing a full server"))
+def refusals(given: Given) -> Found:
+    """Milliseconds of refusals and health probes at a full server."""
+    sizes = ("--max-num-seqs", "16", "--max-waiting-requests", "16", "--max-num-batched-tokens", "512")
+    with tiny_server(*sizes) as server:
+        times = asyncio.run(saturated(server.port, 40, given.seconds))
+    return {name: spread(values, 1) for name, values in times.items()}
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    p50, p99 = np.percentile(values, (50, 99))
-    return {"p50_ms": round(float(p50), 1), "p99_ms": round(float(p99), 1), "max_ms": round(max(values), 1)}
+# -- the start -----------------------------------------------------------------------------------------------
+
+STAGES = ("listening", "engine started", "torch mapped", "live", "ready", "answered")
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
-def main() -> None:
-    if sys.argv[1:2] == [FLOOR]:
-        run_bare(bytes.fromhex(sys.argv[2]), float(sys.argv[3]))
-        return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def watched_start(model: str | None) -> dict[str, float]:
+    """Seconds from the command to each stage of one start."""
+    port, times_s = free_port(), dict[str, float]()
+    command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), "--served-model-name", "m"]
+    began_s = time.monotonic()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, *([model] if model else [])], **quiet)  # type: ignore[call-overload]
+
+    def note(stage: str, is_reached: object = True) -> None:
+        if is_reached:
+            times_s.setdefault(stage, round(time.monotonic() - began_s, 3))
+
+    try:
+        while "ready" not in times_s:
+            if time.monotonic() - began_s > START_S or process.poll() is not None:
+                raise SystemExit("the server did not start; is the model in the cache?")
+            with socket.socket() as client:
+                note("listening", "listening" in times_s or client.connect_ex((HOST, port)) == 0)
+            engine = _read(f"/proc/{process.pid}/task/{process.pid}/children").split()
+            note("engine started", engine)
+            note("torch mapped", engine and "libtorch" in _read(f"/proc/{engine[0]}/maps"))
+            if "listening" in times_s:
+                # Before the event loop runs, a connection waits in the system's queue: do not wait with it.
+                status, _ = call(port, "/health", timeout_s=0.2)
+                note("live", status)
+                note("ready", status == 200)
+            time.sleep(0.01)
+        status, _ = call(port, "/v1/chat/completions", {**CHAT, "max_tokens": 8})
+        assert status == 200, status
+        note("answered")
+        return times_s
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
+
+
+@bench.part(flag("--model", None, "default: SmolLM2-135M-Instruct"), flag("--runs", 3))
+def start(given: Given) -> Found:
+    """Seconds from `paceline serve` to its first answer, and where they go."""
+    runs = []
+    table(*STAGES)
+    for _ in range(given.runs):
+        runs.append(watched_start(given.model))
+        row(*(runs[-1][stage] for stage in STAGES))
+    return {
+        "seconds": {stage: statistics.median(run[stage] for run in runs) for stage in STAGES},
+        "runs": runs,
+    }
+
+
+# -- the ledger ----------------------------------------------------------------------------------------------
+
+DAYS, KEYS, BATCH = 90, 50, 50_000
+CLASSES = ("interactive", "standard", "spot", "batch")
+DAY_MS = 86_400_000
+
+
+def opening(seq: int, opened_ms: int) -> Opening:
+    return Opening(
+        seq=seq,
+        id=f"{seq:032x}",
+        opened_ms=opened_ms,
+        key=f"team-{seq % KEYS}",
+        service_class=CLASSES[seq % len(CLASSES)],
+        model="a-model-of-some-size",
+        route="/v1/chat/completions",
+        prompt_tokens=700,
+        factor=1_000_000,
+        prompt_rate=150_000,
+        cached_rate=50_000,
+        output_rate=600_000,
+        kv_rate=0,
     )
-    parser.add_argument("--streams", type=int, default=40)
-    parser.add_argument("--chunks", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, help="of probing a full server; 0 leaves it out"
-    )
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = chunk_costs(Path(folder), arguments.streams, arguments.chunks, arguments.rounds)
-        if arguments.seconds:
-            found["saturated"] = saturation(Path(folder), arguments.seconds)
-    found |= {"machine": platform.machine(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    ratio = found["paceline"]["us_per_chunk"] / found["bare_uvicorn"]["us_per_chunk"]
-    print(
-        f"{found['paceline']['us_per_chunk']} us of CPU per chunk (limit {LIMIT_US:g}), {ratio:.2f} x uvicorn"
-    )
+
+
+def ended(seq: int) -> Closing:
+    sizes = {"cached_tokens": 300, "output_tokens": 200, "block_us": 90_000_000}
+    prices = {"prompt_nano": 60_000, "output_nano": 120_000}
+    return Closing(seq=seq, closed_ms=now_ms(), state=COMPLETE, reason="stop", **sizes, **prices)
+
+
+def fill(path: Path, entries: int) -> float:
+    """A ledger of this many entries over `DAYS` days; returns the seconds it took."""
+    began_s, first_ms = time.perf_counter(), now_ms() - DAYS * DAY_MS
+    db = LedgerDb(path)
+    for begin in range(1, entries + 1, BATCH):
+        numbers = range(begin, min(entries + 1, begin + BATCH))
+        times = [first_ms + number * DAYS * DAY_MS // entries for number in numbers]
+        db.write([opening(n, t) for n, t in zip(numbers, times, strict=True)], [ended(n) for n in numbers])
+    db.close()
+    return time.perf_counter() - began_s
+
+
+def query_seconds(path: Path) -> dict[str, float]:
+    queries: dict[str, tuple[tuple[str, ...], int | None]] = {
+        "by_key_24h": (("key",), now_ms() - DAY_MS),
+        "by_key_all": (("key",), None),
+        "by_day_class_all": (("day", "class"), None),
+    }
+    found = {}
+    for name, (by, since) in queries.items():
+        began_s = time.perf_counter()
+        assert read_usage(path, by, since, None)
+        found[name] = round(time.perf_counter() - began_s, 3)
+    return found
+
+
+async def settle(ledger: Ledger, at_once: int, seconds: float) -> tuple[int, float]:
+    """Requests opened, settled and released by `at_once` clients: how many, and their mean wait."""
+    until_s, waits = time.perf_counter() + seconds, list[float]()
+
+    async def client() -> None:
+        while time.perf_counter() < until_s:
+            seq = ledger.open(opening(0, now_ms()))
+            began_s = time.perf_counter()
+            await ledger.complete(ended(seq))
+            ledger.release(seq)
+            waits.append(time.perf_counter() - began_s)
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return len(waits), sum(waits) / max(1, len(waits))
+
+
+@bench.part(
+    flag("--entries", 1_000_000, "of the ledger that is summed"),
+    flag("--at-once", 64, "requests under way"),
+    flag("--seconds", 5.0, "of requests that end"),
+    flag("--folder", None, "on the disk to measure; default: the system's folder for temporary files"),
+)
+def ledger(given: Given) -> Found:
+    """Requests per second that end with an entry on disk, and seconds of sums over a long ledger."""
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        path = Path(folder) / "ledger.db"
+        fill_s, seconds = fill(path, given.entries), query_seconds(path)
+        book = Ledger(LedgerDb(path))
+        count, wait_s = asyncio.run(settle(book, given.at_once, given.seconds))
+        writes = book.num_writes
+        book.close()
+        with closing(reading(path)) as connection:
+            (total,) = connection.execute("SELECT count(*) FROM entries WHERE state = 'complete'").fetchone()
+        assert total == given.entries + count, "every entry is there, once"
+        return {
+            "entries": given.entries,
+            "fill_s": round(fill_s, 1),
+            "ledger_mib": round(path.stat().st_size / 2**20, 1),
+            "query_s": seconds,
+            "at_once": given.at_once,
+            "entries_per_s": round(count / given.seconds),
+            "mean_wait_ms": round(wait_s * 1e3, 2),
+            "entries_per_write": round(count / max(1, writes), 1),
+        }
+
+
+# -- the load generator --------------------------------------------------------------------------------------
+
+# Streams at once, and milliseconds between the tokens of each: what is offered is their ratio.
+LOADS = ((64, 10.0), (128, 10.0), (256, 20.0), (256, 12.0), (512, 20.0))
+TOKENS = 200
+
+
+async def put_load(mock: RunningMock, streams: int) -> tuple[LoadRun, float]:
+    pool = Pool(Target(host=HOST, port=mock.port))
+    form = BodyForm(api="chat", model="mock", ignore_eos=True)
+    plan = LoadPlan(max_concurrency=streams, num_requests=2 * streams)
+    generator = LoadGenerator(pool, RandomSource(input_len=64, output_len=TOKENS), form, plan)
+    await generator.warm_up(4)
+    before_s = time.process_time()
+    run = await generator.run()
+    used_s = time.process_time() - before_s
+    pool.close()
+    return run, used_s
+
+
+def taken_in(mock: RunningMock, streams: int, gap_ms: float) -> Found:
+    run, used_s = uvloop.run(put_load(mock, streams))
+    known = {entry["index"]: entry["piece_s"] for entry in mock.entries()}
+    found = figures(run)
+    late_ms = np.concatenate([np.subtract(seen.piece_s, known[seen.index]) for seen in run.seen]) * 1e3
+    return {
+        "streams": streams,
+        "offered_tokens_per_s": streams / gap_ms * 1e3,
+        "tokens_per_s": found.output_throughput,
+        "client_cpu_share": used_s / run.seconds,
+        "tokens_per_cpu_s": found.total_output_tokens / used_s,
+        "late_p50_ms": float(np.percentile(late_ms, 50)),
+        "late_p99_ms": float(np.percentile(late_ms, 99)),
+    }
+
+
+@bench.part()
+def client(given: Given) -> Found:
+    """Tokens per second that the load generator takes in on one core, with the mock server on another."""
+    everywhere = os.sched_getaffinity(0)
+    own, *others = sorted(everywhere)
+    results = []
+    for streams, gap_ms in LOADS:
+        os.sched_setaffinity(0, others or {own})  # where the server will run
+        with running_mock(ttft_ms=50, gap_ms=gap_ms) as mock:
+            os.sched_setaffinity(0, {own})
+            results.append(taken_in(mock, streams, gap_ms))
+        if len(results) == 1:
+            table(*results[0])
+        row(*results[-1].values())
+    os.sched_setaffinity(0, everywhere)
+    return {"results": results}
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [FLOOR]:
+        run_bare(bytes.fromhex(sys.argv[2]), float(sys.argv[3]))
+    else:
+        bench.main()

@@ -25,7 +25,7 @@ from paceline.lab.workload.model import Workload
 
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
-HOST_STEP_S = 3e-4  # planning a step; see benchmarks/step_cost.py
+HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
