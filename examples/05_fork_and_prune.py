@@ -1,4 +1,4 @@
-"""A small tree search: fork a running request into branches that share its KV blocks, prune the unlikely ones.
+"""A small tree search: fork a running generation into branches that share its KV blocks, prune the unlikely ones.
 
 A fork copies nothing: all branches read the same blocks, and each gets its own only for what it adds.
 
@@ -6,35 +6,31 @@ A fork copies nothing: all branches read the same blocks, and each gets its own 
 """
 
 import sys
-from collections import defaultdict
 
 from paceline import LLM, SamplingParams
 
+PROMPT = "The best way to learn a language is to speak it. " * 3
+ROUND, KEPT, FORKS = 8, 2, 2  # steps between two choices, branches that survive one, new branches of each
+
 llm = LLM(sys.argv[1] if len(sys.argv) > 1 else None)
-engine, tokenizer = llm.loaded.engine, llm.get_tokenizer()
-pool = engine.scheduler.state.kv.groups[0].pool
-texts, scores = defaultdict(list), defaultdict(float)
+params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, logprobs=1, ignore_eos=True)
 
 
-def steps(count: int) -> None:
-    """Steps of the engine; every delivered token comes with how likely it was."""
-    for event in (event for _ in range(count) for event in engine.step().logprobs):
-        texts[event.request].append(event.logprobs.token)
-        scores[event.request] += event.logprobs.logprob
+def likelihood(branch):
+    return branch.cumulative_logprob / len(branch.token_ids)
 
 
-params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, logprobs=1, ignore_eos=True)
-live = engine.add(tokenizer.encode("The best way to learn a language is to speak it. " * 3), params)
-steps(4)
-for round_number in range(3):
-    for parent in live.copy():
-        for branch in engine.fork(parent, 2):
-            texts[branch], scores[branch] = texts[parent].copy(), scores[parent]
-            live.append(branch)
-    steps(8)
-    print(f"round {round_number}: {len(live)} branches hold {pool.usable - pool.num_free} blocks")
-    live.sort(key=scores.__getitem__, reverse=True)
-    for branch in live[2:]:
-        engine.prune(branch)
-    live = live[:2]
-print(f"{scores[live[0]]:.1f}: {tokenizer.decode(texts[live[0]])}")
+for number, output in enumerate(llm.stream(PROMPT, params)):
+    if number % ROUND != ROUND - 1 or output.finished:
+        continue
+    live = sorted((part for part in output.outputs if not part.finished), key=likelihood, reverse=True)
+    for branch in live[KEPT:]:
+        llm.prune(output.request_id, branch.index)
+    for branch in live[:KEPT]:
+        llm.fork(output.request_id, branch.index, FORKS)
+    print(f"step {number + 1}: {len(live)} live, the best at {likelihood(live[0]):.2f} per token")
+
+whole = [part for part in output.outputs if part.finish_reason == "length"]
+best = max(whole, key=likelihood)
+print(f"{len(output.outputs)} branches, {len(whole)} of them to the end; the best:")
+print(f"{likelihood(best):.2f}: {best.text}")

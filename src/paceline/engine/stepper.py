@@ -1,6 +1,6 @@
 """Stepping an engine for as long as there is something to do, and knowing how long there is nothing.
 
-Whoever owns the engine's thread (see `llm.loop` and `serving.engine_service`) brings commands and sleeps in a way of
+The owner of the engine's thread (`llm.async_llm`, `process.service`) brings commands and sleeps in a way of
 its own; what a step is, whose events are told when, and when a step may help at all is the same for all of them.
 """
 

@@ -211,6 +211,15 @@ class AsyncLLM(ModelHolder):
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
         self._loop.do(lambda: self._abort(request_id))
 
+    async def fork(self, request_id: str, branch: int = 0, count: int = 1) -> list[int]:
+        """Branch an output of a request under way, at its last token. The new outputs share its KV and begin with its
+        text; returns their indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended."""
+        return await self._in_engine(lambda: self._front.fork(request_id, branch, count))
+
+    async def prune(self, request_id: str, branch: int) -> None:
+        """End one output of a request under way, with finish_reason abort; the others continue."""
+        await self._in_engine(lambda: self._front.prune(request_id, branch))
+
     async def set_dial(
         self,
         position: float | None = None,

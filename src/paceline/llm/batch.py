@@ -104,6 +104,23 @@ def run_requests(
             raise
 
 
+def stream_request(front: Frontend, submission: Submission) -> Generator[RequestOutput, None, None]:
+    """The output of one request after each step that changed it. However it is left, the request ends with it."""
+    engine, collector = front.engine, front.collector
+    step = engine.step_overlapped if engine.depth else engine.step
+    output = _add(front, submission, only_whole=False)
+    try:
+        while not output.finished:
+            with Interrupts():
+                changed = collector.take(step())
+            if any(each is output for each in changed):
+                yield output.copied()
+    finally:
+        for request_id in collector.ids_of(submission.name):
+            engine.abort(request_id)
+        collector.take(engine.drain())
+
+
 def _feed(
     front: Frontend, waiting: Iterator[Submission], max_open: int, steps_fed: int
 ) -> tuple[list[RequestOutput], Iterator[Submission]]:
@@ -121,7 +138,7 @@ def _feed(
         if submission is None:
             break
         try:
-            _add(front, submission)
+            _add(front, submission, only_whole=True)
         except QueueFull as error:
             if front.collector.num_open:  # there is room once something has finished
                 return refused, itertools.chain([submission], waiting)
@@ -131,7 +148,7 @@ def _feed(
     return refused, waiting
 
 
-def _add(front: Frontend, submission: Submission) -> None:
+def _add(front: Frontend, submission: Submission, *, only_whole: bool) -> RequestOutput:
     request = submission.request
     ids = front.engine.add(
         request.token_ids,
@@ -139,7 +156,7 @@ def _add(front: Frontend, submission: Submission) -> None:
         urgency=Urgency(submission.service_class, submission.priority),
     )
     arrival_s = front.engine.scheduler.state.now_s
-    front.collector.open(submission.name, request, ids, arrival_s, only_whole=True)
+    return front.collector.open(submission.name, request, ids, arrival_s, only_whole=only_whole)
 
 
 def _refused(submission: Submission, error: PacelineError) -> RequestOutput:

@@ -54,6 +54,13 @@ class BranchText:
             self._cut(self._stream)
         return text
 
+    def begin_with(self, parent: CompletionOutput) -> None:
+        """Start as a branch of another one, with what that has."""
+        output = self.output
+        output.text += self.push(list(parent.token_ids))
+        if parent.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = list(parent.logprobs), parent.cumulative_logprob
+
     def push_logprobs(self, found: RowLogprobs, number: int) -> None:
         """What is known of output token `number`, in order; others are left out."""
         output = self.output

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.core.events import Finished, LogprobEvent, StepEvents, TokenEvents
 from paceline.core.request import FinishReason, RequestId
+from paceline.errors import UnknownRequest
 from paceline.llm.branch_text import BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
@@ -106,6 +107,9 @@ class Branch:
     id: RequestId
     whole: Whole
     text: BranchText
+    num_taken_over: int = (
+        0  # output tokens of the branch it was forked from; the engine counts them as its prompt
+    )
 
     @property
     def output(self) -> CompletionOutput:
@@ -168,6 +172,30 @@ class Collector:
                 self._unread.open(request_id)
         return output
 
+    def branch_id(self, name: str, index: int) -> RequestId:
+        """The engine's request of one branch. Raises UnknownRequest unless it is under way."""
+        ids = {branch.output.index: branch.id for branch in self._open_branches(name)}
+        if not ids:
+            raise UnknownRequest(f"no request under way has the id {name}")
+        if index not in ids:
+            raise UnknownRequest(f"branch {index} of request {name} is not under way")
+        return ids[index]
+
+    def fork(self, parent_id: RequestId, ids: Iterable[RequestId]) -> list[int]:
+        """Follow branches that the engine has made of a branch; returns their indexes among the request's outputs."""
+        parent = self._branches[parent_id]
+        whole, prepared = parent.whole, parent.whole.prepared
+        outputs = whole.output.outputs
+        first = len(outputs)
+        for request_id in ids:
+            text = BranchText(len(outputs), self._tokenizer, prepared.token_ids, prepared.sampling)
+            text.begin_with(parent.output)
+            outputs.append(text.output)
+            branch = Branch(request_id, whole, text, num_taken_over=len(parent.output.token_ids))
+            whole.branches.append(branch)
+            self._branches[request_id] = branch
+        return list(range(first, len(outputs)))
+
     def take(self, events: StepEvents) -> list[RequestOutput]:
         """Bring outputs up to date; returns those that changed. Each is one object that grows."""
         endings = {ending.request: ending for ending in events.finished}
@@ -202,7 +230,10 @@ class Collector:
 
     def ids_of(self, name: str) -> list[RequestId]:
         """Engine requests under way of one request of a caller."""
-        return [branch.id for branch in self._branches.values() if branch.whole.output.request_id == name]
+        return [branch.id for branch in self._open_branches(name)]
+
+    def _open_branches(self, name: str) -> list[Branch]:
+        return [branch for branch in self._branches.values() if branch.whole.output.request_id == name]
 
     def _take_token(self, branch: Branch, token: int, time_s: float, *, is_stop: bool) -> None:
         text, metrics = branch.text, branch.whole.output.metrics
@@ -211,7 +242,7 @@ class Collector:
         metrics.last_token_s = time_s
         branch.output.text += text.push([token], ends_with_stop_token=is_stop)
         if text.cut_at is not None:
-            self._commands.finish_at(branch.id, text.cut_at)
+            self._commands.finish_at(branch.id, text.cut_at - branch.num_taken_over)
 
     def _take_logprobs(self, event: LogprobEvent) -> None:
         branch = self._branches.get(event.request)

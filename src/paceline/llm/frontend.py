@@ -59,6 +59,14 @@ class Frontend:
         text, ids = self._chat.render(messages, **template)
         return self._reader.prepare(text, ids, sampling)
 
+    def fork(self, name: str, branch: int, count: int) -> list[int]:
+        """Branch one output of a request under way; returns the indexes of the new outputs."""
+        parent = self.collector.branch_id(name, branch)
+        return self.collector.fork(parent, self.engine.fork(parent, count))
+
+    def prune(self, name: str, branch: int) -> None:
+        self.engine.prune(self.collector.branch_id(name, branch))
+
     def count_chat(self, messages: Messages) -> int:
         """How many tokens a conversation has as a prompt."""
         return len(self._chat.render(messages)[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, class_of
-from paceline.llm.batch import Submission, run_requests
+from paceline.llm.batch import Submission, run_requests, stream_request
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import RequestOutput
@@ -153,6 +153,33 @@ class LLM(ModelHolder):
             )
             prepared.append(request)
         return self._run(prepared, None, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        service_tier: str | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Complete one prompt, step by step: each item is the whole output so far. `fork` and `prune` change its
+        branches between two items. Leaving the iterator ends the request.
+        """
+        front, name = self._front, str(next(self._numbers))
+        prepared = front.read(prompt, sampling_params or front.default_sampling)
+        submission = Submission(
+            name=name, request=prepared, priority=priority, service_class=class_of(service_tier)
+        )
+        return stream_request(front, submission)
+
+    def fork(self, request_id: str, branch: int = 0, count: int = 1) -> list[int]:
+        """Branch an output of a request that is streamed, at its last token. The new outputs share its KV and begin
+        with its text; returns their indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended."""
+        return self._front.fork(request_id, branch, count)
+
+    def prune(self, request_id: str, branch: int) -> None:
+        """End one output of a request that is streamed, with finish_reason abort; the others continue."""
+        self._front.prune(request_id, branch)
 
     def _run(
         self,

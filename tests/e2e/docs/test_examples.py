@@ -25,7 +25,7 @@ SHOWS = {
     "02_chat_stream": r"\d+ tokens; waited [\d.]+ ms",
     "03_async_and_abort": r"left early: after a few tokens\nended by its name: finish_reason abort",
     "04_priorities_and_tenants": r"fair: \w+ (alice5 bob6|bob6 alice5) .*\npriority: bob6 (flood\d ){5}alice5",
-    "05_fork_and_prune": r"round 2: 6 branches hold \d+ blocks\n-[\d.]+: .*",
+    "05_fork_and_prune": r"step 24: 6 live, .*\n\d+ branches, 6 of them to the end; the best:\n-[\d.]+: .*",
     "06_write_a_policy": r"fcfs: TTFT .* s\nShortPromptsFirst: TTFT p50 [\d.]+ s, p99 [\d.]+ s",
     "07_simulate_and_plot": r"knee: \d+/s, after which p99 TTFT doubles\nwrote .*curve.png and .*timeline.png",
     "08_explain_and_replay": r"replay: identical, \d+ steps\ndecision log: whole, \d+ decisions",
