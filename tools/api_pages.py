@@ -24,21 +24,21 @@ from paceline.server.docs import fields_of, openapi_document
 from paceline.server.health import PUBLIC
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
-NOTE = "Made from the code; `make options` makes it again."
+NOTE = "Generated from the code by `make options`."
 HTTP_HEAD = (
     f"# HTTP API\n\n{NOTE} A server shows the same at `/docs`, with search, examples of answers and a form that sends "
-    "requests, and for tools at `/openapi.json`; rules, defaults and what is refused: [requests](requests.md), "
-    "[limits](limits.md). Every route needs a key where the server has keys, but "
+    "requests, and for tools at `/openapi.json`. Rules, defaults and errors: [requests](requests.md), "
+    "[limits](limits.md). Every route needs a key where the server has keys, except "
     f"{', '.join(f'`{path}`' for path in sorted(PUBLIC))}; the pages ask for one. Routes under `/v1/admin` need an "
     "[admin key](../guides/keys.md#a-key-for-the-operator).\n"
 )
 PYTHON_HEAD = (
     f"# Python API\n\n{NOTE} `from paceline import LLM, AsyncLLM, SamplingParams`. Names are vLLM's where it has them. "
-    "`LLM` and `AsyncLLM` take a model (a folder, a .gguf file, a name on the hub; nothing for SmolLM2-135M-Instruct) "
+    "`LLM` and `AsyncLLM` take a model (a folder, a .gguf file, a name on the hub; default: SmolLM2-135M-Instruct) "
     "and every option of [`paceline run`](options.md#paceline-run) by its name in Python: `max_num_seqs=64`, "
     '`scheduling_policy="fair"`, `run_log="run.jsonl.gz"`. Both are context managers: `with LLM() as llm:`, '
-    "`async with AsyncLLM() as llm:`. What vLLM has and Paceline does not (adapters, structured outputs, beam search, "
-    "embeddings, images) is refused by its name, with what to do instead; None and False ask for nothing and are "
+    "`async with AsyncLLM() as llm:`. Features of vLLM that Paceline does not have (adapters, structured outputs, beam "
+    "search, embeddings, images) are rejected with an error that says what to do instead; None and False are "
     "accepted.\n"
 )
 CLASSES = (LLM, AsyncLLM)

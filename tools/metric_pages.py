@@ -43,10 +43,9 @@ VLLM = frozenset(
 SUFFIXES = {"counter": "_total", "info": "_info"}
 HEAD = """# Metrics
 
-Made from the server itself; `make options` makes it again. All names begin with `paceline:`, or with what \
-`--metrics-prefix` says. A counter's name ends with `_total`, a histogram has `_bucket`, `_sum` and `_count`. Every \
-label has a closed set of values: what a client sends never makes a new one. What each is good for: \
-[the guide](../guides/metrics.md).
+Generated from a running server by `make options`. All names begin with `paceline:`, or with the \
+`--metrics-prefix`. A counter's name ends with `_total`, a histogram has `_bucket`, `_sum` and `_count`. Every \
+label has a closed set of values, which clients cannot extend. How to use them: [the guide](../guides/metrics.md).
 """
 
 
