@@ -21,13 +21,13 @@ from paceline.runner.gpu.kernels.decode_attention import (
 from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
 from paceline.runner.gpu.kernels.gated_activation import gated_activation
 from paceline.runner.gpu.kernels.gated_product import gated_product, is_worth_gating
+from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
 from paceline.runner.gpu.kernels.paged_kv import PagedKV
 from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning, prefill_attention
 from paceline.runner.gpu.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import row_product
-from paceline.runner.gpu.kernels.sampling import SamplingColumns, allocate_candidates, sample
 from paceline.runner.gpu.kernels.skinny_product import narrow_tuning, skinny_product
 
 BF16 = torch.bfloat16

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.runner.gpu.kv_pools import HostPlaces
-from paceline.runner.gpu.queue import DeviceQueue
+from paceline.runner.gpu.device_queue import DeviceQueue
+from paceline.runner.gpu.kv_pools import SwapPool
 
 SHAPES = {"0.6B": (28, 8, 128), "8B": (32, 8, 128)}  # layers, kv heads, head_dim
 BLOCKS = (1, 4, 16, 64, 256)
@@ -39,7 +39,7 @@ def rates(shape, count: int, *, scattered: bool) -> tuple[float, float, float]:
     layers, heads, dim = shape
     pool = torch.zeros(2 * layers, PLACES + 1, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     steps = DeviceQueue(pool.device)
-    places = HostPlaces([pool.view(torch.int64).transpose(0, 1)], PLACES, steps)
+    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], PLACES, steps)
     numbers = list(range(PLACES))
     if scattered:
         random.Random(1).shuffle(numbers)
@@ -69,7 +69,7 @@ def beside_decoding() -> dict[str, float]:
     layers, heads, dim = SHAPES["8B"]
     pool = torch.zeros(2 * layers, 257, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     steps = DeviceQueue(pool.device)
-    places = HostPlaces([pool.view(torch.int64).transpose(0, 1)], 256, steps)
+    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], 256, steps)
     many = swaps_of(range(1, 257), range(256))
     ring, drawn = (
         torch.empty(64, dtype=torch.int32, pin_memory=True),

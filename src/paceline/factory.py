@@ -317,7 +317,7 @@ def _on_gpu(
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
-    from paceline.runner.gpu.pacing import device_preemption_costs, with_pace
+    from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
     from paceline.runner.sizing import block_seconds
 
     if given.get("max_num_prompt_tokens"):

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.gumbel_sampling import (
+    SamplingColumns,
+    allocate_candidates,
+    reference_sample,
+    sample,
+)
 from paceline.runner.gpu.kernels.prefill_plan import Spans
 from paceline.runner.gpu.kernels.row_update import (
     MAX_STOP_IDS,
@@ -15,12 +21,6 @@ from paceline.runner.gpu.kernels.row_update import (
     RowColumns,
     reference_update_rows,
     update_rows,
-)
-from paceline.runner.gpu.kernels.sampling import (
-    SamplingColumns,
-    allocate_candidates,
-    reference_sample,
-    sample,
 )
 from paceline.runner.gpu.kernels.step_inputs import (
     StepTokens,

@@ -72,7 +72,7 @@ def test_swapped_blocks_come_back() -> None:
 
 
 def test_a_shared_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import paceline.runner.gpu.rows as rows
+    import paceline.runner.gpu.host_rows as rows
 
     monkeypatch.setattr(rows, "SHORTEST_SHARED", 128)
     monkeypatch.setattr(rows, "LEAST_SPARED", 0)

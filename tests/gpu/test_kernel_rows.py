@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.sampling import SamplingColumns, reference_sample
+from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, reference_sample
 from tests.gpu import kernel_row_cases as cases
 
 

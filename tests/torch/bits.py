@@ -17,8 +17,8 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
-from paceline.runner.batch import Batch
 from paceline.runner.cpu import CPURunner
+from paceline.runner.flat_batch import FlatBatch
 from paceline.runner.machine_load import FreeCores, MachineLoad
 from paceline.runner.workers import Workers
 
@@ -71,7 +71,7 @@ class BitsRunner(CPURunner):
         self.bits: dict[tuple[int, ...], bytes] = {}
         self.changed = 0  # tokens computed again with other bits
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: FlatBatch) -> Tensor:
         hidden = super()._forward(batch)
         numbers = hidden.numpy()
         end = 0

@@ -33,8 +33,8 @@ from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
 from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
-from paceline.runner.batch import Batch
 from paceline.runner.cpu import CPURunner
+from paceline.runner.flat_batch import FlatBatch
 from tests.torch.pairwise import Row, covering
 from tests.torch.tiny_models import NAMES, VOCAB, save
 
@@ -190,12 +190,12 @@ class TappedRunner(CPURunner):
         self.worst = 0.0
         self.compared = 0
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: FlatBatch) -> Tensor:
         hidden = super()._forward(batch)
         self._compare(batch, self._decoder.logits(hidden))
         return hidden
 
-    def _compare(self, batch: Batch, logits: Tensor) -> None:
+    def _compare(self, batch: FlatBatch, logits: Tensor) -> None:
         end = 0
         for index, row in enumerate(batch.rows.tolist()):
             start, end = end, end + int(batch.count[index])

@@ -26,8 +26,8 @@ from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
-from paceline.runner.gpu.pacing import with_pace
 from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.gpu.step_times import with_pace
 from paceline.runner.gpu.weights import DeviceStorage
 from paceline.runner.kv_tensors import KVTensors
 

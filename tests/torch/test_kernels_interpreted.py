@@ -14,14 +14,14 @@ if reason := reason_to_skip():
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
 from paceline.runner.gpu.kernels.gated_activation import Activation
 from paceline.runner.gpu.kernels.gated_product import is_worth_gating
-from paceline.runner.gpu.kernels.row_update import DrawnTokens, RowColumns, reference_update_rows, update_rows
-from paceline.runner.gpu.kernels.sampling import (
+from paceline.runner.gpu.kernels.gumbel_sampling import (
     SamplingColumns,
     allocate_candidates,
     reference_noise,
     reference_sample,
     sample,
 )
+from paceline.runner.gpu.kernels.row_update import DrawnTokens, RowColumns, reference_update_rows, update_rows
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from paceline.runner.sampling import noise
 from tests.gpu import kernel_cases as cases

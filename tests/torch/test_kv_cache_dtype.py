@@ -64,8 +64,8 @@ def test_a_result_says_which_type_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_path: Path) -> None:
-    from paceline.runner.gpu.kv_pools import HostPlaces, KVPools, device_block_bytes
-    from paceline.runner.gpu.queue import DeviceQueue
+    from paceline.runner.gpu.device_queue import DeviceQueue
+    from paceline.runner.gpu.kv_pools import KVPools, SwapPool, device_block_bytes
 
     spec = open_checkpoint(write_model(tmp_path), load_format="dummy").spec
     config = KVConfig(block_size=64, num_blocks=6, num_host_blocks=3)
@@ -83,7 +83,7 @@ def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_pat
 
     two = column(0, 0)
     pools.copy_blocks(BlockCopies(row=two, group=two, index=two, source=column(1, 2), target=column(2, 3)))
-    places = HostPlaces(pools.blocks, config.num_host_blocks, DeviceQueue(torch.device("cpu")))
+    places = SwapPool(pools.blocks, config.num_host_blocks, DeviceQueue(torch.device("cpu")))
     places.swap(Swaps(ticket=column(7, 7), group=two, block=column(4, 5), place=column(2, 0)), NO_SWAPS)
     assert places.completed(wait=False).tolist() == [7]
     for part in memory:

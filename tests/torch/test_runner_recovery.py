@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.runner.batch import Batch
+from paceline.runner.flat_batch import FlatBatch
 from tests.torch.parity import Play, Scenario, subject
 
 
@@ -22,7 +22,7 @@ class FailingPlay(Play):
         forward = self.runner._forward
         calls = 0
 
-        def failing_forward(batch: Batch) -> torch.Tensor:
+        def failing_forward(batch: FlatBatch) -> torch.Tensor:
             nonlocal calls
             calls += 1
             hidden = forward(batch)

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.runner.batch import NOWHERE, Batch
+from paceline.runner.device_rows import DeviceRows
+from paceline.runner.flat_batch import NOWHERE, FlatBatch
 from paceline.runner.kv_tensors import KVTensors
-from paceline.runner.rows import DeviceRows
 from paceline.runner.workers import Workers
 
 Index = NDArray[np.int64]
 PIECE = 256
 MAX_WASTE = 1.5  # of a bucket: padded size over real size
-# Pairs of a query and a place it may look at: so few are done sooner than handed over, so many are done sooner by all
-# threads together.
+# Pairs of a query and a place it attends to: below the first, handing over costs more than it saves; from the second
+# on, all threads together are faster.
 SMALL, LARGE = 1024, 65_536
 
 
@@ -54,7 +54,7 @@ class StepAttention:
     """What `Decoder.forward` calls for each layer; made once per step."""
 
     def __init__(
-        self, kv: KVTensors, rows: DeviceRows, batch: Batch, *, scale: float, workers: Workers
+        self, kv: KVTensors, rows: DeviceRows, batch: FlatBatch, *, scale: float, workers: Workers
     ) -> None:
         self._kv = kv
         self._scale = scale
@@ -130,7 +130,7 @@ def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
     return out.div_(total)
 
 
-def _split(batch: Batch, num_workers: int) -> list[Index]:
+def _split(batch: FlatBatch, num_workers: int) -> list[Index]:
     """Rows in buckets: like numbers of queries and like contexts together, so that little is padding."""
     ends = batch.start + batch.count
     buckets: list[Index] = []
@@ -154,7 +154,7 @@ def _shares(members: list[int], work: int, num_workers: int) -> list[Index]:
     return [np.sort(members[share::count]) for share in range(count)]  # long and short ones in each
 
 
-def _members(kv: KVTensors, rows: DeviceRows, batch: Batch, which: Index) -> Members:
+def _members(kv: KVTensors, rows: DeviceRows, batch: FlatBatch, which: Index) -> Members:
     count = batch.count[which]
     width = int(count.max())
     first_token = (np.cumsum(batch.count) - batch.count)[which]

@@ -31,9 +31,9 @@ from paceline.core.plan import (
 from paceline.core.pulse import Pulse
 from paceline.models.decoder import Decoder
 from paceline.runner.attention import StepAttention
-from paceline.runner.batch import Batch, make_batch
+from paceline.runner.device_rows import DeviceRows
+from paceline.runner.flat_batch import FlatBatch, make_batch
 from paceline.runner.kv_tensors import Index, KVTensors
-from paceline.runner.rows import DeviceRows
 from paceline.runner.sampling import Sampler, prompt_logprobs
 from paceline.runner.workers import Workers
 
@@ -68,7 +68,7 @@ class CPURunner:
         self._next_seq = 1
 
     def copy_out_and_back(self, count: int) -> None:
-        """Copy so many blocks to host places and back; only while nobody uses them."""
+        """Copy `count` blocks to the swap pool and back; only while they are not in use."""
         blocks, places = np.arange(1, count + 1), np.arange(count)
         with torch.inference_mode():
             self._kv.swap_out(0, blocks, places)
@@ -86,11 +86,11 @@ class CPURunner:
         self._rows = DeviceRows(self._config)
         self._apply(full)
 
-    def submit(self, plan: StepPlan) -> Computing:
+    def submit(self, plan: StepPlan) -> CPUPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._next_seq += 1
         self._queue.append(plan)
-        return Computing(self, plan.seq)
+        return CPUPending(self, plan.seq)
 
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:
@@ -160,7 +160,7 @@ class CPURunner:
             mine = swaps.group == group
             move(group, swaps.block[mine].astype(np.int64), swaps.place[mine].astype(np.int64))
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: FlatBatch) -> Tensor:
         attend = StepAttention(
             self._kv, self._rows, batch, scale=self._decoder.spec.softmax_scale, workers=self._workers
         )
@@ -176,7 +176,7 @@ class CPURunner:
             attend_and_beat,
         )
 
-    def _finite_rows(self, batch: Batch, hidden: Tensor) -> Bool:
+    def _finite_rows(self, batch: FlatBatch, hidden: Tensor) -> Bool:
         """Which rows have usable numbers; what the others stored is wiped at once."""
         finite = np.ones(len(batch.rows), np.bool_)
         if self._broken:
@@ -192,7 +192,7 @@ class CPURunner:
         return finite | batch.masked
 
     def _sample(
-        self, batch: Batch, hidden: Tensor, finite: Bool
+        self, batch: FlatBatch, hidden: Tensor, finite: Bool
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], tuple[RowLogprobs, ...]]:
         """Draw a token for every row that has computed all it knows, and write it into the row."""
         rows, at = self._rows, batch.rows
@@ -206,21 +206,21 @@ class CPURunner:
         due = np.flatnonzero(is_due)
         if not len(due):
             return tokens, count, finished, asked
-        who = at[due]
-        position = rows.num_tokens[who]
+        sampled = at[due]
+        position = rows.num_tokens[sampled]
         logits = self._decoder.logits(hidden[torch.from_numpy(batch.last[due])])
-        drawn = self._sampler.sample(logits, who, position)
+        drawn = self._sampler.sample(logits, sampled, position)
         known = (drawn.tokens >= 0) & (drawn.tokens < self._decoder.spec.vocab_size)
-        finite[due] &= drawn.finite & known  # a token nobody knows must not reach the next step, or a client
-        rows.tokens[who, position] = np.where(known, drawn.tokens, 0)
-        rows.num_tokens[who] += 1
-        tokens[due], count[due] = rows.tokens[who, position], 1
-        at_length = rows.num_tokens[who] >= rows.limit[who]
+        finite[due] &= drawn.finite & known  # an unknown token must not reach the next step, or a client
+        rows.tokens[sampled, position] = np.where(known, drawn.tokens, 0)
+        rows.num_tokens[sampled] += 1
+        tokens[due], count[due] = rows.tokens[sampled, position], 1
+        at_length = rows.num_tokens[sampled] >= rows.limit[sampled]
         finished[due] = np.where(drawn.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
-        rows.ended[who] = drawn.stopped | at_length
+        rows.ended[sampled] = drawn.stopped | at_length
         return tokens, count, finished, asked + drawn.logprobs
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor, finite: Bool) -> tuple[RowLogprobs, ...]:
+    def _prompt_logprobs(self, batch: FlatBatch, hidden: Tensor, finite: Bool) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
         rows = self._rows
         found: list[RowLogprobs] = []
@@ -237,12 +237,12 @@ class CPURunner:
             try:
                 found += prompt_logprobs(logits, targets, positions, row, int(rows.prompt_logprobs[row]))
             except Exception:
-                _logger.exception("row %d cannot be told about its prompt", row)
+                _logger.exception("no logprobs for the prompt of row %d", row)
                 finite[index] = False
         return tuple(found)
 
 
-class Computing:
+class CPUPending:
     """A submitted step; computed when it is waited for."""
 
     def __init__(self, runner: CPURunner, seq: int) -> None:

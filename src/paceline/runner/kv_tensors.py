@@ -1,7 +1,7 @@
 """The KV cache as tensors: per layer one pool of keys and one of values, cut into blocks.
 
 A pool is [kv heads, blocks, block size, head_dim]: the blocks of a row are gathered by number, and each head's part
-then lies in one piece for the matrix product. Host places for swapped-out blocks are pools of their own.
+then lies in one piece for the matrix product. Swapped-out blocks have separate pools in host memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class KVTensors:
 def _zeros(shape: tuple[int, ...]) -> Tensor:
     """Zeros whose pages the system hands out when they are first written: a cache that is not used costs nothing.
 
-    Pages of 4 KiB, not 2 MiB: each head of each layer begins at a place of its own, and with large pages the first
+    Pages of 4 KiB, not 2 MiB: each head of each layer begins at a separate place, and with large pages the first
     few blocks would take hundreds of megabytes.
     """
     memory = mmap.mmap(-1, max(math.prod(shape) * 4, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOOK_S = 0.25  # between two looks: the counters have a resolution of 10 ms
 LOOKS_TO_GROW = 4  # in a row that find room for one more thread
-TOLERATED = 0.5  # of a core that others may use of ours before a thread is given up,
+TOLERATED = 0.5  # of a core that others may use of ours before a thread is released,
 SPARE = 0.25  # and may still use when it is taken back
 MANY_TOKENS = 16  # of a step: products so large that a thread which waits for a core at times still helps
 BUSY, FREE = 0.4, 0.2  # shares of all cores, used by others, from which a machine is busy, and free again
@@ -122,7 +122,7 @@ class FreeCores:
         self._roomy = 0  # looks in a row that found room for more
 
     def look(self, tokens: int = 1) -> int:
-        """How many threads may compute a step of so many tokens now; cheap, called before every step and when idle."""
+        """How many threads may compute a step of `num_tokens` now; cheap, called before every step and when idle."""
         if self.most > 1 and self.load.look() and self.load.others is not None:
             left = self.load.cores - self.load.others
             fitting, roomy = (self._bounded(left + more) for more in (TOLERATED, SPARE))

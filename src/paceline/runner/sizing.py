@@ -82,7 +82,7 @@ def step_budget(fixed_s: float, per_token_s: float, margin: float = MARGIN) -> i
 
 
 def _learned_steps(measured: tuple[float, float], sizes: Mapping[str, Any], is_bound: bool) -> LearnedSteps:
-    """How sizes go on from here; `is_bound`: the size of steps in which nobody decodes was given."""
+    """How sizes follow measured steps; `is_bound`: the size of steps without decoding rows was given."""
     alone = sizes["max_num_prompt_tokens"]
     most = min(max(LEARNED_BUDGET, 2 * alone), LARGEST_BUDGET)
     return LearnedSteps(
@@ -99,7 +99,7 @@ def _learned_steps(measured: tuple[float, float], sizes: Mapping[str, Any], is_b
 def line_costs(
     fixed_s: float, per_token_s: float, most: int, decoding: Callable[[int, int], float]
 ) -> StepCosts:
-    """What steps of up to `most` tokens take, for a pace; `decoding` times so many rows that read so much."""
+    """What steps of up to `most` tokens take, for a pace; `decoding` times rows by their number and context."""
     sizes = (*range(SMALLEST_STEP, most, FINENESS), most)
     few, many = (decoding(DECODING_ROWS, context) for context in CONTEXTS)
     context_s = max(0.0, (many - few) / (DECODING_ROWS * (CONTEXTS[1] - CONTEXTS[0])))
@@ -166,8 +166,8 @@ TIMES = 3
 
 
 def block_seconds(config: EngineConfig, copy: Callable[[int], None]) -> float:
-    """Seconds to copy one block to the host or back; infinity without host places. `copy` copies so many out and back
-    and returns when that is done."""
+    """Seconds to copy one block to the host or back; infinity without a swap pool. `copy` copies that many blocks
+    out and back and returns when that is done."""
     count = min(config.kv.num_host_blocks, config.kv.num_blocks - 1, MOST_BLOCKS)
     if count < 1:
         return math.inf

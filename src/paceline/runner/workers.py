@@ -3,10 +3,10 @@
 torch runs a batch of small matrix products and a gather on one core, however many there are. Where a step is made of
 parts that do not touch each other, they are given to threads: torch lets go of the interpreter while it computes.
 
-Meanwhile no part may use threads of its own. Each thread that computes has a team of them, which wait for each other
+Meanwhile no part may start threads itself. Each thread that computes has a team of them, which wait for each other
 by spinning: two teams on the same cores take turns at waiting, and a step takes twice as long. The caller's thread
-computes too: to hand all parts over takes 5 % longer. What torch is told for one thread is also what threads that
-begin meanwhile start with; a program that has threads of its own beside an engine sets their number in each.
+computes too: to hand all parts over takes 5 % longer. What is set in torch for one thread is also what threads that
+begin meanwhile start with; a program with other threads beside an engine sets their number in each.
 
 How many threads compute a step follows from how many cores other processes leave (`machine_load`). What a token gets
 does not depend on it. Between two steps torch has the number it had before.
@@ -39,7 +39,7 @@ class Workers:
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """One step of so many tokens, on as many threads as there are cores for."""
+        """One step of `tokens` tokens, on as many threads as there are cores for."""
         if self._free is not None:
             self.count = min(self._free.look(tokens), self._most)
         before = torch.get_num_threads()
@@ -85,5 +85,5 @@ class Workers:
 
 
 def _compute_alone() -> None:
-    torch.get_num_threads()  # what is asked for before the thread has taken its number over is overwritten
+    torch.get_num_threads()  # a number set before the thread has taken its own over is overwritten
     torch.set_num_threads(1)

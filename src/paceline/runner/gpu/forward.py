@@ -18,7 +18,7 @@ from paceline.models.decoder import Layer, Parts
 from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
 from paceline.models.rope import inverse_frequencies
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.attention import DeviceAttention, Step
+from paceline.runner.gpu.device_attention import DeviceAttention, StepPlans
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
     ExpertWeights,
@@ -51,7 +51,7 @@ from paceline.runner.gpu.weights import Embedding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceExperts:
-    """The experts of one layer, and who chooses them."""
+    """The experts of one layer, and their router."""
 
     router: Tensor
     weights: ExpertWeights
@@ -86,7 +86,7 @@ def rotation_tables(spec: ModelSpec, positions: int, device: torch.device) -> li
 
 
 class DeviceDecoder:
-    """Hidden states of a step's tokens, and logits of the tokens that are asked about."""
+    """Hidden states of a step's tokens, and logits of the tokens that are sampled."""
 
     def __init__(
         self, spec: ModelSpec, parts: Parts, *, max_tokens: int, max_logits: int, device: torch.device
@@ -145,7 +145,7 @@ class DeviceDecoder:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def forward(self, tokens: StepTokens, attention: DeviceAttention, step: Step) -> Tensor:
+    def forward(self, tokens: StepTokens, attention: DeviceAttention, step: StepPlans) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
         residual, normed = self._residual[:count], self._normed[:count]
@@ -269,7 +269,7 @@ class DeviceDecoder:
 
     # -- one row -----------------------------------------------------------------------------------------------
 
-    def _forward_one(self, attention: DeviceAttention, step: Step, places: list[TokenPlaces]) -> Tensor:
+    def _forward_one(self, attention: DeviceAttention, step: StepPlans, places: list[TokenPlaces]) -> Tensor:
         """A single token: each product takes in the norm before it or the gate after it."""
         overlapped, epsilon = step.shape.overlapped, self.spec.norm_eps
         residual, other, update = self._residual[0], self._normed[0], self._update[0]

@@ -1,8 +1,8 @@
-"""Steps captured once for a ladder of sizes and replayed with one launch each.
+"""Steps captured once for a series of sizes (buckets) and replayed with one launch each.
 
-A batch of another size takes the next larger rung: slots it does not use belong to nobody, tokens it does not have are
-stored nowhere. Steps that are not replayed are launched on the same rungs, so that their products have the same sizes
-and their results the same bits. Capturing goes on, with a notice, where memory runs out for one size.
+A batch of another size takes the next larger bucket: unused slots point to the dummy row, unused tokens are stored
+nowhere. Steps that are not replayed are launched in the same buckets, so that their products have the same sizes and
+their results the same bits. Capturing goes on, with a notice, where memory runs out for one size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-SLOT_RUNGS = (
+SLOT_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
 )  # fmt: skip
 # Steps with prompts: tokens, and decoding rows among them. Larger ones take longer than launching them does.
-TOKEN_RUNGS = (
+TOKEN_BUCKETS = (
     64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
 )  # fmt: skip
@@ -40,11 +40,11 @@ _logger = logging.getLogger("paceline")
 class DecodeKind(NamedTuple):
     """What a decode step does beyond the plain one."""
 
-    rich: bool = False  # some rows want more than a temperature
+    with_rules: bool = False  # some rows have logit rules
     shared: bool = False  # the beginning many rows share is computed apart
 
 
-KINDS = (DecodeKind(), DecodeKind(rich=True), DecodeKind(shared=True))
+KINDS = (DecodeKind(), DecodeKind(with_rules=True), DecodeKind(shared=True))
 
 
 class DecodeKey(NamedTuple):
@@ -55,7 +55,7 @@ class DecodeKey(NamedTuple):
 
 
 class MixedKey(NamedTuple):
-    """Hidden states of a step with prompts; what is drawn from them is launched by itself."""
+    """Hidden states of a step with prompts; sampling is launched separately."""
 
     tokens: int
     slots: int
@@ -64,26 +64,26 @@ class MixedKey(NamedTuple):
 Key = DecodeKey | MixedKey
 
 
-def slot_ladder(max_slots: int) -> list[int]:
+def slot_buckets(max_slots: int) -> list[int]:
     """The batch sizes of decode steps: the largest is the most rows there can be."""
-    return [rung for rung in SLOT_RUNGS if rung < max_slots] + [max_slots]
+    return [bucket for bucket in SLOT_BUCKETS if bucket < max_slots] + [max_slots]
 
 
-def rung_of(num_rows: int, max_slots: int) -> int:
-    """The rung a decode step is computed on, from a graph or not."""
-    rungs = slot_ladder(max_slots)
-    return rungs[bisect_left(rungs, num_rows)]
+def slot_bucket(num_rows: int, max_slots: int) -> int:
+    """The bucket a decode step is computed in, from a graph or not."""
+    buckets = slot_buckets(max_slots)
+    return buckets[bisect_left(buckets, num_rows)]
 
 
 def decode_keys(max_slots: int) -> list[DecodeKey]:
-    return [DecodeKey(slots, kind) for slots in slot_ladder(max_slots) for kind in KINDS]
+    return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in KINDS]
 
 
 def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
     pairs = set()
-    for rung in (rung for rung in TOKEN_RUNGS if rung <= max_tokens):
-        few = (FEW_SLOTS,) if rung < LONG_STEP else ()
-        pairs |= {MixedKey(rung, min(rung, most, max_slots)) for most in (*few, MANY_SLOTS, max_slots)}
+    for bucket in (bucket for bucket in TOKEN_BUCKETS if bucket <= max_tokens):
+        few = (FEW_SLOTS,) if bucket < LONG_STEP else ()
+        pairs |= {MixedKey(bucket, min(bucket, most, max_slots)) for most in (*few, MANY_SLOTS, max_slots)}
     return sorted(pairs)
 
 
@@ -143,7 +143,7 @@ late_compilations: list[str] = []  # kernels that were compiled after everything
 
 
 def watch_compilations() -> None:
-    """From now on a kernel that is compiled is told: whoever waits for its step waits a second or more."""
+    """From now on log every kernel that is compiled: its step takes a second or more."""
 
     def compiled(*, repr: str, **_: Any) -> None:
         late_compilations.append(repr)

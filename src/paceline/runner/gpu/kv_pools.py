@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.config.engine import KVConfig
 from paceline.core.plan import EMPTY, BlockCopies, Swaps
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.paged_kv import PagedKV
-from paceline.runner.gpu.queue import DeviceQueue, Mark
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -73,7 +73,7 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
 STAGED_BYTES = 16 << 20
 
 
-class HostPlaces:
+class SwapPool:
     """Places in host memory for blocks of all groups, and the copies under way."""
 
     def __init__(self, blocks: Sequence[Tensor], num_places: int, steps: DeviceQueue) -> None:
@@ -118,11 +118,11 @@ class HostPlaces:
         return np.concatenate(done) if done else EMPTY
 
     def forget(self) -> None:
-        """The device has been drained, and nobody asks for the swaps that were under way."""
+        """The device has been drained; swaps that were under way are dropped."""
         self._under_way.clear()
 
     def copy_out_and_back(self, count: int) -> None:
-        """Copy so many blocks of the first group out and back and wait for it; only while nobody uses them."""
+        """Copy `count` blocks of the first group out and back and wait for it; only while they are not in use."""
         blocks, places = list(range(1, count + 1)), list(range(count))
         self._copies.follow(self._steps)
         with self._copies.entered():

@@ -2,7 +2,7 @@
 
 A change is an address and a word; the changes of a plan go over in one copy and are written by one kernel. Words the
 device owns once a row runs (its length, whether it is active, tokens drawn) are written here only when a row joins.
-The last row belongs to nobody: slots of a batch that are not used point to it.
+The last row is a dummy: unused slots of a batch point to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowMemory:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         capacity = Capacity.of(config)
         self.num_rows = capacity.num_rows
-        self.nobody = capacity.num_rows
+        self.dummy_row = capacity.num_rows
         self.max_slots = config.scheduler.max_num_seqs
         self.num_groups = len(config.kv.groups)
         rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
@@ -86,8 +86,8 @@ class RowMemory:
         self._staging: list[Tensor] = [_pinned(_ROOM) for _ in range(3 * (config.depth + 1) + 1)]
         self._arrived = torch.empty(2, _ROOM, dtype=torch.int32, device=device)
         self._turn = 0
-        self._sections["slot_rows"].host[:] = self.nobody
-        self._sections["slot_rows"].device.fill_(self.nobody)
+        self._sections["slot_rows"].host[:] = self.dummy_row
+        self._sections["slot_rows"].device.fill_(self.dummy_row)
         self.columns = RowColumns(
             length=self.column("length"),
             max_length=self.column("max_length"),
@@ -95,7 +95,7 @@ class RowMemory:
             stop_ids=self["stop_ids"].device,
             tokens=self["tokens"].device,
         )
-        self._sections["place"].device.fill_(-1)  # nobody has rules
+        self._sections["place"].device.fill_(-1)  # no row has rules
         self.tables = [self[name].device for name in tables]
 
     def __getitem__(self, name: str) -> Section:

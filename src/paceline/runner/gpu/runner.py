@@ -2,7 +2,7 @@
 
 All steps are queued in one stream in the order of the plans, and swaps in another beside it; nothing waits for the
 device but `wait`. A step in which rows only decode is one graph, and so are the hidden states of a step with prompts,
-up to some thousand tokens. Rows that ask for more than the device draws by itself are drawn on the host by the
+up to some thousand tokens. Rows that need more than the device can sample are sampled on the host by the
 reference sampler, which makes their steps wait.
 """
 
@@ -22,8 +22,8 @@ from paceline.config.engine import EngineConfig
 from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.attention import FEW_ROWS, DeviceAttention, SharedPrefix, StepShape
-from paceline.runner.gpu.drawing import DeviceDraw
+from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefix
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
     KINDS,
@@ -37,15 +37,15 @@ from paceline.runner.gpu.graphs import (
     decode_keys,
     mixed_key,
     mixed_keys,
-    rung_of,
+    slot_bucket,
     watch_compilations,
 )
+from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_plan import Spans
 from paceline.runner.gpu.kernels.row_update import NOT_FINITE
 from paceline.runner.gpu.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
-from paceline.runner.gpu.kv_pools import HostPlaces, KVPools
-from paceline.runner.gpu.queue import DeviceQueue, Mark
-from paceline.runner.gpu.rows import DeviceBatch, HostRows
+from paceline.runner.gpu.kv_pools import KVPools, SwapPool
+from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling import prompt_logprobs
 
 # What comes back from the device
@@ -54,7 +54,7 @@ from paceline.runner.sampling import prompt_logprobs
 _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
 
 
-class Computing:
+class GPUPending:
     """A submitted step. `swapped` tells, when the step is done, the tickets of swaps that are done too."""
 
     def __init__(
@@ -108,7 +108,7 @@ def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0)
     return whole
 
 
-_LARGE_STEP = 256  # steps too large to be replayed have a multiple of so many tokens
+_LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
 
@@ -143,7 +143,7 @@ class GPURunner:
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
-        self._places = HostPlaces(self._pools.blocks, config.kv.num_host_blocks, self._queue)
+        self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
             self._pools,
@@ -153,7 +153,7 @@ class GPURunner:
             max_spans=memory.num_rows,
             dtype=self._decoder.dtype,
         )
-        self._draw = DeviceDraw(memory, spec.vocab_size, eos_token_ids, device)
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device)
         self._tokens, self._visible = self._allocate(max_tokens)
         self._next_seq = 1
         self._ring = torch.empty(
@@ -186,11 +186,15 @@ class GPURunner:
     def _warm_up(self) -> None:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
-        self._draw.warm_up()
+        self._sampler.warm_up()
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
             self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
-        for slots in {1, *(min(rung, memory.max_slots) for rung in (2, 16, 32, 64, 128)), memory.max_slots}:
+        for slots in {
+            1,
+            *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
+            memory.max_slots,
+        }:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
         most = memory.max_slots
@@ -206,13 +210,13 @@ class GPURunner:
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
-                self._compute(self._rows.nobodys_batch(number, count))
+                self._compute(self._rows.dummy_batch(number, count))
 
     # -- how long steps take -----------------------------------------------------------------------------------
 
     def decode_seconds(self, slots: int) -> float:
-        """How long a step of so many decoding rows takes, with short contexts."""
-        key = DecodeKey(rung_of(slots, self.max_slots), KINDS[0])
+        """How long a step of `slots` decoding rows takes, with short contexts."""
+        key = DecodeKey(slot_bucket(slots, self.max_slots), KINDS[0])
 
         def step() -> None:
             if not self._graphs.replay(key):
@@ -221,11 +225,11 @@ class GPURunner:
         return self._seconds(step)
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
-        """How long a step of so many tokens takes: `num_decode` of rows with short contexts, the rest of prompts of
+        """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
         which `start` tokens are computed."""
         longest = self._config.scheduler.max_model_len - start
         number, count = spans_of(num_tokens - num_decode, longest)
-        batch = self._rows.nobodys_batch(number, count, start=start, num_decode=num_decode)
+        batch = self._rows.dummy_batch(number, count, start=start, num_decode=num_decode)
         return self._seconds(lambda: self._compute(batch))
 
     def byte_seconds(self) -> float:
@@ -236,8 +240,8 @@ class GPURunner:
         return seconds / (2 * half * keys[0].nbytes)  # read and written
 
     def copy_out_and_back(self, count: int) -> None:
-        """Copy so many blocks to host places and back, and wait for it; only while nobody uses them."""
-        self._places.copy_out_and_back(count)
+        """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
+        self._swap_pool.copy_out_and_back(count)
 
     def _seconds(self, work: Callable[[], object]) -> float:
         def timed(times: int) -> float:
@@ -269,20 +273,20 @@ class GPURunner:
 
     def reset(self, full: StepPlan) -> None:
         self._queue.drain()
-        self._places.forget()
+        self._swap_pool.forget()
         self._next_seq = full.seq + 1
         self._rows.clear()
         with self._queue.entered():
             self._apply(full)
             self._rows.memory.send()
 
-    def submit(self, plan: StepPlan) -> Computing:
+    def submit(self, plan: StepPlan) -> GPUPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._next_seq += 1
         started_s = time.perf_counter()
         with self._queue.entered():
             self._apply(plan)
-            self._places.swap(plan.swap_out, plan.swap_in)
+            self._swap_pool.swap(plan.swap_out, plan.swap_in)
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
@@ -295,63 +299,63 @@ class GPURunner:
         batch: DeviceBatch,
         logprobs: tuple[RowLogprobs, ...],
         started_s: float,
-    ) -> Computing:
+    ) -> GPUPending:
         count = len(batch.decode) + len(batch.finishing)
         ring = self._ring[seq % len(self._ring)]
         if count:
-            ring.copy_(self._draw.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
+            ring.copy_(self._sampler.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
         # A step without tokens has nothing to do but to wait for a swap.
-        swapped = partial(self._places.completed, wait=not batch.num_tokens)
-        return Computing(seq, batch, ring.numpy(), self._queue.mark(), swapped, logprobs, started_s)
+        swapped = partial(self._swap_pool.completed, wait=not batch.num_tokens)
+        return GPUPending(seq, batch, ring.numpy(), self._queue.mark(), swapped, logprobs, started_s)
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        rows, draw, joins = self._rows, self._draw, plan.joins
+        rows, sampler, joins = self._rows, self._sampler, plan.joins
         if len(plan.leaves):
-            draw.leave(plan.leaves.tolist())
+            sampler.leave(plan.leaves.tolist())
         rows.apply(plan)
         if not len(joins.row):
             return
-        draw.join(joins)
+        sampler.write_columns(joins)
         rows.memory.send()
         joined = joins.row.tolist()
-        draw.joined(joined)
+        sampler.count_known_tokens(joined)
         for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
-            if draw.is_host[row]:
+            if sampler.is_host[row]:
                 known = tokens
                 if not len(tokens):  # a branch: its parent's tokens are on the device
                     known = rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
-                draw.host.join(row, params, known, int(rows.num_prompt[row]))
+                sampler.host.join(row, params, known, int(rows.num_prompt[row]))
 
     def _compute(self, batch: DeviceBatch) -> tuple[RowLogprobs, ...]:
-        rows, draw = self._rows, self._draw
+        rows, sampler = self._rows, self._sampler
         if not batch.num_tokens:
             rows.memory.send()
             return ()
         sampled = batch.sampled
-        on_host = bool(draw.is_host[sampled].any() or draw.is_host[batch.spans].any())
-        rich = bool(draw.is_rich[sampled].any())
+        on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
+        with_rules = bool(sampler.has_logit_rules[sampled].any())
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
-            kind = DecodeKind(rich=rich, shared=bool(len(rows.sharing)) and not rich)
-            decode = DecodeKey(rung_of(len(batch.decode), self.max_slots), kind)
+            kind = DecodeKind(with_rules=with_rules, shared=bool(len(rows.sharing)) and not with_rules)
+            decode = DecodeKey(slot_bucket(len(batch.decode), self.max_slots), kind)
             if not self._graphs.replay(decode):
                 self._decode_step(decode)
             return ()
-        # On a rung too: a product of a size that has not been seen loads its kernel then, and waits for the device.
-        num_draws = rung_of(len(sampled), self.max_slots) if len(sampled) else 0
+        # In a bucket too: a product of a size that has not been seen loads its kernel then, and waits for the device.
+        num_draws = slot_bucket(len(sampled), self.max_slots) if len(sampled) else 0
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch)
         found = self._prompt_logprobs(batch, hidden) if on_host else ()
         if len(sampled):
-            who = rows.memory.column("sample_rows")[:num_draws]
+            slot_rows = rows.memory.column("sample_rows")[:num_draws]
             logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:num_draws])
-            draw.draw(logits, who, rich=rich)
+            sampler.sample(logits, slot_rows, with_rules=with_rules)
             if on_host:
-                found += draw.draw_on_host(logits, sampled, rows.num_tokens[sampled] - 1)
-            draw.update(who, rich=rich)
+                found += sampler.sample_on_host(logits, sampled, rows.num_tokens[sampled] - 1)
+            sampler.update(slot_rows, with_rules=with_rules)
         return found
 
     def _decode_step(self, key: DecodeKey) -> None:
@@ -359,7 +363,7 @@ class GPURunner:
         memory, slots, kind = self._rows.memory, key.slots, key.kind
         slot_rows = memory.column("slot_rows")[:slots]
         overlapped = self._options.overlapped and self._queue.is_gpu and slots <= FEW_ROWS
-        shape = StepShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
+        shape = LaunchShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
         prefix = None
         if kind.shared:
@@ -370,17 +374,17 @@ class GPURunner:
             )
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefix)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
-        self._draw.draw(self._decoder.logits(hidden, None), slot_rows, rich=kind.rich)
-        self._draw.update(slot_rows, rich=kind.rich)
+        self._sampler.sample(self._decoder.logits(hidden, None), slot_rows, with_rules=kind.with_rules)
+        self._sampler.update(slot_rows, with_rules=kind.with_rules)
 
     def _mixed_step(self, batch: DeviceBatch) -> Tensor:
-        """Hidden states of a step with prompts, on a rung if there is one that holds it."""
+        """Hidden states of a step with prompts, in a bucket if there is one that holds it."""
         num_tokens, number = batch.num_tokens, len(batch.spans)
         key = mixed_key(self._mixed, num_tokens, len(batch.decode)) if number <= MAX_SPANS else None
         if key is None:
             tiles = int((-(-batch.count // self._attention.tile_tokens)).sum())
             longest = int(batch.count.max()) if number else 0
-            shape = StepShape(
+            shape = LaunchShape(
                 num_tokens=self._rounded(num_tokens),
                 num_slots=len(batch.decode),
                 num_spans=number,
@@ -399,9 +403,9 @@ class GPURunner:
         up = -(-num_tokens // _LARGE_STEP) * _LARGE_STEP
         return max(num_tokens, min(up, self._config.scheduler.max_num_batched_tokens))
 
-    def _mixed_shape(self, key: MixedKey) -> StepShape:
+    def _mixed_shape(self, key: MixedKey) -> LaunchShape:
         most = min(MAX_SPANS, key.tokens)
-        return StepShape(
+        return LaunchShape(
             num_tokens=key.tokens,
             num_slots=key.slots,
             num_spans=most,
@@ -409,7 +413,7 @@ class GPURunner:
             longest_span=key.tokens,
         )
 
-    def _forward(self, shape: StepShape) -> Tensor:
+    def _forward(self, shape: LaunchShape) -> Tensor:
         """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
         memory, tokens = self._rows.memory, self._tokens
         slot_rows = memory.column("slot_rows")[: shape.num_slots]
@@ -454,6 +458,6 @@ class GPURunner:
 
 
 def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:
-    """So many tokens as spans of equal length: how many, and how long."""
+    """A number of tokens as spans of equal length: how many, and how long."""
     number = max(1, num_tokens // longest)
     return number, min(num_tokens, longest)

@@ -155,7 +155,7 @@ def always_needs_rules(params: SamplingParams) -> bool:
 
 F64 = NDArray[np.float64]
 
-SELECT_AT_MOST = 1024  # up to so many largest values are selected; for more, sorting everything is cheaper
+SELECT_AT_MOST = 1024  # largest values that are selected; for more, sorting everything is cheaper
 HEAD = 10.0  # tokens less than e^-10 times as likely as the best are rarely reached by top-p
 
 

@@ -205,12 +205,12 @@ _logger = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """What one call gave; entry i of each array speaks of the i-th row asked for."""
+    """What one call gave; entry i of each array belongs to the i-th row sampled."""
 
     tokens: I32
     finite: Bool  # False: the logits are not usable, or no token is left; the token then means nothing
     stopped: Bool  # the token ends the row: a stop id, or end of sequence unless that is ignored
-    logprobs: tuple[RowLogprobs, ...]  # of rows that asked, where finite
+    logprobs: tuple[RowLogprobs, ...]  # of rows that request them, where finite
 
 
 class Sampler:

@@ -2,7 +2,7 @@
 
 One program takes one item of the work list (`decode_plan`) and one kv head; the query heads that share the head
 sit in the rows of one 16-row product. Rows that were cut leave partial results in float32; whichever program of a
-row and head arrives last merges them, in the order of the chunks, so that the result does not depend on who that
+row and head arrives last merges them, in the order of the chunks, so that the result does not depend on which one that
 is. What lies in a block beyond a row's end is never used, whatever it is: scores are masked and values are
 zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
 
@@ -176,7 +176,7 @@ def _attend_kernel(
     NARROW: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     LANES: tl.constexpr = HEAD_DIM // 2 if NARROW else HEAD_DIM
     acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
-    if NARROW:  # values are words of two entries, each with a sum of its own
+    if NARROW:  # values are words of two entries, each with a separate sum
         second_acc = tl.zeros([QUERY_ROWS, LANES], tl.float32)
         word_at = in_tile[:, None] * LANES + tl.arange(0, LANES)[None, :]
     for begin in range(start, end, TILE):

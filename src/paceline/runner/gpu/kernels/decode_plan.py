@@ -71,7 +71,7 @@ def plan_decode(
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
     `window` is how many last tokens a row sees (0: all). `first` is where every row starts: a shared prefix of that
-    many tokens, whole blocks, is computed elsewhere. `shared` int32 [rows] says the same of each row by itself.
+    many tokens, whole blocks, is computed elsewhere. `shared` int32 [rows] says the same of each row.
     """
     assert first % BLOCK_SIZE == 0, "a shared prefix is whole blocks"
     _plan_kernel[(1,)](

@@ -2,7 +2,7 @@
 
 Two grouped products over the tiles of `expert_plan`: gate and up together, with SwiGLU before anything is stored, then
 down, whose rows are stored by pair. The last kernel adds the choices of a token in their order, in float32: no
-atomics, the same bits on every run. Who else chose its experts does not change a token's result, as long as the batch
+atomics, the same bits on every run. Other tokens of its experts do not change a token's result, as long as the batch
 is cut into tiles of the same size. Weights are the tall operand of the matrix instruction, so that experts with few
 tokens waste little.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 TILE_WIDTH = 3  # expert, first place in the order, end
-_PAIRS = 1024  # a program looks at so many choices at once
+_PAIRS = 1024  # choices a program looks at at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ def fill_seen(pool: RulePool, rows: Tensor, place: Tensor, known: KnownTokens) -
 
 
 def note_drawn(pool: RulePool, columns: RuleColumns, tokens: Tensor) -> None:
-    """Adds the drawn `tokens`, int32 [slots], to the output of their rows; a negative one is nobody's."""
+    """Adds the drawn `tokens`, int32 [slots], to the output of their rows; negative ones are skipped."""
     slots = tokens.shape[0]
     per_program = 128
     _note_kernel[(triton.cdiv(slots, per_program),)](
@@ -197,7 +197,7 @@ def _note_kernel(seen, slot_rows, places, tokens, slots, vocabulary, SLOTS: tl.c
     place = tl.load(places + row, mask=present, other=-1).to(tl.int64)
     token = tl.load(tokens + slot, mask=present, other=-1)
     counts = (place >= 0) & (token >= 0) & (token < vocabulary)
-    # A place is one row's, and a row has one slot: nobody else adds here. Padding slots may share a row without one.
+    # A row has one slot, and a place one row: nothing else adds here. Padding slots may share a row without a place.
     at = seen + place * vocabulary + token
     tl.store(at, tl.load(at, mask=counts, other=0) + 1, mask=counts)
 

@@ -67,7 +67,7 @@ def split_pairs(words):
     """Two numbers that were loaded as one word of 16 bits, each in float16: the first ones, and the second ones.
 
     A product wants the values of neighbouring tokens in one register, where a block has neighbouring entries of one
-    token: loaded by themselves, bytes go there one by one; words of 16 bits are transposed on the way.
+    token: loaded singly, bytes go there one by one; words of 16 bits are transposed on the way.
     """
     if _IS_COMPILED:
         first, second = tl.inline_asm_elementwise(

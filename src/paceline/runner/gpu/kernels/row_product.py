@@ -95,7 +95,7 @@ def _row_kernel(
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     step = tl.arange(0, STEP)
     at = weight + column.to(tl.int64)[:, None] * INNER + step[None, :]
-    # The first weights are asked for before anything is waited for.
+    # The first weights are requested before anything is waited for.
     mask = (step < INNER)[None, :]
     w = tl.load(at, mask=mask, other=0.0)
     w_up = tl.load(at + COLUMNS * INNER, mask=mask, other=0.0) if GATED else w

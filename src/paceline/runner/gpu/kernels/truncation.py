@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5  # temperatures under this take the largest logit, which is never cut
-MAX_VOCABULARY = 2**19 - 1  # so many masses of 1 fit the integers they are added in
+MAX_VOCABULARY = 2**19 - 1  # this number of masses of 1 fits the integers they are added in
 # Digits of the 32-bit image as (shift, bits), from the highest. Counting within a program costs by the number of bins;
 # masses are added in memory, where many bins keep programs apart. A bf16 has all its bits in the upper half.
 _COUNT_DIGITS = ((24, 8), (16, 8), (8, 8), (0, 8))
@@ -129,7 +129,7 @@ def _float_of(image):
 
 @triton.jit
 def _float_of_digits(digits, SHIFT: tl.constexpr):
-    """The float whose lower bits, if there are digits nobody looked at, are zero: those of its image are then ones
+    """The float whose lower bits, if there are digits not yet looked at, are zero: those of its image are then ones
     where it is negative."""
     image = digits << SHIFT
     return _float_of(tl.where(image < 0x80000000, image | ((1 << SHIFT) - 1), image))

@@ -31,11 +31,11 @@ FEW_ROWS = 64  # up to here a kernel is shorter than its launch, and the next on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
+class LaunchShape:
     """What of a step its kernels are launched for."""
 
     num_tokens: int
-    num_slots: int = 0  # the first tokens are those of so many decoding rows
+    num_slots: int = 0  # decoding rows; their tokens come first
     num_spans: int = 0
     num_tiles: int = 0  # of the spans together
     longest_span: int = 0
@@ -95,12 +95,12 @@ class DeviceAttention:
 
     def begin(
         self,
-        shape: StepShape,
+        shape: LaunchShape,
         slot_rows: Tensor,
         visible: Tensor,
         spans: Spans | None,
         prefix: SharedPrefix | None = None,
-    ) -> Step:
+    ) -> StepPlans:
         """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
         plans = []
@@ -120,10 +120,10 @@ class DeviceAttention:
             shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
             plan_prefill(shared_tiles, prefix.span)
             self._shared_log_sum[: shape.num_slots].fill_(float("-inf"))  # of rows that share nothing
-        return Step(shape, tuning, plans, tiles, shared_tiles)
+        return StepPlans(shape, tuning, plans, tiles, shared_tiles)
 
     def attend(
-        self, step: Step, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
+        self, step: StepPlans, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
     ) -> Tensor:
         """From the product of a layer's q, k and v matrices [tokens, ...] to [tokens, heads * head_dim]."""
         shape, spec, kv = step.shape, self._spec, self._pools.layers[layer]
@@ -164,7 +164,7 @@ class DeviceAttention:
     def _add_shared(
         self, tiles: PrefillPlan, query: Tensor, kv: PagedKV, out: Tensor, log_sum: Tensor
     ) -> None:
-        """Attention over the shared beginning, with the queries of all who share it together."""
+        """Attention over the shared beginning, with the queries of all rows that share it together."""
         other, other_log_sum = self._shared_out[: len(out)], self._shared_log_sum[: len(out)]
         scale, tuning = self._spec.softmax_scale, self._prefill_tuning
         prefill_attention(other, other_log_sum, query, kv, tiles, scale=scale, tuning=tuning)
@@ -183,10 +183,10 @@ class DeviceAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepPlans:
     """The work lists of one step."""
 
-    shape: StepShape
+    shape: LaunchShape
     tuning: DecodeTuning
     plans: list[DecodePlan]
     tiles: PrefillPlan | None

@@ -1,6 +1,6 @@
 """The host's side of the rows: applies plans to the row memory and knows what a step's batch consists of.
 
-It knows of every row what the host can know without asking the device: who owns it, how far its known tokens are
+It knows of every row what the host can know without asking the device: its generation, how far its known tokens are
 computed, which token a step will draw for it. It never reads the device.
 """
 
@@ -52,7 +52,7 @@ class HostRows:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.memory = RowMemory(config, device)
-        num_rows = self.memory.num_rows + 1  # nobody's is the last
+        num_rows = self.memory.num_rows + 1  # the dummy is the last
         self.generation: I32 = np.zeros(num_rows, np.int32)
         self.num_prompt: I64 = np.zeros(num_rows, np.int64)
         # As of the last step submitted, if no row stopped.
@@ -64,7 +64,7 @@ class HostRows:
         self.sharing: I64 = np.zeros(0, np.int64)  # decoding rows that share a beginning; the first slots
 
     def clear(self) -> None:
-        """Nobody is here; the device forgets who decodes."""
+        """All rows are empty, and none decodes on the device."""
         self.memory.forget_changes()
         self.decoding[:] = False
         self._renew_slots()
@@ -89,7 +89,7 @@ class HostRows:
                 self._set_blocks(columns.row, columns.group, columns.index, blocks)
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
-        """Who takes part in the step of a plan that has been applied; counters are those after it."""
+        """The rows of the step of a plan that has been applied; counters are those after it."""
         spans = plan.spans.row.astype(np.int64)
         count = plan.spans.num_scheduled.astype(np.int64)
         start = self.computed[spans]
@@ -108,15 +108,15 @@ class HostRows:
             num_pad=plan.pad_tokens,
         )
 
-    def nobodys_batch(
+    def dummy_batch(
         self, number: int, count: int, *, start: int = 0, num_decode: int | None = None
     ) -> DeviceBatch:
         """A batch that changes nothing: `number` spans of `count` tokens from `start` on, and decoding rows, half as
         many unless it is said."""
-        nobody = self.memory.nobody
+        dummy = self.memory.dummy_row
         return DeviceBatch(
-            decode=np.full(number // 2 if num_decode is None else num_decode, nobody),
-            spans=np.full(number, nobody),
+            decode=np.full(number // 2 if num_decode is None else num_decode, dummy),
+            spans=np.full(number, dummy),
             start=np.full(number, start, np.int64),
             count=np.full(number, count),
             finishing=np.arange(number - number // 2),
@@ -125,10 +125,10 @@ class HostRows:
         )
 
     def put_batch(self, batch: DeviceBatch, most_spans: int, num_draws: int) -> None:
-        """Tell the device about the spans of a step, and which tokens are drawn for whom.
+        """Write the spans of a step, and which rows get a token.
 
-        Places up to `most_spans` that the step does not use are told to be empty, and the draws up to `num_draws`
-        that are nobody's are made from the first token.
+        Places up to `most_spans` that the step does not use become empty; draws up to `num_draws` without a row are
+        made from the first token.
         """
         memory, slots, number = self.memory, len(batch.decode), len(batch.spans)
         at = slice(0, number)
@@ -140,7 +140,7 @@ class HostRows:
         if unused.any():
             memory.put("span_count", slice(number, number + len(unused)), np.zeros(len(unused), np.int32))
         last = (first + batch.count - 1)[batch.finishing]
-        draws = ((batch.sampled, memory.nobody), (np.concatenate([np.arange(slots), last]), 0))
+        draws = ((batch.sampled, memory.dummy_row), (np.concatenate([np.arange(slots), last]), 0))
         for name, (values, nothing) in zip(("sample_rows", "sample_tokens"), draws, strict=True):
             spare = np.full(num_draws - len(values), nothing)
             memory.put(name, slice(0, num_draws), np.concatenate([values, spare]))
@@ -180,7 +180,7 @@ class HostRows:
             self.memory.touch(section.start + at * section.width + entry)
 
     def _renew_slots(self) -> None:
-        """The slots of the batch follow the rows that decode, in order; slots without a row belong to nobody."""
+        """The slots of the batch follow the rows that decode, in order; slots without a row point to the dummy row."""
         rows = np.flatnonzero(self.decoding)
         self.sharing, length = self._find_sharing(rows)
         self._tell_sharing(length)
@@ -188,7 +188,7 @@ class HostRows:
             rows = np.concatenate([self.sharing, np.setdiff1d(rows, self.sharing)])
         self.decode = rows
         section = self.memory["slot_rows"].host[:, 0]
-        slots = np.full(len(section), self.memory.nobody, np.int32)
+        slots = np.full(len(section), self.memory.dummy_row, np.int32)
         slots[: len(self.decode)] = self.decode
         changed = np.flatnonzero(slots != section)
         if len(changed):
@@ -198,22 +198,22 @@ class HostRows:
 
     def _find_sharing(self, rows: I64) -> tuple[I64, int]:
         """The largest group of `rows` whose first blocks are the same, and how many tokens those hold."""
-        nobody = rows[:0]
+        no_rows = rows[:0]
         if len(rows) < FEWEST_SHARING or self.memory.num_groups > 1:
-            return nobody, 0
+            return no_rows, 0
         table = self.memory["table0"].host
         first = table[rows, 0]
         blocks, counts = np.unique(first, return_counts=True)
         largest = int(counts.argmax())
         if counts[largest] < FEWEST_SHARING or blocks[largest] == 0:
-            return nobody, 0
+            return no_rows, 0
         group = rows[first == blocks[largest]]
-        # Whole blocks that everybody has computed: what follows is a row's own.
+        # Whole blocks that every row has computed: what follows is a row's own.
         most = int(self.num_tokens[group].min() - 1) // BLOCK_SIZE
         same = (table[group, :most] == table[group[0], :most]).all(axis=0)
         length = BLOCK_SIZE * (most if same.all() else int(same.argmin()))
         if length < SHORTEST_SHARED or (len(group) - 1) * length < LEAST_SPARED:
-            return nobody, 0
+            return no_rows, 0
         return group, length
 
     def _tell_sharing(self, length: int) -> None:
@@ -224,5 +224,5 @@ class HostRows:
         changed = np.flatnonzero(column != wanted)
         if len(changed):
             memory.put("shared", changed, wanted[changed])
-        row = int(group[0]) if len(group) else memory.nobody
+        row = int(group[0]) if len(group) else memory.dummy_row
         memory.put("shared_span", slice(0, 4), [row, 0, len(group), length])

@@ -1,6 +1,6 @@
 """The pace of a GPU: how long a step with prompts should take, and a table of what steps take, measured at the start.
 
-The steps are those that are replayed while serving, of rows that are nobody's. Owns the measuring; what is made of
+The steps are those that are replayed while serving, of dummy rows. Owns the measuring; what is made of
 the table is the scheduler's business.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from paceline.config.engine import PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.graphs import TOKEN_RUNGS
+from paceline.runner.gpu.graphs import TOKEN_BUCKETS
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
 FEWEST = 256  # tokens of prompts a step carries at least
@@ -24,7 +24,7 @@ SPAN = 1024  # tokens of the step that tells what a long prompt costs
 
 
 class Measurable(Protocol):
-    """What is asked of a runner."""
+    """What is measured of a runner."""
 
     max_slots: int
 
@@ -65,7 +65,7 @@ def measured_costs(
     row_s = 0.0
     if rows < many < size:
         row_s = _slope(partial(without_attention, size), rows, many)
-    sizes = [size for size in TOKEN_RUNGS if FEWEST <= size <= most] or [most]
+    sizes = [size for size in TOKEN_BUCKETS if FEWEST <= size <= most] or [most]
     seconds: list[float] = []
     for size in sizes:
         taken_s = without_attention(size, rows) - row_s * rows

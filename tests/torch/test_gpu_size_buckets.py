@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.runner.gpu.graphs import MixedKey, decode_keys, mixed_key, mixed_keys, rung_of, slot_ladder
+from paceline.runner.gpu.graphs import MixedKey, decode_keys, mixed_key, mixed_keys, slot_bucket, slot_buckets
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 1000, 1024, 5000])
-def test_every_batch_has_a_rung_and_no_smaller_one_holds_it(most: int) -> None:
-    rungs = slot_ladder(most)
-    assert rungs == sorted(set(rungs)) and rungs[-1] == most
+def test_every_batch_has_a_bucket_and_no_smaller_one_holds_it(most: int) -> None:
+    buckets = slot_buckets(most)
+    assert buckets == sorted(set(buckets)) and buckets[-1] == most
     for rows in range(1, most + 1):
-        rung = rung_of(rows, most)
-        assert rung >= rows and not [other for other in rungs if rows <= other < rung]
+        bucket = slot_bucket(rows, most)
+        assert bucket >= rows and not [other for other in buckets if rows <= other < bucket]
 
 
-def test_decode_steps_of_every_kind_are_captured_for_every_rung() -> None:
+def test_decode_steps_of_every_kind_are_captured_for_every_bucket() -> None:
     keys = decode_keys(100)
-    assert {key.slots for key in keys} == set(slot_ladder(100)) and len(keys) == 3 * len(slot_ladder(100))
+    assert {key.slots for key in keys} == set(slot_buckets(100)) and len(keys) == 3 * len(slot_buckets(100))
 
 
 @pytest.mark.parametrize("most_slots, most_tokens", [(1024, 8192), (16, 512), (2, 64), (300, 2048)])

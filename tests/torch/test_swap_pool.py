@@ -8,8 +8,8 @@ import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
 from paceline.runner.gpu import kv_pools
-from paceline.runner.gpu.kv_pools import HostPlaces
-from paceline.runner.gpu.queue import DeviceQueue, Mark
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
+from paceline.runner.gpu.kv_pools import SwapPool
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_blocks_of_two_groups_come_back_whole_in_pieces_of_any_size(
     groups = [torch.randint(0, 1 << 40, (layers, 12, 5)).transpose(0, 1) for layers in (4, 6)]
     monkeypatch.setattr(kv_pools, "STAGED_BYTES", at_once * 6 * 5 * 8)
     before = [group.clone() for group in groups]
-    places = HostPlaces(groups, 9, DeviceQueue(CPU))
+    places = SwapPool(groups, 9, DeviceQueue(CPU))
     first, second = [3, 4, 9, 1, 11], [5, 6]
     places.swap(both(swaps(1, first, [7, 8, 0, 1, 4]), swaps(2, second, [3, 2], group=1)), NO_SWAPS)
     for group in groups:
@@ -72,7 +72,7 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
             return marks[-1]
 
     marks: list[Late] = []
-    places = HostPlaces([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
+    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
     places._copies = Slow(CPU)
     for ticket in (1, 2, 3):
         places.swap(swaps(ticket, [ticket], [ticket]), NO_SWAPS)
@@ -88,5 +88,5 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
 
 
 def test_without_places_nothing_is_taken() -> None:
-    places = HostPlaces([torch.zeros(8, 2, 3, dtype=torch.int64)], 0, DeviceQueue(CPU))
+    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 0, DeviceQueue(CPU))
     assert places._places == [] and places._staged == []

@@ -11,8 +11,8 @@ import pytest
 from paceline.config.engine import SchedulerConfig
 from paceline.models.files.open import open_checkpoint
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.graphs import TOKEN_RUNGS
-from paceline.runner.gpu.pacing import FEWEST, PACE, with_pace
+from paceline.runner.gpu.graphs import TOKEN_BUCKETS
+from paceline.runner.gpu.step_times import FEWEST, PACE, with_pace
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +63,7 @@ def test_the_table_holds_what_steps_take_without_attention(spec: ModelSpec) -> N
     )
     costs = config.step_costs
     assert costs is not None and config.step_target_ms == pytest.approx(PACE * 5)
-    assert costs.sizes[0] == FEWEST and set(costs.sizes) <= set(TOKEN_RUNGS)
+    assert costs.sizes[0] == FEWEST and set(costs.sizes) <= set(TOKEN_BUCKETS)
     assert costs.seconds == pytest.approx([FIXED_S + TOKEN_S * size for size in costs.sizes])
     assert costs.product_s == pytest.approx(PRODUCT_S) and costs.row_s == pytest.approx(ROW_S)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2

@@ -197,10 +197,10 @@ def _score_kernel(
         best, best_token = _better(best, best_token, x3, group * _LANES + 3)
 
     place = slot * tl.num_programs(1) + tile
-    NOBODY: tl.constexpr = 2147483647
-    winner = tl.min(tl.where(best == tl.max(best, 0), best_token, NOBODY), 0)
+    NO_TOKEN: tl.constexpr = 2147483647
+    winner = tl.min(tl.where(best == tl.max(best, 0), best_token, NO_TOKEN), 0)
     rest = tl.where(best_token == winner, float("-inf"), best)
-    second = tl.min(tl.where(rest == tl.max(rest, 0), best_token, NOBODY), 0)
+    second = tl.min(tl.where(rest == tl.max(rest, 0), best_token, NO_TOKEN), 0)
     tl.store(candidate_token + place * 2, winner)
     tl.store(candidate_token + place * 2 + 1, second)
     tl.store(candidate_flags + place, tl.max(bad, 0))

@@ -1,8 +1,8 @@
-"""Drawing tokens on the device: what rows ask for as columns, rules and truncation for those that want them.
+"""Sampling on the device: sampling parameters as columns of the rows, logit rules for the rows that need them.
 
-A row is plain (temperature, seed, stop ids), rich (top-k, top-p, min-p, penalties, bias, bans), or the host's: it wants
-logprobs, words of several ids, or more than the device has room for. Host rows are drawn by the reference sampler,
-and the device is told what came of it.
+A row is plain (temperature, seed, stop ids), has logit rules (top-k, top-p, min-p, penalties, bias, bans), or is the
+host's: it needs logprobs, bad words of several ids, or more than the device has room for. Host rows are sampled by the
+reference sampler, and the device gets the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from torch import Tensor
 
 from paceline.core.plan import RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
+from paceline.runner.gpu.kernels.gumbel_sampling import (
+    Candidates,
+    SamplingColumns,
+    allocate_candidates,
+    sample,
+)
 from paceline.runner.gpu.kernels.logit_rules import (
     EVERYTHING,
     LIST_ENTRIES,
@@ -28,7 +34,6 @@ from paceline.runner.gpu.kernels.logit_rules import (
     note_drawn,
 )
 from paceline.runner.gpu.kernels.row_update import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
-from paceline.runner.gpu.kernels.sampling import Candidates, SamplingColumns, allocate_candidates, sample
 from paceline.runner.gpu.kernels.truncation import (
     MAX_VOCABULARY,
     TruncationColumns,
@@ -46,8 +51,8 @@ PLACES = 64  # rows with rules at a time; further ones are the host's
 _MANY = 64  # rows from which candidates are looked for in large tiles
 
 
-class DeviceDraw:
-    """Columns, pools and buffers of the draw."""
+class DeviceSampler:
+    """Columns, pools and buffers of sampling."""
 
     def __init__(
         self, memory: RowMemory, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
@@ -56,7 +61,7 @@ class DeviceDraw:
         self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.host = Sampler(memory.num_rows, vocab_size, eos_token_ids)
         self.is_host: Bool = np.zeros(memory.num_rows + 1, np.bool_)
-        self.is_rich: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        self.has_logit_rules: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._pool = allocate_rule_pool(PLACES, vocab_size, device)
         self._free = list(range(PLACES))
         self._places: dict[int, int] = {}  # by row
@@ -77,8 +82,8 @@ class DeviceDraw:
             if place is not None:
                 self._free.append(place)
 
-    def join(self, joins: RowJoins) -> None:
-        """Write every sampling column of the rows that join."""
+    def write_columns(self, joins: RowJoins) -> None:
+        """Before the row memory is sent: write every sampling column of the rows that join."""
         at = joins.row.astype(np.int64)
         self.leave(at.tolist())
         stops = np.full((len(at), MAX_STOP_IDS), -1, np.int32)
@@ -89,7 +94,7 @@ class DeviceDraw:
             has_rules = always_needs_rules(params) or params.min_tokens > 0
             is_host = self._is_for_host(params, len(ends), truncates, has_rules)
             self.is_host[row] = is_host
-            self.is_rich[row] = not is_host and (truncates or has_rules)
+            self.has_logit_rules[row] = not is_host and (truncates or has_rules)
             stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
             cuts[index] = (0, 1, 0) if is_host else (max(params.top_k, 0), params.top_p, params.min_p)
             if has_rules and not is_host:
@@ -105,15 +110,15 @@ class DeviceDraw:
         memory.put("num_prompt", at, joins.num_prompt)
         memory.put("place", at, [self._places.get(row, NO_PLACE) for row in at.tolist()])
 
-    def joined(self, rows: list[int]) -> None:
-        """The columns and tokens of rows that joined are on the device: count what their rules must know."""
+    def count_known_tokens(self, rows: list[int]) -> None:
+        """After the row memory was sent: count the tokens that rules of the rows that joined depend on."""
         counted = [row for row in rows if row in self._places]
         if counted:
             self._count_known(counted)
 
     def warm_up(self) -> None:
-        """Launch what is launched beside a step's own kernels, for nobody's row, which has no rules."""
-        self._count_known([self._memory.nobody])
+        """Launch what is launched beside a step's own kernels, for the dummy row, which has no rules."""
+        self._count_known([self._memory.dummy_row])
 
     def _count_known(self, rows: list[int]) -> None:
         memory = self._memory
@@ -149,8 +154,8 @@ class DeviceDraw:
         counts = [number, len(banned), len(ends), len(params.logit_bias)]
         pool.counts[place] = self._sent(counts, torch.int32)
         neutral = (1.0, 0.0, 0.0)
-        asked = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        pool.penalties[place] = self._sent(asked if uses_penalties(params) else neutral, torch.float32)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        pool.penalties[place] = self._sent(penalties if uses_penalties(params) else neutral, torch.float32)
         pool.stop_from[place].fill_(num_prompt + params.min_tokens)  # an assignment would wait
 
     def _sent(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -158,16 +163,16 @@ class DeviceDraw:
         host = torch.tensor(values, dtype=dtype, pin_memory=self._device.type == "cuda")
         return host.to(self._device, non_blocking=True)
 
-    # -- a draw ------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------------------
 
-    def draw(self, logits: Tensor, who: Tensor, *, rich: bool) -> None:
-        """A token for each of the rows `who` from its logits, which are changed where a row wants that."""
+    def sample(self, logits: Tensor, slot_rows: Tensor, *, with_rules: bool) -> None:
+        """A token for each of `slot_rows` from its logits, which are changed where a row has rules."""
         memory, count = self._memory, len(logits)
         length = memory.columns.length
-        if rich:
-            apply_rules(logits, self._pool, self._rule_columns(who))
+        if with_rules:
+            apply_rules(logits, self._pool, self._rule_columns(slot_rows))
             cuts = TruncationColumns(
-                slot_rows=who,
+                slot_rows=slot_rows,
                 temperature=memory.wide("temperature", torch.float64),
                 top_k=memory.column("top_k"),
                 top_p=memory.wide("top_p", torch.float64),
@@ -175,7 +180,7 @@ class DeviceDraw:
             )
             truncate(logits, cuts, self._search)
         columns = SamplingColumns(
-            slot_rows=who,
+            slot_rows=slot_rows,
             temperature=memory.wide("temperature", torch.float64),
             seed=memory.wide("seed", torch.int64),
             position=length,
@@ -183,15 +188,15 @@ class DeviceDraw:
         candidates = self._candidates[count >= _MANY]
         sample(self._chosen[:count], self._finite[:count], logits, columns, candidates)
 
-    def update(self, who: Tensor, *, rich: bool) -> None:
-        """The rows take their tokens in; what they and the host are told is in `drawn`."""
-        count = len(who)
+    def update(self, slot_rows: Tensor, *, with_rules: bool) -> None:
+        """The rows take their tokens; `drawn` holds them for the host."""
+        count = len(slot_rows)
         drawn = DrawnTokens(token=self.drawn[0, :count], code=self.drawn[1, :count])
-        update_rows(self._memory.columns, drawn, who, self._chosen[:count], self._finite[:count])
-        if rich:
-            note_drawn(self._pool, self._rule_columns(who), drawn.token)
+        update_rows(self._memory.columns, drawn, slot_rows, self._chosen[:count], self._finite[:count])
+        if with_rules:
+            note_drawn(self._pool, self._rule_columns(slot_rows), drawn.token)
 
-    def draw_on_host(self, logits: Tensor, rows: I64, positions: I64) -> tuple[RowLogprobs, ...]:
+    def sample_on_host(self, logits: Tensor, rows: I64, positions: I64) -> tuple[RowLogprobs, ...]:
         """Tokens of the host's rows replace those the device drew; `rows` are those of `logits`."""
         which = np.flatnonzero(self.is_host[rows])
         if not len(which):
@@ -205,6 +210,6 @@ class DeviceDraw:
         self._finite[places] = torch.from_numpy(finite).to(self._device)
         return drawn.logprobs
 
-    def _rule_columns(self, who: Tensor) -> RuleColumns:
+    def _rule_columns(self, slot_rows: Tensor) -> RuleColumns:
         memory = self._memory
-        return RuleColumns(slot_rows=who, place=memory.column("place"), position=memory.columns.length)
+        return RuleColumns(slot_rows=slot_rows, place=memory.column("place"), position=memory.columns.length)

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan
-from paceline.runner.rows import DeviceRows
+from paceline.runner.device_rows import DeviceRows
 
 Index = NDArray[np.int64]
 NOWHERE = -1  # slot of a token whose keys and values are not stored
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Batch:
+class FlatBatch:
     """`rows`, `start`, `count` speak of rows; `tokens`, `positions`, `row_of` of tokens, row by row."""
 
     rows: Index  # decoding rows first, then spans; padding is not among them
@@ -40,7 +40,7 @@ class Batch:
         return last
 
 
-def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> Batch:
+def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> FlatBatch:
     """The batch of a plan that has been applied to `rows`."""
     decode = np.flatnonzero(rows.decoding)
     at = np.concatenate([decode, plan.spans.row])
@@ -59,13 +59,13 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> Batch:
     )
     tokens = rows.tokens[owner, positions]
     lengths = np.maximum(positions + 1, rows.num_prompt[owner])
-    if plan.pad_tokens:  # computed for real, read by nobody
+    if plan.pad_tokens:  # computed for real, never read
         pad = np.zeros(plan.pad_tokens, np.int64)
         tokens, positions = np.concatenate([tokens, pad]), np.concatenate([positions, pad])
         lengths = np.concatenate([lengths, pad + 1])
         row_of = np.concatenate([row_of, pad + len(at)])
         slots = tuple(np.concatenate([slot, pad + NOWHERE]) for slot in slots)
-    return Batch(
+    return FlatBatch(
         rows=at,
         num_decode=len(decode),
         start=start,
