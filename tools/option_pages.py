@@ -12,86 +12,51 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import audit, completion, doctor, explain, keys, models, replay, run, steer, trace, usage
-from paceline.cli.bench import flags as bench_flags
-from paceline.cli.chat import run as chat_run
-from paceline.cli.demo import run as demo_run
-from paceline.cli.flags import Flag, Panel, default_of, spec_of
-from paceline.cli.run_batch import flags as run_batch_flags
-from paceline.cli.serve import flags as serve_flags
-from paceline.cli.sim import flags as sim_flags
-from paceline.cli.top import run as top_run
-from paceline.cli.tune import flags as tune_flags
+from paceline.cli.command import Command, CommandGroup, CommandOption
+from paceline.cli.main import PACELINE
 from paceline.config.options import flag_of
 from paceline.scheduler.policy import POLICY_CLASSES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
 POLICY_PAGE = PAGE.with_name("policies.md")
 POLICY_HEAD = "| name | order | options |\n|---|---|---|\n"
-COMMANDS: dict[str, tuple[Panel, ...]] = {
-    "serve": serve_flags.PANELS,
-    "chat": chat_run.PANELS,
-    "run": run.PANELS,
-    "run-batch": run_batch_flags.PANELS,
-    "pull": models.PULL_PANELS,
-    "ls": models.LIST_PANELS,
-    "show": models.SHOW_PANELS,
-    "rm": models.REMOVE_PANELS,
-    "demo": demo_run.PANELS,
-    "sim": sim_flags.PANELS,
-    "tune": tune_flags.PANELS,
-    "explain": explain.PANELS,
-    "replay": replay.PANELS,
-    "trace": trace.PANELS,
-    "audit verify": audit.VERIFY_PANELS,
-    "audit bias": audit.BIAS_PANELS,
-    "bench serve": bench_flags.SERVE_PANELS,
-    "bench sweep": bench_flags.SWEEP_PANELS,
-    "bench compare": bench_flags.COMPARE_PANELS,
-    "bench throughput": bench_flags.THROUGHPUT_PANELS,
-    "bench latency": bench_flags.LATENCY_PANELS,
-    "dial": steer.DIAL_PANELS,
-    "policy": steer.POLICY_PANELS,
-    "top": top_run.PANELS,
-    "keys add": keys.ADD_PANELS,
-    "keys ls": keys.LIST_PANELS,
-    "keys revoke": keys.REVOKE_PANELS,
-    "usage": usage.PANELS,
-    "doctor": doctor.PANELS,
-    "completion": completion.PANELS,
-}
+
+
+def commands(group: CommandGroup, path: str = "") -> Iterator[tuple[str, Command]]:
+    """Every command below a group, by its words."""
+    for name, each in group.commands.items():
+        if isinstance(each, CommandGroup):
+            yield from commands(each, f"{path}{name} ")
+        else:
+            yield path + name, each
+
+
+COMMANDS = dict(commands(PACELINE))
 HEAD = (
     "# Options\n\n"
-    "Made from the declarations in `config.py`, `config_serve.py`, `config_process.py` and the commands; "
-    "`make options` makes it again. Numbers may be written with k, m or g (thousands), or K, M or G (powers of "
-    "1,024); underscores in a flag's name are as good as dashes. For `serve`, every flag is also a key of the "
-    "`--config` file (`port: 9000`) and an environment variable (`PACELINE_PORT=9000`); the command line counts "
-    "first, then the environment, then the file.\n"
+    "Made from the declarations in `paceline/config` and of the commands; `make options` makes it again. Numbers may "
+    "be written with k, m or g (thousands), or K, M or G (powers of 1,024); underscores in a flag's name are as good "
+    "as dashes. For `serve`, every flag is also a key of the `--config` file (`port: 9000`) and an environment "
+    "variable (`PACELINE_PORT=9000`); the command line counts first, then the environment, then the file.\n"
 )
 
 
 def page() -> str:
     parts = [HEAD]
-    for command, panels in COMMANDS.items():
-        parts.append(f"\n## paceline {command}\n")
-        for title, rows in _by_title(panels):
+    for name, command in COMMANDS.items():
+        parts.append(f"\n## paceline {name}\n")
+        for title in dict.fromkeys(each.panel for each in command.options):
             parts.append(f"\n### {title}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
+            rows = (_row(each) for each in command.options if each.panel == title)
             parts += [f"| {' | '.join(row)} |\n" for row in rows]
     return "".join(parts)
 
 
-def _by_title(panels: tuple[Panel, ...]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    titles = dict.fromkeys(panel.title for panel in panels)
-    for title in titles:
-        rows = [_row(panel, flag) for panel in panels if panel.title == title for flag in panel.flags]
-        yield title, rows
-
-
-def _row(panel: Panel, flag: Flag) -> tuple[str, ...]:
-    spec = spec_of(panel, flag)
-    names = [flag.metavar or flag.name.upper()] if flag.is_argument else [*flag.also, flag_of(spec)]
+def _row(each: CommandOption) -> tuple[str, ...]:
+    names = [each.metavar] if each.is_argument else [*each.also, flag_of(each.spec)]
+    default = each.default_text or ("no" if each.spec.default is False else "")
     shown = ", ".join(f"`{name}`" for name in names)
-    return shown, _values(spec), default_of(spec, flag), spec.metadata["help"].replace("|", "\\|")
+    return shown, _values(each.spec), default, each.help.replace("|", "\\|")
 
 
 def _values(spec: Field[Any]) -> str:

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command, command_group
+from paceline.cli.command import Command, CommandGroup
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -28,7 +26,6 @@ Check that a decision log was not changed.
 Every page of decisions holds the hash of the page before it, so that a changed, removed or inserted page is found.
 Exits with 0 if the chain is whole, 1 if it is not, 2 if there is no log.
 
-\b
   paceline audit verify decisions/
   paceline audit verify decisions/ --head HASH
 
@@ -40,7 +37,6 @@ Compare the waiting and preemptions of groups of requests.
 Groups are keys, classes or prompt lengths. Each is compared with all others by a rank test, corrected for the number of
 comparisons.
 
-\b
   paceline audit bias decisions/ --by key,class,length
 """
 
@@ -49,33 +45,19 @@ comparisons.
 class VerifyOptions:
     """What `paceline audit verify` takes."""
 
-    folder: str = option("", "folder of the decision log")
-    head: str = option("", "hash that an earlier run printed; its page must still exist")
+    folder: str = option("", "folder of the decision log", argument=True, metavar="DIR")
+    head: str = option("", "hash that an earlier run printed; its page must still exist", metavar="HASH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasOptions:
     """What `paceline audit bias` takes."""
 
-    folder: str = option("", "folder of the decision log")
+    folder: str = option("", "folder of the decision log", argument=True, metavar="DIR")
     by: str = option(
         "key,class,length", "what to compare by: key, class, length; several: separated by commas"
     )
     json: bool = option(False, "print one JSON object")
-
-
-_FOLDER = Flag(name="folder", metavar="DIR", is_argument=True)
-VERIFY_PANELS = (
-    Panel(title="Log", config=VerifyOptions, flags=(_FOLDER, Flag(name="head", metavar="HASH"))),
-)
-BIAS_PANELS = (Panel(title="Log", config=BiasOptions, flags=(_FOLDER, Flag(name="by"), Flag(name="json"))),)
-
-
-def add_audit(app: typer.Typer) -> None:
-    audit = command_group("audit", HELP)
-    add_command(audit, "verify", _verify, VERIFY_PANELS, VERIFY_HELP)
-    add_command(audit, "bias", _bias, BIAS_PANELS, BIAS_HELP)
-    app.add_typer(audit)
 
 
 def _verify(values: Mapping[str, Any]) -> None:
@@ -85,18 +67,18 @@ def _verify(values: Mapping[str, Any]) -> None:
 
     found = verify(_named(options.folder), options.head)
     if found.undone:
-        typer.echo("note: a write was interrupted by the end of its process, and does not count")
+        print("note: a write was interrupted by the end of its process, and does not count")
     if found.problem:
         before = "" if found.first is None else f"; {_pages(found)} before it {_is(found)} whole"
-        typer.echo(f"broken: {found.problem}{before}")
-        raise typer.Exit(1)
+        print(f"broken: {found.problem}{before}")
+        raise SystemExit(1)
     if found.first is None:
-        typer.echo("whole: there is no decision yet")
+        print("whole: there is no decision yet")
         return
     removed = found.first.first - 1
     gone = f"; {removed:,} decisions before them were removed by age or number" if removed else ""
-    typer.echo(f"whole: {found.num_entries:,} decisions in {_pages(found)}{gone}")
-    typer.echo(f"head: {found.end.hash}")
+    print(f"whole: {found.num_entries:,} decisions in {_pages(found)}{gone}")
+    print(f"head: {found.end.hash}")
 
 
 def _pages(found: Verdict) -> str:
@@ -120,7 +102,7 @@ def _bias(values: Mapping[str, Any]) -> None:
     found = compare(requests, by)
     if options.json:
         shown = {"num_requests": len(requests), "comparisons": [asdict(each) for each in found]}
-        typer.echo(json.dumps(shown, indent=2))
+        print(json.dumps(shown, indent=2))
         return
     lines = _bias_lines(len(requests), found)
     left_out = [name for name in by if found and name not in {each.by for each in found}]
@@ -129,7 +111,7 @@ def _bias(values: Mapping[str, Any]) -> None:
             -1, f"{', '.join(left_out)}: no two groups are large enough ({LEAST} requests each, at least)"
         )
     for line in lines:
-        typer.echo(line)
+        print(line)
 
 
 def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:
@@ -166,3 +148,15 @@ def _named(folder: str) -> str:
     if not folder:
         raise InputError("say which log: the folder that was given to --decision-log")
     return folder
+
+
+AUDIT = CommandGroup(
+    name="audit",
+    help=HELP,
+    headings={
+        "Commands": (
+            Command(name="verify", help=VERIFY_HELP, run=_verify, takes=(VerifyOptions,)),
+            Command(name="bias", help=BIAS_HELP, run=_bias, takes=(BiasOptions,)),
+        )
+    },
+)

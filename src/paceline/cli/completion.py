@@ -1,6 +1,6 @@
 """`paceline completion`: words for the Tab key in bash, zsh and fish.
 
-Owns the three scripts and the words. A script asks `paceline __complete WORD...` and gets the words that may stand in
+Owns the three scripts and the words. A script calls `paceline __complete WORD...` and gets the words that may stand in
 place of the last one: a line each, with a description behind a tab, and `:files` where files are wanted as well. The
 words come from the declared commands and options; nothing heavy is imported, because this runs at every press of Tab.
 """
@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import HELP_ROW, Flag, Panel, PanelCommand, add_command, first_line, spec_of
+from paceline.cli.command import (
+    HELP_ALL,
+    HELP_ALL_TEXT,
+    HELP_TEXT,
+    Command,
+    CommandGroup,
+    CommandOption,
+    first_line,
+)
 from paceline.config.options import OWN_CLASS, option
 from paceline.errors import InputError, PacelineError
 
@@ -24,7 +30,6 @@ FILES = ":files"
 HELP = """
 Print a script that completes commands and options.
 
-\b
   eval "$(paceline completion bash)"        # in ~/.bashrc
   eval "$(paceline completion zsh)"         # in ~/.zshrc, after compinit
   paceline completion fish | source         # in ~/.config/fish/config.fish
@@ -85,20 +90,14 @@ complete -c paceline -f -a '(__paceline_complete)'
 class CompletionOptions:
     """What `paceline completion` takes."""
 
-    shell: str = option("", "shell to complete in", choices=tuple(SCRIPTS))
-
-
-PANELS = (
-    Panel(
-        title="Completion",
-        config=CompletionOptions,
-        flags=(Flag(name="shell", metavar="bash|zsh|fish", is_argument=True, default="from $SHELL"),),
-    ),
-)
-
-
-def add_completion(app: typer.Typer) -> None:
-    add_command(app, "completion", _run, PANELS, HELP)
+    shell: str = option(
+        "",
+        "shell to complete in",
+        choices=tuple(SCRIPTS),
+        argument=True,
+        metavar="bash|zsh|fish",
+        default_text="from $SHELL",
+    )
 
 
 def _run(values: Mapping[str, Any]) -> None:
@@ -107,16 +106,21 @@ def _run(values: Mapping[str, Any]) -> None:
         raise InputError(
             f"there is no completion for {shell or 'an unknown shell'}; give {', '.join(SCRIPTS)}"
         )
-    typer.echo(SCRIPTS[shell].strip())
+    print(SCRIPTS[shell].strip())
+
+
+COMPLETION = Command(name="completion", help=HELP, run=_run, takes=(CompletionOptions,))
 
 
 # -- words -------------------------------------------------------------------------------------------------
 
 
-def complete(root: Any, words: Sequence[str]) -> list[str]:
+def complete(root: CommandGroup, words: Sequence[str]) -> list[str]:
     """The lines that answer a script; the last word is the one to complete."""
     *before, current = words or [""]
-    place = _Place.after(root, [word for word in before if word != "="])  # bash cuts --flag=value at the sign
+    place = _Cursor.after(
+        root, [word for word in before if word != "="]
+    )  # bash cuts --flag=value at the sign
     prefix = ""
     if current == "=":
         current = ""
@@ -129,16 +133,16 @@ def complete(root: Any, words: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Cursor:
     """Where on a command line the next word stands."""
 
-    command: Any
-    waiting: Any = None  # the option whose value it is
+    command: Command | CommandGroup
+    waiting: CommandOption | None = None  # the option whose value it is
     num_arguments: int = 0  # before it
-    is_argument: bool = False  # whatever it looks like
+    is_argument: bool = False  # even if it begins with a dash
 
     @classmethod
-    def after(cls, root: Any, words: Sequence[str]) -> _Place:
+    def after(cls, root: CommandGroup, words: Sequence[str]) -> _Cursor:
         place = cls(root)
         for word in words:
             place._take(word)
@@ -151,73 +155,60 @@ class _Place:
             self.is_argument = True
         elif word.startswith("-") and not self.is_argument:
             option = self.option(word.partition("=")[0])
-            is_open = option is not None and not option.is_flag and "=" not in word
+            is_open = option is not None and not option.is_switch and "=" not in word
             self.waiting = option if is_open else None
-        elif word in self.commands:
-            self.command = self.commands[word]
+        elif isinstance(self.command, CommandGroup) and word in self.command.commands:
+            self.command = self.command.commands[word]
         else:
             self.num_arguments += 1
 
-    @property
-    def commands(self) -> Mapping[str, Any]:
-        return getattr(self.command, "commands", {})
-
-    def option(self, name: str) -> Any:
-        options = (each for each in self.command.params if each.param_type_name == "option")
-        return next((each for each in options if _dashed(name) in (*each.opts, *each.secondary_opts)), None)
+    def option(self, name: str) -> CommandOption | None:
+        return self.command.flags.get(_dashed(name)) if isinstance(self.command, Command) else None
 
     @property
-    def value_of(self) -> Any:
+    def value_of(self) -> CommandOption | None:
         """The option or argument whose value is wanted, if any."""
-        if self.waiting is not None:
+        if self.waiting is not None or isinstance(self.command, CommandGroup):
             return self.waiting
-        arguments = [each for each in self.command.params if each.param_type_name == "argument"]
-        left = arguments[self.num_arguments :] or [each for each in arguments[-1:] if each.nargs == -1]
+        arguments = self.command.arguments
+        left = arguments[self.num_arguments :] or [each for each in arguments[-1:] if each.is_repeated]
         return left[0] if left else None
 
     def words(self, current: str) -> Iterator[tuple[str, str]]:
         if self.waiting is None and current.startswith("-") and not self.is_argument:
-            for each in self.command.params:
-                if each.param_type_name == "option":
-                    text = _help(self.command, each)
-                    yield from ((name, text) for name in (*each.opts, *each.secondary_opts))
-            yield ("--help", HELP_ROW[1])
-        elif self.waiting is None and self.commands:
+            yield from _flags(self.command)
+        elif isinstance(self.command, CommandGroup):
             if not self.num_arguments:  # else the line begins with a word that is no command
-                yield from ((name, first_line(command.help)) for name, command in self.commands.items())
+                yield from ((name, first_line(each.help)) for name, each in self.command.commands.items())
         elif self.value_of is not None:
-            yield from _values(self.command, self.value_of)
+            yield from _values(self.value_of)
 
     def wants_files(self, current: str) -> bool:
-        parameter = self.value_of
-        if parameter is None or (self.waiting is None and current.startswith("-") and not self.is_argument):
+        option = self.value_of
+        if option is None or (self.waiting is None and current.startswith("-") and not self.is_argument):
             return False
-        spec = _spec(self.command, parameter)
-        return spec.metadata["kind"] in (str, tuple) and not spec.metadata["choices"]
+        return option.kind in (str, tuple) and not option.choices
 
 
-def _values(command: Any, parameter: Any) -> Iterator[tuple[str, str]]:
-    for word in _spec(command, parameter).metadata["choices"] or ():
-        if word != OWN_CLASS:
-            yield word, ""
-    if parameter.metavar == "MODEL":
+def _flags(command: Command | CommandGroup) -> Iterator[tuple[str, str]]:
+    if isinstance(command, CommandGroup):
+        yield from command.flags
+        return
+    yield from ((name, each.help) for name, each in command.flags.items())
+    if command.is_long:
+        yield (HELP_ALL, HELP_ALL_TEXT)
+    yield ("--help", HELP_TEXT)
+
+
+def _values(option: CommandOption) -> Iterator[tuple[str, str]]:
+    yield from ((word, "") for word in option.choices if word != OWN_CLASS)
+    if option.metavar == "MODEL":
         from paceline.models.files.fetch import kept_models
 
         try:
             yield from ((model.name, "downloaded") for model in kept_models(None))
         except (OSError, PacelineError):
             return
-
-
-def _spec(command: Any, parameter: Any) -> Any:
-    panels = command.panels if isinstance(command, PanelCommand) else ()
-    flags = ((panel, flag) for panel in panels for flag in panel.flags if flag.name == parameter.name)
-    return next((spec_of(panel, flag) for panel, flag in flags), None)
-
-
-def _help(command: Any, parameter: Any) -> str:
-    spec = _spec(command, parameter)
-    return str(spec.metadata["help"] if spec is not None else parameter.help or "")
 
 
 def _dashed(word: str) -> str:

@@ -17,9 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.options import option
 from paceline.errors import PacelineError
 from paceline.models.files.fetch import DEFAULT_MODEL, ROOT_VARIABLE, default_model, models_folder
@@ -41,28 +39,21 @@ class DoctorOptions:
     json: bool = option(False, "print one JSON object")
 
 
-PANELS = (Panel(title="Result", config=DoctorOptions, flags=(Flag(name="json"),)),)
-
-
-def add_doctor(app: typer.Typer) -> None:
-    add_command(app, "doctor", doctor, PANELS, HELP)
-
-
 def doctor(given: Mapping[str, Any]) -> None:
 
     facts = gather()
     problems = find_problems(facts)
     if given["json"]:
         found = [{"problem": one.text, "is_broken": one.is_broken} for one in problems]
-        typer.echo(json.dumps({**facts, "problems": found}, indent=2))
+        print(json.dumps({**facts, "problems": found}, indent=2))
     else:
         _print(facts)
         for one in problems:
-            typer.echo(f"{'BROKEN' if one.is_broken else 'Note'}: {one.text}")
+            print(f"{'BROKEN' if one.is_broken else 'Note'}: {one.text}")
         if not problems:
-            typer.echo("No problems found.")
+            print("No problems found.")
     if any(one.is_broken for one in problems):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -81,8 +72,8 @@ def _print(facts: dict[str, Any]) -> None:
     ]
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
-        typer.echo(f"{label:<{width}}  {text}")
-    typer.echo("")
+        print(f"{label:<{width}}  {text}")
+    print("")
 
 
 def _instructions(found: dict[str, bool]) -> str:
@@ -98,7 +89,7 @@ def _gib(num_bytes: int | None) -> str:
 # Facts about this machine and installation, as plain values.
 
 
-PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm", "typer")
+PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm")
 # What the arithmetic is much faster with, by the kind of machine.
 INSTRUCTIONS = {
     "aarch64": ("asimddp", "i8mm", "bf16", "sve"),
@@ -335,3 +326,6 @@ def _settings(facts: dict[str, Any]) -> list[Problem]:
             Problem(text=f"{KV_SPACE} asks for {value:g} GiB, more than the free memory; make it smaller")
         ]
     return []
+
+
+DOCTOR = Command(name="doctor", help=HELP, run=doctor, takes=(DoctorOptions,))

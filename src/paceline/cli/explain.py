@@ -11,16 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.options import option
 from paceline.errors import InputError
 
 HELP = """
 Explain why a request waited, was preempted or was rejected.
 
-\b
   paceline sim --rate 20 --log run.jsonl.gz
   paceline explain 17 --log run.jsonl.gz
   paceline explain chatcmpl-3f2a... --url http://localhost:8000
@@ -36,29 +33,14 @@ class ExplainOptions:
     """What `paceline explain` takes."""
 
     request: str = option(
-        "", "number of the request, in a log or on a server's live page, or the id of a server's answer"
+        "",
+        "number of the request, in a log or on a server's live page, or the id of a server's answer",
+        argument=True,
+        metavar="ID",
     )
-    log: str = option("", "run log it is in")
-    url: str = option("", "server it was sent to")
+    log: str = option("", "run log it is in", metavar="FILE")
+    url: str = option("", "server it was sent to", metavar="URL")
     json: bool = option(False, "print one JSON object: the sentences, and every decision by name")
-
-
-PANELS = (
-    Panel(
-        title="Request",
-        config=ExplainOptions,
-        flags=(
-            Flag(name="request", metavar="ID", is_argument=True),
-            Flag(name="log", metavar="FILE"),
-            Flag(name="url", metavar="URL"),
-            Flag(name="json"),
-        ),
-    ),
-)
-
-
-def add_explain(app: typer.Typer) -> None:
-    add_command(app, "explain", _run, PANELS, HELP)
 
 
 def _run(given: Mapping[str, Any]) -> None:
@@ -69,10 +51,10 @@ def _run(given: Mapping[str, Any]) -> None:
         raise InputError("say where the request is: --log FILE names a run log, --url URL a server")
     values, sentences = _from_server(options) if options.url else _from_log(options)
     if options.json:
-        typer.echo(json.dumps(values, indent=2))
+        print(json.dumps(values, indent=2))
     else:
         for sentence in sentences:
-            typer.echo(sentence)
+            print(sentence)
 
 
 def _from_log(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
@@ -100,3 +82,6 @@ def _from_server(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
         )
         sentences += branch["sentences"]
     return values, sentences
+
+
+EXPLAIN = Command(name="explain", help=HELP, run=_run, takes=(ExplainOptions,))

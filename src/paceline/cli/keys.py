@@ -10,15 +10,13 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command, command_group
+from paceline.cli.command import Command, CommandGroup
 from paceline.cli.terminal import note
-from paceline.config.options import check_options, option
+from paceline.config.options import check_options, option, pick
 from paceline.errors import InputError
 from paceline.server.access.caller import (
     BOUNDS,
@@ -48,7 +46,6 @@ Create a key and print it once.
 
 The file gets only its hash, and is created if it does not exist.
 
-\b
   paceline keys add team-a --file keys.jsonl
   paceline keys add night --file keys.jsonl --class batch --max-concurrency 8
 
@@ -67,7 +64,7 @@ Its line stays in the file, so that past usage keeps its name. A running server 
 class FileOptions:
     """Which file, and how the answer looks."""
 
-    file: str | None = option(None, "keys file; default: PACELINE_API_KEYS_FILE", kind=str)
+    file: str | None = option(None, "keys file; default: PACELINE_API_KEYS_FILE", metavar="FILE")
     json: bool = option(False, "print one JSON object")
 
 
@@ -75,7 +72,9 @@ class FileOptions:
 class NameOptions:
     """Which key."""
 
-    name: str | None = option(None, "name of the key: letters, digits, dots, dashes, underscores", kind=str)
+    name: str | None = option(
+        None, "name of the key: letters, digits, dots, dashes, underscores", argument=True, metavar="NAME"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,74 +86,55 @@ class KeyOptions:
         DEFAULT_CLASS, "service class of its requests", choices=CLASSES, flag="--class"
     )
     weight: float = option(
-        1.0,
-        "share of this key under the fair policy",
-        low=LEAST_WEIGHT,
-        high=LARGEST_WEIGHT,
+        1.0, "share of this key under the fair policy", low=LEAST_WEIGHT, high=LARGEST_WEIGHT
     )
     requests_per_minute: int | None = option(
-        None, "most requests per minute", low=BOUNDS[REQUESTS][0], high=BOUNDS[REQUESTS][1], kind=int
+        None,
+        "most requests per minute",
+        low=BOUNDS[REQUESTS][0],
+        high=BOUNDS[REQUESTS][1],
+        default_text="no limit",
     )
     tokens_per_minute: int | None = option(
         None,
         "most prompt and output tokens per minute",
         low=BOUNDS[TOKENS][0],
         high=BOUNDS[TOKENS][1],
-        kind=int,
+        default_text="no limit",
     )
     max_concurrency: int | None = option(
         None,
         "most requests at once",
         low=BOUNDS[CONCURRENCY][0],
         high=BOUNDS[CONCURRENCY][1],
-        kind=int,
+        default_text="no limit",
     )
     lowest_priority_number: int | None = option(
         None,
         "smallest priority it may ask for; smaller runs first",
         low=BOUNDS[PRIORITY][0],
         high=BOUNDS[PRIORITY][1],
-        kind=int,
+        default_text="no limit",
     )
     price_prompt: float | None = option(
-        None, "price of a million prompt tokens", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a million prompt tokens", low=0.0, high=LARGEST_PRICE, default_text="0"
     )
     price_cached_prompt: float | None = option(
-        None, "price of a million cached prompt tokens", low=0.0, high=LARGEST_PRICE, kind=float
+        None,
+        "price of a million cached prompt tokens",
+        low=0.0,
+        high=LARGEST_PRICE,
+        default_text="--price-prompt",
     )
     price_output: float | None = option(
-        None, "price of a million output tokens", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a million output tokens", low=0.0, high=LARGEST_PRICE, default_text="0"
     )
     price_kv_block_second: float | None = option(
-        None, "price of a KV block per second", low=0.0, high=LARGEST_PRICE, kind=float
+        None, "price of a KV block per second", low=0.0, high=LARGEST_PRICE, default_text="0"
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-_NAME = Panel(
-    title="Key",
-    config=NameOptions,
-    optional=True,
-    flags=(Flag(name="name", metavar="NAME", is_argument=True),),
-)
-_FILE = Panel(title="File", config=FileOptions, flags=(Flag(name="file", metavar="FILE"), Flag(name="json")))
-_DEFAULTS = {"price_prompt": "0", "price_cached_prompt": "--price-prompt", "price_output": "0"}
-_DEFAULTS["price_kv_block_second"] = "0"
-_RIGHTS = Panel(
-    title="Key",
-    config=KeyOptions,
-    flags=tuple(
-        Flag(
-            name=spec.name, default=_DEFAULTS.get(spec.name, None if spec.default is not None else "no limit")
-        )
-        for spec in fields(KeyOptions)
-    ),
-)
-ADD_PANELS = (_NAME, _RIGHTS, _FILE)
-LIST_PANELS = (_FILE,)
-REVOKE_PANELS = (_NAME, _FILE)
 
 
 PREFIX = "pl-"
@@ -163,26 +143,18 @@ PRICE = "price_"
 HEADS = ("name", "class", "weight", "requests/min", "tokens/min", "at once", "priority from", "state")
 
 
-def add_keys(app: typer.Typer) -> None:
-    keys = command_group("keys", HELP)
-    add_command(keys, "add", add, ADD_PANELS, ADD_HELP)
-    add_command(keys, "ls", ls, LIST_PANELS, LIST_HELP)
-    add_command(keys, "revoke", revoke, REVOKE_PANELS, REVOKE_HELP)
-    app.add_typer(keys)
-
-
 def add(given: Mapping[str, Any]) -> None:
     from paceline.server.access.keys_file import add_key, check_name
 
     path, name = _file(given), check_name(_name(given), "paceline keys add")
-    options = KeyOptions(**{spec.name: given[spec.name] for spec in fields(KeyOptions)})
+    options = KeyOptions(**pick(KeyOptions, given))
     rights = _rights(options)
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     add_key(path, {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **rights})
     if given["json"]:
-        typer.echo(json.dumps({"name": name, "key": key, "file": str(path), **rights}))
+        print(json.dumps({"name": name, "key": key, "file": str(path), **rights}))
         return
-    typer.echo(key)
+    print(key)
     note(f"This is the key of {name}, shown once; {path} has only its hash.")
     _say_reload()
 
@@ -193,15 +165,15 @@ def ls(given: Mapping[str, Any]) -> None:
     path = _file(given)
     keys = stored_keys(path)
     if given["json"]:
-        typer.echo(json.dumps({"file": str(path), "keys": [_described(key) for key in keys]}))
+        print(json.dumps({"file": str(path), "keys": [_described(key) for key in keys]}))
         return
     if not keys:
-        typer.echo(f"{path} has no keys; paceline keys add makes one.")
+        print(f"{path} has no keys; paceline keys add makes one.")
         return
     rows = [HEADS, *(_row(key) for key in keys)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     for row in rows:
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def revoke(given: Mapping[str, Any]) -> None:
@@ -210,9 +182,9 @@ def revoke(given: Mapping[str, Any]) -> None:
     path, name = _file(given), _name(given)
     was_enabled = revoke_key(path, name)
     if given["json"]:
-        typer.echo(json.dumps({"name": name, "file": str(path), "enabled": False, "changed": was_enabled}))
+        print(json.dumps({"name": name, "file": str(path), "enabled": False, "changed": was_enabled}))
         return
-    typer.echo(f"Revoked {name}." if was_enabled else f"{name} was revoked before.")
+    print(f"Revoked {name}." if was_enabled else f"{name} was revoked before.")
     _say_reload()
 
 
@@ -259,3 +231,16 @@ def _row(key: Key) -> tuple[str, ...]:
 
 def _state(key: Key) -> str:
     return "revoked" if not key.enabled else "admin" if key.is_admin else ""
+
+
+KEYS = CommandGroup(
+    name="keys",
+    help=HELP,
+    headings={
+        "Commands": (
+            Command(name="add", help=ADD_HELP, run=add, takes=(NameOptions, KeyOptions, FileOptions)),
+            Command(name="ls", help=LIST_HELP, run=ls, takes=(FileOptions,)),
+            Command(name="revoke", help=REVOKE_HELP, run=revoke, takes=(NameOptions, FileOptions)),
+        )
+    },
+)

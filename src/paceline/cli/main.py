@@ -1,129 +1,74 @@
 """The `paceline` command and its edge: every error meant for users becomes one line and an exit code.
 
-Owns the application, `--version` and what happens to errors. Commands live in files of their own and import
-what is heavy only when they run, so that help and mistakes are answered at once.
+Owns the list of commands and what happens to errors. Commands live in their own files and import what is heavy only
+when they run, so that help and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
-import typer
-
-from paceline.cli.audit import add_audit
-from paceline.cli.bench.flags import add_bench
-from paceline.cli.chat.run import add_chat
-from paceline.cli.completion import ASK, add_completion, complete
-from paceline.cli.demo.run import add_demo
-from paceline.cli.doctor import add_doctor
-from paceline.cli.explain import add_explain
-from paceline.cli.flags import CommandList, dashed, show_help
-from paceline.cli.keys import add_keys
-from paceline.cli.models import add_models
-from paceline.cli.replay import add_replay
-from paceline.cli.run import add_run
-from paceline.cli.run_batch.flags import add_run_batch
-from paceline.cli.serve.flags import add_serve
-from paceline.cli.sim import add_sim
-from paceline.cli.steer import add_steering
-from paceline.cli.top.run import add_top
-from paceline.cli.trace import add_trace
-from paceline.cli.tune import add_tune
-from paceline.cli.usage import add_usage
+from paceline.cli.audit import AUDIT
+from paceline.cli.bench.flags import BENCH
+from paceline.cli.chat.run import CHAT
+from paceline.cli.command import CommandGroup, dashed
+from paceline.cli.completion import ASK, COMPLETION, complete
+from paceline.cli.demo.run import DEMO
+from paceline.cli.doctor import DOCTOR
+from paceline.cli.explain import EXPLAIN
+from paceline.cli.keys import KEYS
+from paceline.cli.models import MODELS
+from paceline.cli.replay import REPLAY
+from paceline.cli.run import RUN
+from paceline.cli.run_batch.flags import RUN_BATCH
+from paceline.cli.serve.flags import SERVE
+from paceline.cli.sim import SIM
+from paceline.cli.steer import DIAL, POLICY
+from paceline.cli.top.run import TOP
+from paceline.cli.trace import TRACE
+from paceline.cli.tune import TUNE
+from paceline.cli.usage import USAGE
 from paceline.errors import PacelineError
 from paceline.version import __version__
 
 INTERRUPTED = 130
-USAGE = 2
-
-
-class Commands(CommandList):
-    headings: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Serve and talk": ("serve", "chat", "run", "run-batch"),
-        "Models": ("pull", "ls", "show", "rm"),
-        "Measure": ("demo", "bench"),
-        "Simulate": ("sim", "tune", "replay"),
-        "Operate": ("top", "dial", "policy", "keys", "usage", "explain", "trace", "audit"),
-        "Set up": ("doctor", "completion"),
-    }
-
-
-app = typer.Typer(
+PACELINE = CommandGroup(
     name="paceline",
-    cls=Commands,
     help="An LLM inference engine built around continuous batching.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    version=f"paceline {__version__}",
+    headings={
+        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH),
+        "Models": MODELS,
+        "Measure": (DEMO, BENCH),
+        "Simulate": (SIM, TUNE, REPLAY),
+        "Operate": (TOP, DIAL, POLICY, KEYS, USAGE, EXPLAIN, TRACE, AUDIT),
+        "Set up": (DOCTOR, COMPLETION),
+    },
 )
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"paceline {__version__}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def _paceline(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show the version")
-    ] = False,
-) -> None:
-    show_help(context)
-
-
-add_serve(app)
-add_chat(app)
-add_run(app)
-add_run_batch(app)
-add_models(app)
-add_keys(app)
-add_steering(app)
-add_top(app)
-add_usage(app)
-add_demo(app)
-add_sim(app)
-add_tune(app)
-add_explain(app)
-add_replay(app)
-add_trace(app)
-add_audit(app)
-add_bench(app)
-add_doctor(app)
-add_completion(app)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code. Only bugs raise."""
     try:
-        command = typer.main.get_command(app)
         if arguments[:1] == [ASK]:
-            for line in complete(command, arguments[1:]):
+            for line in complete(PACELINE, arguments[1:]):
                 print(line)
-            return 0
-        code = command.main(dashed(arguments), prog_name="paceline", standalone_mode=False)
+        else:
+            PACELINE.call(dashed(arguments), PACELINE.name)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone. Python would complain again when it closes the stream.
+        # The reader of our output has gone. Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # what the option parser raises
-        if message is None:
-            raise
-        return _fail(message(), USAGE)
-    if code == INTERRUPTED:  # the option parser has turned an interrupt into this
-        return _fail("interrupted", INTERRUPTED)
-    return code if isinstance(code, int) else 0
+    return 0
 
 
 def main() -> NoReturn:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -24,36 +22,30 @@ DEFAULT = "smollm2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsOptions:
-    """What the commands take."""
+class NameOptions:
+    """Which model to fetch or describe."""
 
-    name: str = option(DEFAULT, "smollm2, org/model, org/model:file.gguf, or a path")
-    kept_name: str | None = option(None, "name as in paceline ls", kind=str)
-    revision: str | None = option(None, "branch, tag or commit on the hub", kind=str)
-    download_dir: str | None = option(None, "folder for models", kind=str)
-    yes: bool = option(False, "do not ask")
-
-
-def _panel(*flags: Flag) -> tuple[Panel, ...]:
-    folder = Flag(name="download_dir", metavar="FOLDER", default="the caches")
-    return (Panel(title="Model", config=ModelsOptions, flags=(*flags, folder)),)
+    name: str = option(
+        DEFAULT, "smollm2, org/model, org/model:file.gguf, or a path", argument=True, metavar="MODEL"
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit on the hub", metavar="NAME", default_text="newest"
+    )
 
 
-PULL_PANELS = SHOW_PANELS = _panel(
-    Flag(name="name", metavar="MODEL", is_argument=True),
-    Flag(name="revision", metavar="NAME", default="newest"),
-)
-LIST_PANELS = _panel()
-REMOVE_PANELS = _panel(
-    Flag(name="kept_name", metavar="MODEL", is_argument=True), Flag(name="yes", also=("-y",))
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveOptions:
+    """Which model to remove."""
+
+    kept_name: str | None = option(None, "name as in paceline ls", argument=True, metavar="MODEL")
+    yes: bool = option(False, "do not ask", also=("-y",))
 
 
-def add_models(app: typer.Typer) -> None:
-    add_command(app, "pull", pull, PULL_PANELS, "Download a model, or check one that is downloaded.")
-    add_command(app, "ls", ls, LIST_PANELS, "List the models on this machine.")
-    add_command(app, "show", show, SHOW_PANELS, "Describe a model on this machine.")
-    add_command(app, "rm", rm, REMOVE_PANELS, "Remove a model from the cache.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOptions:
+    """Where models are."""
+
+    download_dir: str | None = option(None, "folder for models", metavar="FOLDER", default_text="the caches")
 
 
 def pull(given: Mapping[str, Any]) -> None:
@@ -62,7 +54,7 @@ def pull(given: Mapping[str, Any]) -> None:
 
     path = resolve(given["name"], given["revision"], _folder(given))
     open_checkpoint(path)  # what cannot be run is told now, not when it is needed
-    typer.echo(str(path))
+    print(str(path))
 
 
 def ls(given: Mapping[str, Any]) -> None:
@@ -70,11 +62,11 @@ def ls(given: Mapping[str, Any]) -> None:
 
     models = kept_models(_folder(given))
     if not models:
-        typer.echo("No models here; paceline pull fetches the default one.")
+        print("No models here; paceline pull fetches the default one.")
         return
     width = max(len(model.name) for model in models)
     for model in models:
-        typer.echo(f"{model.name:<{width}}  {_size(model.num_bytes):>9}  {model.path}")
+        print(f"{model.name:<{width}}  {_size(model.num_bytes):>9}  {model.path}")
 
 
 def show(given: Mapping[str, Any]) -> None:
@@ -85,7 +77,7 @@ def show(given: Mapping[str, Any]) -> None:
     lines = _description(open_checkpoint(path))
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
-        typer.echo(f"{label:<{width}}  {text}")
+        print(f"{label:<{width}}  {text}")
 
 
 def rm(given: Mapping[str, Any]) -> None:
@@ -95,10 +87,10 @@ def rm(given: Mapping[str, Any]) -> None:
         raise InputError("say which model to remove: paceline rm NAME; paceline ls lists them")
     model = find_kept(given["kept_name"], _folder(given))
     if not given["yes"] and not _confirmed(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})?"):
-        typer.echo("Kept.")
-        raise typer.Exit(1)
+        print("Kept.")
+        raise SystemExit(1)
     model.remove()
-    typer.echo(f"Removed {model.name}: {_size(model.num_bytes)}.")
+    print(f"Removed {model.name}: {_size(model.num_bytes)}.")
 
 
 def _folder(given: Mapping[str, Any]) -> Path | None:
@@ -107,11 +99,12 @@ def _folder(given: Mapping[str, Any]) -> Path | None:
 
 def _confirmed(question: str) -> bool:
     try:
-        return typer.confirm(question)
-    except typer.Abort as error:
+        answer = input(f"{question} [y/N]: ")
+    except EOFError as error:
         raise InputError(
             "there is no terminal to confirm on; give --yes to remove it without a question"
         ) from error
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _description(checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -162,3 +155,18 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= bytes_each:
             return f"{num_bytes / bytes_each:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+MODELS = (
+    Command(
+        name="pull",
+        help="Download a model, or check one that is downloaded.",
+        run=pull,
+        takes=(NameOptions, FolderOptions),
+    ),
+    Command(name="ls", help="List the models on this machine.", run=ls, takes=(FolderOptions,)),
+    Command(
+        name="show", help="Describe a model on this machine.", run=show, takes=(NameOptions, FolderOptions)
+    ),
+    Command(name="rm", help="Remove a model from the cache.", run=rm, takes=(RemoveOptions, FolderOptions)),
+)

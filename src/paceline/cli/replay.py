@@ -10,14 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
-from paceline.cli.show import SHOW, page_port, show_options, show_page
-from paceline.config.options import option
+from paceline.cli.command import Command
+from paceline.cli.show import ShowOptions, page_port, show_options, show_page
+from paceline.config.options import option, pick
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ Replay a run log and check that every decision is the same.
 The scheduler gets every input and result of the log at its recorded time. Prints "identical", or the first difference
 between its plans and decisions and the recorded ones.
 
-\b
   paceline sim --rate 20 --log run.jsonl.gz
   paceline serve --run-log run.jsonl.gz
   paceline replay run.jsonl.gz
@@ -50,39 +47,21 @@ Exits with 0 if everything is identical, 1 if something differs, 2 if the file c
 class ReplayOptions:
     """What `paceline replay` takes."""
 
-    log: str = option("", "run log to replay")
-    output: str = option("", "write the log of the replay to this file; it is identical if nothing differs")
+    log: str = option("", "run log to replay", argument=True, metavar="LOG")
+    output: str = option(
+        "", "write the log of the replay to this file; it is identical if nothing differs", metavar="FILE"
+    )
     allow_cut: bool = option(False, "replay the steps before a broken or incomplete line")
     scheduling_policy: str = option(
         "",
         "module:Class of the policy, for runs with a policy of your own; a log never decides what is imported",
+        metavar="MODULE:CLASS",
     )
     json: bool = option(False, "print the result as one JSON object")
 
 
-PANELS = (
-    Panel(
-        title="Replay",
-        config=ReplayOptions,
-        flags=(
-            Flag(name="log", metavar="LOG", is_argument=True),
-            Flag(name="output", metavar="FILE"),
-            Flag(name="allow_cut"),
-            Flag(name="scheduling_policy", metavar="MODULE:CLASS"),
-            Flag(name="json"),
-        ),
-    ),
-    SHOW,
-)
-
-
-def add_replay(app: typer.Typer) -> None:
-    add_command(app, "replay", _run, PANELS, HELP)
-
-
 def _run(values: Mapping[str, Any]) -> None:
-    own = {spec.name for spec in fields(ReplayOptions)}
-    options = ReplayOptions(**{name: value for name, value in values.items() if name in own})
+    options = ReplayOptions(**pick(ReplayOptions, values))
     if not options.log:
         raise InputError("say which log to replay: paceline replay run.jsonl.gz")
 
@@ -97,13 +76,13 @@ def _run(values: Mapping[str, Any]) -> None:
     with page_port(show_options(values)) as bound:
         recording = None if bound is None else _recording(log)
         report = _replayed(log, options, policy, recording)
-        typer.echo(_as_json(log, report) if options.json else _sentence(log, report))
+        print(_as_json(log, report) if options.json else _sentence(log, report))
         if bound is not None and recording is not None:
             if not report.num_steps:
                 raise InputError(f"{options.log} has no step that could be shown")
             show_page([recording], bound)
     if not report.is_equal:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _recording(log: RunLog) -> Recording:
@@ -162,3 +141,6 @@ def _as_json(log: RunLog, report: ReplayReport) -> str:
         "damage": None if log.damage is None else str(log.damage),
     }
     return json.dumps(values, indent=2)
+
+
+REPLAY = Command(name="replay", help=HELP, run=_run, takes=(ReplayOptions, ShowOptions))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import typer
-
-from paceline.cli.flags import TALKING, Flag, Panel, add_command, engine_options, find_model, given_sampling
+from paceline.cli.command import Command
+from paceline.cli.flags import ANSWERING, RANDOM_SEED, engine_options, find_model, given_sampling
 from paceline.config.options import option
 from paceline.errors import EngineFailed, InputError
 
@@ -20,7 +19,6 @@ INTERRUPTED = 130
 HELP = """
 Answer one prompt and print the answer as it is generated.
 
-\b
   paceline run "Name three rivers."
   paceline run --raw --max-tokens 40 "Once upon a time"
   cat notes.txt | paceline run --model org/model -
@@ -34,29 +32,12 @@ Without a prompt, or with -, it is read from standard input.
 class RunOptions:
     """What `paceline run` takes beside the model's options."""
 
-    prompt: str | None = option(None, "the prompt; -: read standard input", kind=str)
-    system_prompt: str | None = option(None, "instructions for the model", kind=str, basic=True)
+    PANEL: ClassVar = "Prompt"
+
+    prompt: str | None = option(None, "the prompt; -: read standard input", argument=True, metavar="PROMPT")
+    system_prompt: str | None = option(None, "instructions for the model", basic=True)
     raw: bool = option(False, "continue the prompt as text instead of answering it", basic=True)
     stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
-
-
-PANELS = (
-    Panel(
-        title="Prompt",
-        config=RunOptions,
-        flags=(
-            Flag(name="prompt", metavar="PROMPT", is_argument=True),
-            Flag(name="system_prompt"),
-            Flag(name="raw"),
-            Flag(name="stats"),
-        ),
-    ),
-    *TALKING,
-)
-
-
-def add_run(app: typer.Typer) -> None:
-    add_command(app, "run", _run, PANELS, HELP)
 
 
 def _run(values: Mapping[str, Any]) -> None:
@@ -80,7 +61,7 @@ def _run(values: Mapping[str, Any]) -> None:
         if values["stats"]:
             note(answer.describe())
     if answer.is_interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
     if answer.error is not None:
         raise EngineFailed(f"the answer ended early: {answer.failure}")
 
@@ -104,3 +85,6 @@ def read_prompt(given: str | None) -> str:
 def conversation(system_prompt: str | None, prompt: str) -> list[dict[str, str]]:
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": prompt}]
+
+
+RUN = Command(name="run", help=HELP, run=_run, takes=(RunOptions, *ANSWERING), defaults=RANDOM_SEED)

@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from paceline.cli.flags import Flag, Panel
-from paceline.config.options import check_options, option
+from paceline.config.options import check_options, option, pick
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 class ShowOptions:
     """What a command takes that can show its run."""
 
+    PANEL: ClassVar = "Live page"
+
     ui: bool = option(False, "play the run on the live page afterwards; Ctrl-C ends it", basic=True)
     ui_port: int = option(8001, "port of the live page, on 127.0.0.1; 0: any free port", low=0, high=65_535)
 
@@ -36,11 +37,8 @@ class ShowOptions:
         check_options(self)
 
 
-SHOW = Panel(title="Live page", config=ShowOptions, flags=(Flag(name="ui"), Flag(name="ui_port")))
-
-
 def show_options(values: Mapping[str, Any]) -> ShowOptions:
-    return ShowOptions(**{spec.name: values[spec.name] for spec in fields(ShowOptions)})
+    return ShowOptions(**pick(ShowOptions, values))
 
 
 @contextmanager

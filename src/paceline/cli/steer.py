@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import POLICY, Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES, SchedulerConfig
-from paceline.config.options import check_options, option
+from paceline.config.options import check_options, option, options_of, panel_of, pick
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
@@ -23,7 +21,6 @@ POLICY_ROUTE = "/v1/admin/policy"
 DIAL_HELP = """
 Move a running server between latency and throughput.
 
-\b
   paceline dial                       # show the setting
   paceline dial 0.3                   # 0: least latency, 1: most throughput
   paceline dial --itl-p99-ms 40       # hold the p99 between tokens at 40 ms
@@ -35,7 +32,6 @@ Needs an admin key in PACELINE_ADMIN_KEY, or none for a server without keys on t
 POLICY_HELP = """
 Show or change the scheduling policy of a running server.
 
-\b
   paceline policy
   paceline policy fair --tenant-weights alice=2,bob=0.5
   paceline policy priority --ageing-s 10 --url http://gpu-3:8000
@@ -50,7 +46,7 @@ shows the weights before and after. Needs an admin key in PACELINE_ADMIN_KEY.
 class ServerOptions:
     """Which server, and how the answer looks."""
 
-    url: str = option(LOCAL, "address of the server")
+    url: str = option(LOCAL, "address of the server", metavar="URL")
     json: bool = option(False, "print the server's answer as JSON")
 
 
@@ -59,21 +55,19 @@ class DialOptions:
     """What the dial is to be."""
 
     position: float | None = option(
-        None, "0: least latency, 1: most throughput", low=0.0, high=1.0, kind=float, flag="VALUE"
+        None,
+        "0: least latency, 1: most throughput",
+        low=0.0,
+        high=1.0,
+        flag="VALUE",
+        argument=True,
+        metavar="VALUE",
     )
     itl_p99_ms: float | None = option(
-        None,
-        "p99 between tokens to hold, in milliseconds",
-        low=LEAST_TARGET_MS,
-        high=MOST_TARGET_MS,
-        kind=float,
+        None, "p99 between tokens to hold, in milliseconds", low=LEAST_TARGET_MS, high=MOST_TARGET_MS
     )
     ttft_p99_ms: float | None = option(
-        None,
-        "p99 to the first token to hold, in milliseconds",
-        low=LEAST_TARGET_MS,
-        high=MOST_TARGET_MS,
-        kind=float,
+        None, "p99 to the first token to hold, in milliseconds", low=LEAST_TARGET_MS, high=MOST_TARGET_MS
     )
     off: bool = option(False, "use the limits the server was started with")
 
@@ -85,53 +79,21 @@ class DialOptions:
 class PolicyOptions:
     """Who is to go first."""
 
-    name: str | None = option(None, "policy to use", choices=POLICIES, kind=str)
+    scheduling_policy: str | None = option(
+        None, "policy to use", choices=POLICIES, argument=True, metavar="NAME"
+    )
 
 
-_SERVER = Panel(
-    title="Server", config=ServerOptions, flags=(Flag(name="url", metavar="URL"), Flag(name="json"))
+POLICY_PANEL = SchedulerConfig.PANEL
+POLICY_OPTIONS = tuple(
+    spec.name
+    for spec in options_of(SchedulerConfig)
+    if panel_of(SchedulerConfig, spec) == POLICY_PANEL and spec.name != "scheduling_policy"
 )
-DIAL_PANELS = (
-    Panel(
-        title="Dial",
-        config=DialOptions,
-        flags=(
-            Flag(name="position", metavar="VALUE", is_argument=True),
-            Flag(name="itl_p99_ms"),
-            Flag(name="ttft_p99_ms"),
-            Flag(name="off"),
-        ),
-    ),
-    _SERVER,
-)
-_OPTION_NAMES = (
-    *(flag.name for flag in POLICY if flag.name != "scheduling_policy"),
-    "long_prefill_share",
-)
-_STAYS = {"tenant_weights": "unchanged; if given, replaces all weights"}
-POLICY_PANELS = (
-    Panel(
-        title="Policy",
-        config=PolicyOptions,
-        flags=(Flag(name="name", metavar="NAME", is_argument=True),),
-    ),
-    Panel(
-        title="Policy",
-        config=SchedulerConfig,
-        optional=True,
-        flags=tuple(Flag(name=name, default=_STAYS.get(name, "unchanged")) for name in _OPTION_NAMES),
-    ),
-    _SERVER,
-)
-
-
-def add_steering(app: typer.Typer) -> None:
-    add_command(app, "dial", _dial, DIAL_PANELS, DIAL_HELP)
-    add_command(app, "policy", _policy, POLICY_PANELS, POLICY_HELP)
 
 
 def _dial(given: Mapping[str, Any]) -> None:
-    options = DialOptions(**{spec.name: given[spec.name] for spec in fields(DialOptions)})
+    options = DialOptions(**pick(DialOptions, given))
     found = _ask(given, "/v1/admin/dial", dial_body(options))
     _show(given, found, found.get("sentences", []))
 
@@ -152,8 +114,8 @@ def dial_body(options: DialOptions) -> dict[str, Any] | None:
 
 
 def _policy(given: Mapping[str, Any]) -> None:
-    changed = {name: given[name] for name in _OPTION_NAMES if given[name] is not None}
-    name = given["name"]
+    changed = {name: given[name] for name in POLICY_OPTIONS if given[name] is not None}
+    name = given["scheduling_policy"]
     if name is None and changed:
         raise InputError("name the policy whose options are to change: paceline policy fair --ageing-s 10")
     before = _weights(_ask(given, POLICY_ROUTE, None)) if "tenant_weights" in changed else None
@@ -192,7 +154,20 @@ def _ask(given: Mapping[str, Any], path: str, body: dict[str, Any] | None) -> di
 
 def _show(given: Mapping[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
     if given["json"]:
-        typer.echo(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2))
         return
     for sentence in sentences:
-        typer.echo(sentence)
+        print(sentence)
+
+
+DIAL = Command(name="dial", help=DIAL_HELP, run=_dial, takes=(DialOptions, ServerOptions))
+POLICY = Command(
+    name="policy",
+    help=POLICY_HELP,
+    run=_policy,
+    takes=(PolicyOptions, POLICY_PANEL, ServerOptions),
+    defaults={
+        **dict.fromkeys(POLICY_OPTIONS, "unchanged"),
+        "tenant_weights": "unchanged; if given, replaces all weights",
+    },
+)

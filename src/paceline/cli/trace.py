@@ -5,14 +5,13 @@ Owns the flags and what is printed; the timeline is made in `audit.chrome_trace`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -22,7 +21,6 @@ Draw a run log as a timeline, for Perfetto.
 Writes a Chrome trace: one track for each row with prefill, decode and preemption, one for each request with its
 waiting, and counters for rows, waiting requests and KV blocks.
 
-\b
   paceline serve --run-log run.jsonl.gz
   paceline trace run.jsonl.gz -o trace.json.gz
 
@@ -35,24 +33,8 @@ server that is still running, or was killed, is drawn as far as it goes.
 class TraceOptions:
     """What `paceline trace` takes."""
 
-    log: str = option("", "run log to draw")
-    output: str = option("trace.json.gz", "file to write; .gz: compressed")
-
-
-PANELS = (
-    Panel(
-        title="Trace",
-        config=TraceOptions,
-        flags=(
-            Flag(name="log", metavar="LOG", is_argument=True),
-            Flag(name="output", also=("-o",), metavar="FILE"),
-        ),
-    ),
-)
-
-
-def add_trace(app: typer.Typer) -> None:
-    add_command(app, "trace", _run, PANELS, HELP)
+    log: str = option("", "run log to draw", argument=True, metavar="LOG")
+    output: str = option("trace.json.gz", "file to write; .gz: compressed", also=("-o",), metavar="FILE")
 
 
 def _run(values: Mapping[str, Any]) -> None:
@@ -68,11 +50,14 @@ def _run(values: Mapping[str, Any]) -> None:
     if Path(options.output).resolve() == Path(options.log).resolve():
         raise InputError(f"{options.output} is the log itself; write the trace to another file")
     count = write_trace(log, options.output)
-    typer.echo(f"Wrote {count:,} events to {options.output}; open it in https://ui.perfetto.dev")
+    print(f"Wrote {count:,} events to {options.output}; open it in https://ui.perfetto.dev")
     if log.is_unfinished:
-        typer.echo(
+        print(
             "The log has no end yet: its server is still running or was killed, or the log reached --run-log-bytes. "
             "The trace has all steps so far."
         )
     elif log.damage is not None:
-        typer.echo(f"The trace ends where the log is damaged: {log.damage}", err=True)
+        print(f"The trace ends where the log is damaged: {log.damage}", file=sys.stderr)
+
+
+TRACE = Command(name="trace", help=HELP, run=_run, takes=(TraceOptions,))

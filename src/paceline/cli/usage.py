@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.config.options import option
 from paceline.errors import InputError
 
 HELP = """
 Sum up usage and cost by key, class, model or day.
 
-\b
   paceline usage --ledger ledger.db --by key --since 24h
   paceline usage --ledger ledger.db --by day,class --since 2026-01-01 --csv
   paceline usage --url http://localhost:8000 --by key --json
@@ -48,34 +45,17 @@ HEADS = {
 class UsageOptions:
     """What `paceline usage` takes."""
 
-    by: str = option("key", "what to sum by: key, class, model, day; several: separated by commas")
-    since: str = option("", "start: a time ago (90m, 24h, 7d) or a date, with or without a time")
-    until: str = option("", "end, in the same form")
-    ledger: str = option("", "ledger file")
-    url: str = option("", "server to ask instead")
+    by: str = option(
+        "key", "what to sum by: key, class, model, day; several: separated by commas", metavar="NAMES"
+    )
+    since: str = option(
+        "", "start: a time ago (90m, 24h, 7d) or a date, with or without a time", metavar="WHEN"
+    )
+    until: str = option("", "end, in the same form", metavar="WHEN")
+    ledger: str = option("", "ledger file", metavar="FILE")
+    url: str = option("", "server to ask instead", metavar="URL")
     json: bool = option(False, "print one JSON object")
     csv: bool = option(False, "print CSV with a header line")
-
-
-PANELS = (
-    Panel(
-        title="Usage",
-        config=UsageOptions,
-        flags=(
-            Flag(name="by", metavar="NAMES"),
-            Flag(name="since", metavar="WHEN"),
-            Flag(name="until", metavar="WHEN"),
-            Flag(name="ledger", metavar="FILE"),
-            Flag(name="url", metavar="URL"),
-            Flag(name="json"),
-            Flag(name="csv"),
-        ),
-    ),
-)
-
-
-def add_usage(app: typer.Typer) -> None:
-    add_command(app, "usage", _run, PANELS, HELP)
 
 
 def _run(given: Mapping[str, Any]) -> None:
@@ -91,11 +71,11 @@ def _run(given: Mapping[str, Any]) -> None:
     values = _from_server(options) if options.url else _from_file(options, by)
     rows: list[dict[str, Any]] = values["data"]
     if options.json:
-        typer.echo(json.dumps(values))
+        print(json.dumps(values))
     elif options.csv:
-        typer.echo(_csv(rows, by), nl=False)
+        print(_csv(rows, by), end="")
     elif not rows:
-        typer.echo("nothing was used in that time")
+        print("nothing was used in that time")
     else:
         _table(rows, by)
 
@@ -141,7 +121,7 @@ def _table(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:
             f"{cell:<{width}}" if number < len(by) else f"{cell:>{width}}"
             for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        typer.echo("  ".join(cells).rstrip())
+        print("  ".join(cells).rstrip())
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
@@ -149,3 +129,6 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
     exact = {"kv_block_us": 6, "billed_nano_units": 9}
     return [shown(row[name], exact[name]) if name in exact else f"{row[name]:,}" for name in HEADS]
+
+
+USAGE = Command(name="usage", help=HELP, run=_run, takes=(UsageOptions,))

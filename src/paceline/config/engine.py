@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from paceline.config.options import OWN_CLASS, check_options, option
 from paceline.errors import ConfigError
@@ -48,11 +49,23 @@ class GroupSpec:
 class KVConfig:
     """Size and shape of the paged KV cache."""
 
+    PANEL: ClassVar = "KV cache"
+
     block_size: int = option(16, "tokens per KV block; 16 suits a CPU, 64 a GPU", low=1, high=1024)
     num_blocks: int = option(
-        4096, "number of KV blocks on the device", low=2, flag="--num-gpu-blocks-override"
+        4096,
+        "number of KV blocks on the device",
+        low=2,
+        flag="--num-gpu-blocks-override",
+        default_text="what fits into --kv-cache-memory-bytes",
     )
-    num_host_blocks: int = option(0, "KV blocks in host memory, for requests that are swapped out", low=0)
+    num_host_blocks: int = option(
+        0,
+        "KV blocks in host memory, for requests that are swapped out",
+        low=0,
+        panel="Queue and preemption",
+        also=("--host-blocks",),
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
@@ -127,52 +140,88 @@ class PreemptionCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How steps are composed and who goes first."""
+    """How steps are composed and which request goes first."""
 
-    max_num_seqs: int = option(256, "most sequences in one step", low=1, high=65536, basic=True)
-    max_num_batched_tokens: int = option(2048, "most tokens in one step", low=1, basic=True)
+    PANEL: ClassVar = "Scheduling policy"
+
+    max_num_seqs: int = option(
+        256,
+        "most sequences in one step",
+        low=1,
+        high=65536,
+        basic=True,
+        panel="Step size",
+        default_text="128",
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "most tokens in one step",
+        low=1,
+        basic=True,
+        panel="Step size",
+        default_text="measured at start",
+    )
     max_num_prompt_tokens: int = option(
-        0, "most tokens in a step without decoding requests; 0: as --max-num-batched-tokens", low=0
+        0,
+        "most tokens in a step without decoding requests; 0: as --max-num-batched-tokens",
+        low=0,
+        panel="Step size",
+        default_text="measured on a CPU",
     )
     step_target_ms: float | None = option(
         None,
         "target duration of steps with prompts, in milliseconds; 0: no target",
         low=0.0,
         high=60_000.0,
-        kind=float,
+        panel="Batching",
+        default_text="automatic on a GPU, off on a CPU",
     )
     step_stretch: float = option(
-        1.6, "factor by which steps may exceed their target while requests wait for a first token", low=1.0
+        1.6,
+        "factor by which steps may exceed their target while requests wait for a first token",
+        low=1.0,
+        panel="Step timing",
     )
     step_patience_s: float = option(
         0.35,
         "seconds of waiting for a first token after which steps are stretched; fully at twice that",
         low=1e-3,
+        panel="Step timing",
     )
     dial: float | None = option(
         None,
         "0: least latency, 1: most throughput; can be changed while serving",
         low=0.0,
         high=1.0,
-        kind=float,
         basic=True,
+        panel="Tuning",
+        default_text="off",
     )
     target_itl_p99_ms: float | None = option(
         None,
         "p99 between tokens to hold, in milliseconds, by moving the dial",
         low=LEAST_TARGET_MS,
         high=MOST_TARGET_MS,
-        kind=float,
         basic=True,
+        panel="Tuning",
+        default_text="none",
     )
     target_ttft_p99_ms: float | None = option(
         None,
         "p99 to the first token to hold, in milliseconds, by moving the dial",
         low=LEAST_TARGET_MS,
         high=MOST_TARGET_MS,
-        kind=float,
+        panel="Tuning",
+        default_text="none",
     )
-    max_model_len: int = option(4096, "most tokens of a sequence, prompt and output", low=2, basic=True)
+    max_model_len: int = option(
+        4096,
+        "most tokens of a sequence, prompt and output",
+        low=2,
+        basic=True,
+        panel="KV cache",
+        default_text="what model and KV cache allow",
+    )
     scheduling_policy: str = option("fcfs", "order of requests", choices=(*POLICIES, OWN_CLASS), basic=True)
     ageing_s: float = option(
         30.0,
@@ -190,39 +239,55 @@ class SchedulerConfig:
         None,
         "deadline: seconds after arrival by which a request should have its first token",
         low=1e-3,
-        kind=float,
+        default_text="any time before the deadline",
     )
     tenant_weights: str = option("", "fair: shares of tenants, such as alice=2,bob=0.5; other tenants have 1")
     output_token_cost: float = option(
         2.0, "fair: prompt tokens that one generated token counts for", low=0.0, high=1e3
     )
     flood_tokens: int = option(
-        8192,
-        "fair: tokens served without a pause after which a tenant leaves room for others",
-        low=1,
+        8192, "fair: tokens served without a pause after which a tenant leaves room for others", low=1
     )
-    mode: str = option("continuous", "how batches are formed", choices=MODES)
-    batch_size: int = option(32, "static and dynamic mode: requests in a batch", low=1)
-    batch_timeout_s: float = option(0.1, "dynamic mode: longest wait for a full batch, in seconds", low=0.0)
+    mode: str = option("continuous", "how batches are formed", choices=MODES, panel="Batching")
+    batch_size: int = option(32, "static and dynamic mode: requests in a batch", low=1, panel="Batching")
+    batch_timeout_s: float = option(
+        0.1,
+        "dynamic mode: longest wait for a full batch, in seconds",
+        low=0.0,
+        panel="Batching",
+        also=("--batch-timeout",),
+    )
     static_flush_s: float = option(
-        5.0, "static mode: seconds after which a partly filled batch starts", low=0.0
+        5.0, "static mode: seconds after which a partly filled batch starts", low=0.0, panel="Batching"
     )
     static_order: str = option(
-        "fifo", "static mode: order in which requests are picked for a batch", choices=STATIC_ORDERS
+        "fifo",
+        "static mode: order in which requests are picked for a batch",
+        choices=STATIC_ORDERS,
+        panel="Batching",
     )
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
-    watermark: float = option(0.01, "share of KV blocks kept free when admitting requests", low=0.0, high=0.9)
+    watermark: float = option(
+        0.01, "share of KV blocks kept free when admitting requests", low=0.0, high=0.9, panel="Tuning"
+    )
     preemption: str = option(
         "auto",
         "what to do with the KV of a preempted request: recompute it, swap it to host memory, or the cheaper of both",
         choices=PREEMPTION_KINDS,
+        panel="Queue and preemption",
     )
-    max_preemptions: int = option(4, "preemptions after which a request is not preempted again", low=0)
-    max_queue: int = option(10_000, "most waiting requests", low=1)
-    max_queue_tokens: int = option(100_000_000, "most prompt tokens of waiting requests", low=1)
-    defer_shared_prefix: bool = option(True, "wait for a prefix that another request is computing")
+    max_preemptions: int = option(
+        4, "preemptions after which a request is not preempted again", low=0, panel="Queue and preemption"
+    )
+    max_queue: int = option(10_000, "most waiting requests", low=1, panel="Queue and preemption")
+    max_queue_tokens: int = option(
+        100_000_000, "most prompt tokens of waiting requests", low=1, panel="Queue and preemption"
+    )
+    defer_shared_prefix: bool = option(
+        True, "wait for a prefix that another request is computing", panel="Queue and preemption"
+    )
     step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
     preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
     learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
@@ -276,18 +341,25 @@ class SchedulerConfig:
 class ModelConfig:
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
+    PANEL: ClassVar = "Model"
+
     model: str | None = option(
-        None, "folder, GGUF file or name on the Hugging Face hub", kind=str, basic=True
+        None,
+        "folder, GGUF file or name on the Hugging Face hub",
+        basic=True,
+        also=("-m",),
+        metavar="MODEL",
+        default_text="SmolLM2-135M-Instruct",
     )
-    tokenizer: str | None = option(None, "folder with a tokenizer to use instead of the model's", kind=str)
-    revision: str | None = option(None, "branch, tag or commit of a model on the hub", kind=str)
-    download_dir: str | None = option(None, "folder for models from the hub", kind=str)
+    tokenizer: str | None = option(
+        None, "folder with a tokenizer to use instead of the model's", metavar="FOLDER"
+    )
+    revision: str | None = option(None, "branch, tag or commit of a model on the hub", metavar="NAME")
+    download_dir: str | None = option(None, "folder for models from the hub", metavar="FOLDER")
     load_format: str = option("auto", "format of the weights; dummy: random weights", choices=LOAD_FORMATS)
     device: str = option("auto", "where to compute; auto: a GPU if any", choices=DEVICES, basic=True)
     dtype: str = option(
-        "auto",
-        "type to compute in; auto: float32 on a CPU, the type of the weights on a GPU",
-        choices=DTYPES,
+        "auto", "type to compute in; auto: float32 on a CPU, the type of the weights on a GPU", choices=DTYPES
     )
     enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
     quantization: str = option(
@@ -300,12 +372,18 @@ class ModelConfig:
         "type of the KV cache; auto: the type to compute in; fp8 (e4m3): half the memory, on a GPU",
         choices=KV_CACHE_DTYPES,
     )
-    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache", low=1, kind=int, basic=True)
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "memory for the KV cache",
+        low=1,
+        basic=True,
+        default_text="2G, at most a quarter of free memory; on a GPU the rest",
+    )
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )
-    seed: int = option(0, "seed of requests that have none")
-    skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer")
+    seed: int = option(0, "seed of requests that have none", panel="Sampling")
+    skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -317,21 +395,39 @@ class EngineConfig:
 
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    depth: int = option(1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8)
-    check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0)
+    depth: int = option(
+        1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8, panel="Step timing"
+    )
+    check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0, panel=None)
     decision_ring: int = option(
         32_768,
         "newest decisions kept in memory to explain requests, about 300 bytes each",
         low=0,
         high=1 << 24,
+        panel="Records to keep",
     )
-    decision_log: str = option("", "folder for a log of all decisions in which changes can be detected")
-    decision_log_bytes: int = option(64 << 20, "size at which a new file begins", low=1 << 16)
-    decision_log_files: int = option(16, "most files to keep; the oldest are deleted", low=2)
-    decision_log_days: float = option(30.0, "age in days at which a file is deleted", low=0.001)
-    run_log: str = option("", "record the run, for replay; .gz: compressed", basic=True)
-    run_log_bytes: int = option(1 << 30, "size at which the run log ends", low=1 << 16)
-    run_log_files: int = option(8, "logs of earlier runs to keep", low=0)
+    decision_log: str = option(
+        "",
+        "folder for a log of all decisions in which changes can be detected",
+        panel="Records to keep",
+        metavar="DIR",
+    )
+    decision_log_bytes: int = option(
+        64 << 20, "size at which a new file begins", low=1 << 16, panel="Records to keep"
+    )
+    decision_log_files: int = option(
+        16, "most files to keep; the oldest are deleted", low=2, panel="Records to keep"
+    )
+    decision_log_days: float = option(
+        30.0, "age in days at which a file is deleted", low=0.001, panel="Records to keep"
+    )
+    run_log: str = option(
+        "", "record the run, for replay; .gz: compressed", basic=True, panel="Recording", metavar="FILE"
+    )
+    run_log_bytes: int = option(
+        1 << 30, "size at which the run log ends", low=1 << 16, panel="Records to keep"
+    )
+    run_log_files: int = option(8, "logs of earlier runs to keep", low=0, panel="Records to keep")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -352,3 +448,7 @@ class Capacity:
             num_rows=config.scheduler.max_num_seqs * (config.depth + 1),
             max_blocks_per_row=math.ceil(longest / config.kv.block_size) + 1,
         )
+
+
+# The configs whose options `LLM`, `AsyncLLM` and the commands take by name.
+ENGINE_CONFIGS = (ModelConfig, KVConfig, SchedulerConfig, EngineConfig)

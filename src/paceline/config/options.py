@@ -20,25 +20,40 @@ def option(
     default: Any,
     help: str,
     *,
+    panel: str | None = "",
+    basic: bool = False,
+    kind: type | None = None,
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
-    kind: type | None = None,
-    basic: bool = False,
+    also: tuple[str, ...] = (),
+    metavar: str = "",
+    default_text: str | None = None,
+    argument: bool = False,
 ) -> Any:
-    """Declare one option: its default, what it means, and the values it accepts. `kind` where None is the default.
+    """Declare one option: its default, what it means, and the values it accepts.
 
-    `basic` options are the ones a new user needs: they are on the short help page of commands with many options.
+    `panel` is the group of flags it stands in on a help page: by default that of its config (`PANEL`); None: it has no
+    flag. `basic` options are the ones a new user needs: they are on the short help page of commands with many options.
+    `kind` is the type of its values; without it that of the default, of the lower bound where the default is None, or
+    text. `also` holds other spellings of the flag, `metavar` what stands for the value on a help page, and
+    `default_text` what holds when the option is not given, where that is not the default. An `argument` is given by its
+    place instead of a flag.
     """
     metadata = {
         "help": help,
+        "panel": panel,
+        "basic": basic,
+        "kind": kind or (type(default) if default is not None else str if low is None else type(low)),
         "low": low,
         "high": high,
         "choices": choices,
         "flag": flag,
-        "kind": kind if kind is not None else type(default),
-        "basic": basic,
+        "also": also,
+        "metavar": metavar,
+        "default_text": default_text,
+        "argument": argument,
     }
     return field(default=default, metadata=metadata)
 
@@ -85,3 +100,9 @@ def _check_option(spec: Field[Any], value: Any) -> None:
 def flag_of(spec: Field[Any]) -> str:
     """The command-line flag of an option."""
     return spec.metadata["flag"] or "--" + spec.name.replace("_", "-")
+
+
+def panel_of(config: type, spec: Field[Any]) -> str | None:
+    """The help panel of an option of `config`; None: it has no flag."""
+    panel: str | None = spec.metadata["panel"]
+    return getattr(config, "PANEL", "Options") if panel == "" else panel

@@ -6,6 +6,7 @@ Declared with `config.option`, as all options are; times are options so that tes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.config.options import check_options, option
 from paceline.errors import ConfigError
@@ -14,6 +15,8 @@ from paceline.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
     """How the engine's process is watched and talked to."""
+
+    PANEL: ClassVar = "Engine process"
 
     heartbeat_s: float = option(0.5, "seconds between two heartbeats of the engine", low=0.01, high=60.0)
     stats_interval_s: float = option(0.25, "seconds between two updates of the gauges", low=0.01, high=60.0)

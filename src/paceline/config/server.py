@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from paceline.config.options import check_options, option
 from paceline.errors import ConfigError
@@ -24,9 +25,9 @@ _METRICS_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}:?")
 class ApiConfig:
     """What requests may ask for, and how many may wait how long."""
 
-    served_model_name: str | None = option(
-        None, "model name in requests; commas for several", kind=str, basic=True
-    )
+    PANEL: ClassVar = "Requests"
+
+    served_model_name: str | None = option(None, "model name in requests; commas for several", basic=True)
     strict_fields: bool = option(
         False, "reject requests with unknown fields, instead of only reporting the fields"
     )
@@ -34,7 +35,7 @@ class ApiConfig:
     max_waiting_requests: int = option(
         256, "most waiting requests; others get a 429", low=1, high=100_000, basic=True
     )
-    max_waiting_tokens: int | None = option(None, "most prompt tokens of waiting requests", low=1, kind=int)
+    max_waiting_tokens: int | None = option(None, "most prompt tokens of waiting requests", low=1)
     queue_timeout_s: float = option(
         120.0, "longest wait for a first token, in seconds", low=0.05, flag="--queue-timeout", basic=True
     )
@@ -55,9 +56,9 @@ class ApiConfig:
 class BillingConfig:
     """What requests cost, and where it is written down."""
 
-    ledger: str | None = option(
-        None, "SQLite file that gets an entry with usage and price for each request", kind=str
-    )
+    PANEL: ClassVar = "Billing"
+
+    ledger: str | None = option(None, "SQLite file that gets an entry with usage and price for each request")
     price_factors: str = option(
         "interactive=1,standard=1,spot=0.25:1,batch=0.5",
         "factors on a key's prices by class; spot: a floor and a cap, between which the load decides",
@@ -71,17 +72,14 @@ class BillingConfig:
 class BatchConfig:
     """Where files and batches are kept, and how much of them."""
 
-    batch_dir: str | None = option(
-        None, "store files and batches here; enables their API", kind=str, basic=True
-    )
+    PANEL: ClassVar = "Files and batches"
+
+    batch_dir: str | None = option(None, "store files and batches here; enables their API", basic=True)
     max_file_bytes: int = option(200 * MIB, "largest uploaded file", low=1024, high=16 * 1024 * MIB)
     max_stored_bytes: int = option(4 * 1024 * MIB, "most bytes stored for one key", low=1024, high=2**50)
     max_batch_lines: int = option(50_000, "most requests in a batch", low=1, high=1_000_000)
     max_batch_rows: int | None = option(
-        None,
-        "most requests of batches running at once; default: what other requests leave free",
-        low=1,
-        kind=int,
+        None, "most requests of batches running at once; default: what other requests leave free", low=1
     )
 
     def __post_init__(self) -> None:
@@ -92,20 +90,19 @@ class BatchConfig:
 class ObserveConfig:
     """What the figures of a server are judged by, and where else they go."""
 
+    PANEL: ClassVar = "Logs and metrics"
+
     slo_ttft_ms: float | None = option(
-        None, "goodput: target time to the first token, in milliseconds", low=0.001, kind=float
+        None, "goodput: target time to the first token, in milliseconds", low=0.001
     )
     slo_itl_ms: float | None = option(
-        None, "goodput: target mean time between tokens, in milliseconds", low=0.001, kind=float
+        None, "goodput: target mean time between tokens, in milliseconds", low=0.001
     )
     slo_e2e_ms: float | None = option(
-        None, "goodput: target time to the last token, in milliseconds", low=0.001, kind=float
+        None, "goodput: target time to the last token, in milliseconds", low=0.001
     )
     cost_per_hour: float | None = option(
-        None,
-        "price of this server per hour, in any currency, for the cost of a million tokens",
-        low=0.0,
-        kind=float,
+        None, "price of this server per hour, in any currency, for the cost of a million tokens", low=0.0
     )
 
     show_prompts: str = option(
@@ -114,9 +111,7 @@ class ObserveConfig:
         choices=SHOW_PROMPTS,
     )
     otlp_endpoint: str | None = option(
-        None,
-        "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]",
-        kind=str,
+        None, "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]"
     )
 
     def __post_init__(self) -> None:
@@ -127,50 +122,78 @@ class ObserveConfig:
 class ServerConfig:
     """Where the server listens, what it lets in, how it logs and how it stops."""
 
+    PANEL: ClassVar = "Server"
+
     host: str = option("127.0.0.1", "address to listen on; all but loopback need a key", basic=True)
     port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535, basic=True)
-    uds: str | None = option(None, "listen on this unix socket instead of a port", kind=str)
-    ssl_certfile: str | None = option(None, "certificate for HTTPS", kind=str)
-    ssl_keyfile: str | None = option(None, "private key of the certificate", kind=str)
-    allowed_hosts: str | None = option(
-        None, "further host names of this server, separated by commas; *: any", kind=str
+    uds: str | None = option(None, "listen on this unix socket instead of a port")
+    ssl_certfile: str | None = option(None, "certificate for HTTPS")
+    ssl_keyfile: str | None = option(None, "private key of the certificate")
+    allowed_hosts: str | None = option(None, "further host names of this server, separated by commas; *: any")
+    api_keys_file: str | None = option(None, "file with API keys; see paceline keys", basic=True)
+    metrics_host: str = option(
+        "127.0.0.1", "address of the separate listener for metrics", panel="Logs and metrics"
     )
-    api_keys_file: str | None = option(None, "file with API keys; see paceline keys", kind=str, basic=True)
-    metrics_host: str = option("127.0.0.1", "address of the separate listener for metrics")
     metrics_port: int | None = option(
-        None, "serve /metrics on this port instead of the main one", low=0, high=65535, kind=int
+        None,
+        "serve /metrics on this port instead of the main one",
+        low=0,
+        high=65535,
+        panel="Logs and metrics",
     )
-    metrics_without_key: bool = option(False, "serve /metrics without a key")
+    metrics_without_key: bool = option(False, "serve /metrics without a key", panel="Logs and metrics")
     metrics_prefix: str = option(
-        "paceline", "prefix of metric names; vllm suits vLLM's dashboards, paceline_ has no colon"
+        "paceline",
+        "prefix of metric names; vllm suits vLLM's dashboards, paceline_ has no colon",
+        panel="Logs and metrics",
     )
 
-    max_connections: int = option(1024, "most open connections", low=1, high=1_000_000)
-    backlog: int = option(1024, "most connections that wait to be accepted", low=1, high=65535)
-    max_body_bytes: int = option(2 * MIB, "largest request body", low=1024, high=64 * MIB)
-    max_header_bytes: int = option(16_384, "largest header block of a request", low=1024, high=65_536)
-    max_headers: int = option(100, "most headers of a request", low=8, high=1000)
-    max_line_bytes: int = option(8192, "longest request line", low=256, high=65_536)
+    max_connections: int = option(1024, "most open connections", low=1, high=1_000_000, panel="Connections")
+    backlog: int = option(
+        1024, "most connections that wait to be accepted", low=1, high=65535, panel="Connections"
+    )
+    max_body_bytes: int = option(
+        2 * MIB, "largest request body", low=1024, high=64 * MIB, panel="Connections"
+    )
+    max_header_bytes: int = option(
+        16_384, "largest header block of a request", low=1024, high=65_536, panel="Connections"
+    )
+    max_headers: int = option(100, "most headers of a request", low=8, high=1000, panel="Connections")
+    max_line_bytes: int = option(8192, "longest request line", low=256, high=65_536, panel="Connections")
     header_timeout_s: float = option(
-        10.0, "seconds for the headers of a request to arrive", low=0.05, flag="--header-timeout"
+        10.0,
+        "seconds for the headers of a request to arrive",
+        low=0.05,
+        flag="--header-timeout",
+        panel="Connections",
     )
     body_timeout_s: float = option(
-        30.0, "seconds for the body of a request to arrive", low=0.05, flag="--body-timeout"
+        30.0,
+        "seconds for the body of a request to arrive",
+        low=0.05,
+        flag="--body-timeout",
+        panel="Connections",
     )
     keep_alive_timeout_s: float = option(
-        75.0, "seconds an idle connection stays open", low=0.05, flag="--keep-alive-timeout"
+        75.0,
+        "seconds an idle connection stays open",
+        low=0.05,
+        flag="--keep-alive-timeout",
+        panel="Connections",
     )
     stalled_client_timeout_s: float = option(
         30.0,
         "seconds after which a client that reads nothing is disconnected",
         low=0.05,
         flag="--stalled-client-timeout",
+        panel="Connections",
     )
     stream_keep_alive_s: float = option(
         15.0,
         "seconds of silence after which a stream gets a comment line",
         low=0.05,
         flag="--stream-keep-alive",
+        panel="Connections",
     )
 
     drain_delay_s: float = option(
@@ -178,18 +201,32 @@ class ServerConfig:
         "seconds between failing readiness checks and closing the listener",
         low=0.0,
         flag="--drain-delay",
+        panel="Stopping",
     )
     drain_timeout_s: float = option(
-        30.0, "seconds for running requests to finish on shutdown", low=0.0, flag="--drain-timeout"
+        30.0,
+        "seconds for running requests to finish on shutdown",
+        low=0.0,
+        flag="--drain-timeout",
+        panel="Stopping",
+        also=("--shutdown-timeout",),
     )
 
-    log_format: str = option("auto", "auto: text; json: one object per line", choices=LOG_FORMATS)
-    log_level: str = option("info", "least severe messages to log", choices=LOG_LEVELS, basic=True)
-    log_stats_interval_s: float = option(
-        10.0, "seconds between two lines of statistics", low=0.1, flag="--log-stats-interval"
+    log_format: str = option(
+        "auto", "auto: text; json: one object per line", choices=LOG_FORMATS, panel="Logs and metrics"
     )
-    disable_log_stats: bool = option(False, "do not log statistics")
-    disable_log_requests: bool = option(False, "do not log each request")
+    log_level: str = option(
+        "info", "least severe messages to log", choices=LOG_LEVELS, basic=True, panel="Logs and metrics"
+    )
+    log_stats_interval_s: float = option(
+        10.0,
+        "seconds between two lines of statistics",
+        low=0.1,
+        flag="--log-stats-interval",
+        panel="Logs and metrics",
+    )
+    disable_log_stats: bool = option(False, "do not log statistics", panel="Logs and metrics")
+    disable_log_requests: bool = option(False, "do not log each request", panel="Logs and metrics")
 
     api: ApiConfig = field(default_factory=ApiConfig)
     billing: BillingConfig = field(default_factory=BillingConfig)

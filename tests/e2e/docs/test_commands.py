@@ -46,7 +46,7 @@ NOT_RUN: dict[str, str] = {
     "paceline bench latency --model ./my-model": TAKES_MINUTES,
     "paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
     "paceline bench latency --shape llama-3.1-8b": NEEDS_GPU,
-    "python -m paceline.cli.bench.plain throughput --shape qwen3-0.6b": NEEDS_GPU,
+    "python -m paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
 }
 # What a model says is its own business, and nobody knows who waits on a test machine.
 FREE_OUTPUT = ("paceline chat", "paceline run", "paceline serve")

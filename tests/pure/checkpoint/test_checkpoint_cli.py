@@ -1,15 +1,16 @@
 """`paceline pull | ls | show | rm` as a user sees them, on models made here."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from paceline.cli.models import add_models
+from paceline.cli.command import CommandGroup
+from paceline.cli.models import MODELS
 from paceline.cli.serve.run import run_server
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ServerConfig
@@ -18,22 +19,29 @@ from paceline.models.files.fetch import DEFAULT_MODEL, HubName, bring_here
 from paceline.models.files.fields import CheckpointError
 from tests.pure.checkpoint.made import Gguf, arrays_for, config, gguf_fields, renamed, spec_of, write_folder
 
-Run = Callable[..., Result]
+Run = Callable[..., "Result"]
+ROOT = CommandGroup(name="paceline", help="", headings={"Models": MODELS})
+
+
+class Result(NamedTuple):
+    exit_code: int
+    output: str
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command line with empty caches; errors come out as they are."""
     monkeypatch.setenv("PACELINE_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda cache: _no_cache())
-    app = typer.Typer()
-    add_models(app)
 
-    def run(*arguments: str, answer: str | None = None) -> Result:
-        result = CliRunner().invoke(app, list(arguments), input=answer)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+    def run(*arguments: str, answer: str = "") -> Result:
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        code = 0
+        try:
+            ROOT.call(arguments, "paceline")
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Result(code, capsys.readouterr().out)
 
     return run
 
@@ -41,9 +49,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 @pytest.mark.parametrize("command", [("run", "-m", "nosuch", "hi"), ("chat", "-m", "./nosuch", "-q", "hi")])
 def test_a_name_that_is_no_model_is_said_before_torch_is_imported(command: tuple[str, ...]) -> None:
     code = (
-        "import sys; from paceline.cli.main import app\n"
+        "import sys; from paceline.cli.main import PACELINE\n"
         "from paceline.errors import InputError\n"
-        f"try: app({list(command)!r}, standalone_mode=False)\n"
+        f"try: PACELINE.call({list(command)!r}, 'paceline')\n"
         "except InputError as error: print(error, 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

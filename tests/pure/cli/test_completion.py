@@ -9,18 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 from paceline.cli.completion import FILES, SCRIPTS, complete
-from paceline.cli.main import app, run
+from paceline.cli.main import PACELINE, run
 from paceline.config.engine import POLICIES
-
-ROOT = typer.main.get_command(app)
 
 
 def words(line: str) -> list[str]:
     """The words offered at the end of a command line."""
-    return [offered.partition("\t")[0] for offered in complete(ROOT, line.split(" "))]
+    return [offered.partition("\t")[0] for offered in complete(PACELINE, line.split(" "))]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def test_models_on_this_machine_are_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_words_have_descriptions() -> None:
-    assert complete(ROOT, ["serv"]) == ["serve\tServe a model over HTTP with the OpenAI API."]
+    assert complete(PACELINE, ["serv"]) == ["serve\tServe a model over HTTP with the OpenAI API."]
 
 
 def test_words_are_found_without_anything_heavy() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import typer
 
-from paceline.cli.flags import MANY, first_line, spec_of
-from paceline.cli.main import Commands, app, run
+from paceline.cli.command import first_line
+from paceline.cli.main import PACELINE, run
 from paceline.config.options import flag_of
 from tools.option_pages import COMMANDS
 
@@ -18,7 +17,7 @@ QUAINT = re.compile(
     r"\b(whoever|nobody|somebody|everybody|so many|gives? way|gave way|by itself|of its own)\b",
     re.I,
 )
-LONG = [name for name, panels in COMMANDS.items() if sum(len(panel.flags) for panel in panels) > MANY]
+LONG = [name for name, command in COMMANDS.items() if command.is_long]
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +32,9 @@ def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def flags_of(command: str, *, basic: bool) -> set[str]:
     return {
-        flag_of(spec_of(panel, flag)).removeprefix("--")
-        for panel in COMMANDS[command]
-        for flag in panel.flags
-        if not flag.is_argument and (not basic or spec_of(panel, flag).metadata["basic"])
+        flag_of(each.spec).removeprefix("--")
+        for each in COMMANDS[command].options
+        if not each.is_argument and (not basic or each.is_basic)
     }
 
 
@@ -49,14 +47,11 @@ def shown(text: str) -> set[str]:
 def test_commands_are_listed_in_groups_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     text = page(capsys)
     assert text == page(capsys, "--help")
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    listed = [name for names in Commands.headings.values() for name in names]
-    assert sorted(listed) == sorted(name for name, command in commands.items() if not command.hidden)
     lines = text.splitlines()
-    for name in listed:
+    for name, command in PACELINE.commands.items():
         line = next(line for line in lines if line.startswith(f"  {name} "))
-        assert line.endswith(first_line(commands[name].help)) and line.endswith(".")
-    for title in Commands.headings:
+        assert line.endswith(first_line(command.help)) and line.endswith(".")
+    for title in PACELINE.headings:
         assert f"{title}:" in lines
     assert len(lines) <= SCREEN
 
@@ -99,9 +94,8 @@ def test_a_group_without_a_command_shows_its_page(capsys: pytest.CaptureFixture[
 
 def test_help_texts_name_their_subject() -> None:
     texts = {
-        f"{command} {flag.name}": f"{spec_of(panel, flag).metadata['help']} {flag.default or ''}"
-        for command, panels in COMMANDS.items()
-        for panel in panels
-        for flag in panel.flags
+        f"{name} {each.name}": f"{each.help} {each.default_text}"
+        for name, command in COMMANDS.items()
+        for each in command.options
     }
     assert {name: text for name, text in texts.items() if QUAINT.search(text)} == {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.cli.serve.flags import PANELS, merged
-from paceline.config.options import check_options, flag_of
+from paceline.cli.serve.flags import SERVE, merged
+from paceline.config.options import check_options, options_of
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ApiConfig, ServerConfig
 from paceline.errors import ConfigError
@@ -18,17 +17,11 @@ from paceline.server.app import check_exposure
 
 
 def test_every_option_has_a_flag_and_flags_are_unique() -> None:
-    shown = [(panel.config, flag.name) for panel in PANELS for flag in panel.flags]
-    assert len(set(shown)) == len(shown)
-    flags: list[str] = []
-    for config, name in shown:
-        spec = next(spec for spec in fields(config) if spec.name == name)
-        flags.append(flag_of(spec))
+    flags = [name for each in SERVE.options for name in each.names]
     assert len(set(flags)) == len(flags)
+    shown = {each.name for each in SERVE.options}
     for config in (ServerConfig, ApiConfig, ProcessConfig):
-        for spec in fields(config):
-            if "help" in spec.metadata:
-                assert (config, spec.name) in shown, spec.name
+        assert {spec.name for spec in options_of(config)} <= shown
 
 
 def test_the_first_place_that_says_something_counts(tmp_path: Path) -> None:
@@ -42,7 +35,7 @@ def test_the_first_place_that_says_something_counts(tmp_path: Path) -> None:
         "PACELINE_STRICT_FIELDS": "no",
         "PACELINE_X": "y",
     }
-    assert merged({"port": None}, PANELS, environment) == {
+    assert merged({"port": None}, SERVE.options, environment) == {
         "config": str(path),
         "port": 2,
         "queue_timeout_s": 5.0,
@@ -50,7 +43,7 @@ def test_the_first_place_that_says_something_counts(tmp_path: Path) -> None:
         "served_model_name": "a,b",
         "strict_fields": False,
     }
-    assert merged({"port": 3}, PANELS, environment)["port"] == 3
+    assert merged({"port": 3}, SERVE.options, environment)["port"] == 3
 
 
 def test_numbers_in_a_file_are_read_as_on_the_command_line(tmp_path: Path) -> None:
@@ -58,7 +51,7 @@ def test_numbers_in_a_file_are_read_as_on_the_command_line(tmp_path: Path) -> No
     path.write_text(
         "max-file-bytes: 200m\nmax-model-len: 4K\nmax-body-bytes: '1_000_000'\nqueue-timeout: 1e2\n"
     )
-    assert merged({"config": str(path)}, PANELS, {}) == {
+    assert merged({"config": str(path)}, SERVE.options, {}) == {
         "config": str(path),
         "max_file_bytes": 200_000_000,
         "max_model_len": 4096,
@@ -84,15 +77,15 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, part: str) -> N
     path = tmp_path / "server.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=part):
-        merged({"config": str(path)}, PANELS, {})
+        merged({"config": str(path)}, SERVE.options, {})
 
 
 def test_mistakes_in_the_environment_name_the_variable() -> None:
     for variable, value in (("PACELINE_PORT", "tcp://10.0.0.1:80"), ("PACELINE_STRICT_FIELDS", "maybe")):
         with pytest.raises(ConfigError, match=variable):
-            merged({}, PANELS, {variable: value})
+            merged({}, SERVE.options, {variable: value})
     with pytest.raises(ConfigError, match="cannot be read"):
-        merged({"config": "/nowhere/x.yaml"}, PANELS, {})
+        merged({"config": "/nowhere/x.yaml"}, SERVE.options, {})
 
 
 @pytest.mark.parametrize(

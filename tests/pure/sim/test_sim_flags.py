@@ -1,32 +1,31 @@
 """The flags of `paceline sim`: declared once, taken from the right config, and they reach the engine."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from paceline.cli.flags import Flag, Panel, add_command, split_list
-from paceline.cli.sim.flags import PANELS, SimOptions
+from paceline.cli.command import Command, CommandGroup
+from paceline.cli.flags import split_list
+from paceline.cli.sim import SIM
+from paceline.cli.sim.flags import SimOptions
 from paceline.cli.sim.run import parse_rates, parse_slo, plan_runs
-from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.options import option
+from paceline.config.engine import KVConfig, SchedulerConfig
+from paceline.config.options import option, options_of
 from paceline.errors import ConfigError, InputError
 from paceline.lab.report.summary import Slo
 from paceline.lab.sim.settings import HOST_STEP_S
 
 
 def test_every_option_of_the_scheduler_and_of_sim_has_a_flag() -> None:
-    shown = {(panel.config, flag.name) for panel in PANELS for flag in panel.flags}
+    shown = {each.name for each in SIM.options}
     for config, missing in ((SimOptions, set()), (SchedulerConfig, {"mode"}), (KVConfig, set())):
-        declared = {spec.name for spec in fields(config) if "help" in spec.metadata}
-        assert declared - {name for owner, name in shown if owner is config} == missing
-    assert (EngineConfig, "depth") in shown
+        assert {spec.name for spec in options_of(config)} - shown == missing
+    assert "depth" in shown
 
 
 def test_flags_do_not_clash() -> None:
-    names = [flag.name for panel in PANELS for flag in panel.flags]
+    names = [name for each in SIM.options for name in each.names]
     assert len(names) == len(set(names))
 
 
@@ -87,39 +86,74 @@ def test_rates_and_lists() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
+    PANEL: ClassVar = "P"
+
     size: int = option(3, "how many", low=1)
-    speed_s: float = option(0.5, "how fast")
+    speed_s: float = option(0.5, "how fast", also=("--fast",))
     kind: str = option("a", "which", choices=("a", "b"))
     quick: bool = option(False, "hurry")
     safe: bool = option(True, "take care")
     name: str | None = option(None, "what", flag="--called")
 
 
-def test_a_command_gets_its_flags_from_declared_options() -> None:
+def test_a_command_gets_its_flags_from_declared_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     got: list[dict[str, Any]] = []
-    app = typer.Typer(rich_markup_mode=None)
-    app.callback()(lambda: None)
-    flags = tuple(
-        Flag(name=spec.name, also=("--fast",) if spec.name == "speed_s" else ()) for spec in fields(Declared)
-    )
-    add_command(
-        app,
-        "go",
-        lambda values: got.append(dict(values)),
-        [Panel(title="P", config=Declared, flags=flags)],
-        "Go.",
-    )
-    optional = Panel(title="Q", config=Declared, flags=flags, optional=True)
-    add_command(app, "maybe", lambda values: got.append(dict(values)), [optional], "Maybe.")
-    runner = CliRunner()
-    assert runner.invoke(app, ["go", "--fast", "2", "--quick", "--called", "x", "--no-safe"]).exit_code == 0
+    commands = [
+        Command(
+            name=name,
+            help="Go.",
+            run=lambda values: got.append(dict(values)),
+            takes=(Declared,),
+            is_optional=is_optional,
+        )
+        for name, is_optional in (("go", False), ("maybe", True))
+    ]
+    root = CommandGroup(name="p", help="Try.", headings={"Commands": tuple(commands)})
+    root.call(["go", "--fast", "2", "--quick", "--called", "x", "--no-safe"], "p")
     assert got[-1] == {"size": 3, "speed_s": 2.0, "kind": "a", "quick": True, "safe": False, "name": "x"}
-    assert runner.invoke(app, ["maybe", "--size", "5"]).exit_code == 0
+    root.call(["maybe", "--size", "5"], "p")
     assert got[-1] == {"size": 5, "speed_s": None, "kind": None, "quick": None, "safe": None, "name": None}
-    page = runner.invoke(app, ["go", "--help"], env={"COLUMNS": "100"}).output
+    monkeypatch.setenv("COLUMNS", "100")
+    root.call(["go", "--help"], "p")
+    page = capsys.readouterr().out
     for part in ("P:", "--speed-s, --fast", "a|b", "how many [3]", "take care [yes]", "--called"):
         assert part in page, page
-    assert runner.invoke(app, ["go", "--size", "x"]).exit_code == 2
+    with pytest.raises(InputError, match="'x' is not a whole number"):
+        root.call(["go", "--size", "x"], "p")
+
+
+@pytest.mark.parametrize(
+    "line, values",
+    [
+        ("--called -x", {"name": "-x"}),  # a value may begin with a dash
+        ("--called=--x", {"name": "--x"}),
+        ("--size 4k --size 5", {"size": 5}),
+        ("--safe --no-safe", {"safe": False}),
+    ],
+)
+def test_a_line_is_read_word_by_word(line: str, values: dict[str, Any]) -> None:
+    got: list[dict[str, Any]] = []
+    command = Command(name="go", help="Go.", run=lambda found: got.append(dict(found)), takes=(Declared,))
+    command.call(line.split(), "go")
+    assert {name: got[0][name] for name in values} == values
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("--calld x", r"No such option: --calld \(Possible options: --called\)"),
+        ("--size", "Option '--size' requires an argument"),
+        ("--quick=1", "Option '--quick' does not take a value"),
+        ("--speed-s x", "Invalid value for '--speed-s': 'x' is not a number"),
+        ("more words", r"Got unexpected extra argument\(s\) \(more words\)"),
+    ],
+)
+def test_a_mistake_on_a_line_is_named(line: str, says: str) -> None:
+    command = Command(name="go", help="Go.", run=lambda values: None, takes=(Declared,))
+    with pytest.raises(InputError, match=says):
+        command.call(line.split(), "go")
 
 
 def test_bounds_of_own_options_are_those_declared() -> None:

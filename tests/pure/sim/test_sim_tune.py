@@ -209,9 +209,9 @@ def test_without_an_slo_there_is_nothing_to_keep() -> None:
 
 
 def test_flags_are_those_of_serve() -> None:
-    from paceline.cli.serve.flags import PANELS
+    from paceline.cli.serve.flags import SERVE
 
-    known = {flag.name for panel in PANELS for flag in panel.flags}
+    known = {each.name for each in SERVE.options}
     start: Settings = {"max_num_batched_tokens": 24, "max_num_prompt_tokens": 72, "step_target_ms": 0.0}
     assert {knob.name for knob in knobs_for(BOUNDS, start)} == start.keys() <= known
     assert serve_flags({"max_num_seqs": 8, "long_prefill_share": 0.5, "scheduling_policy": "fcfs"}) == (

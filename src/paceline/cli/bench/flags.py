@@ -9,45 +9,22 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import (
-    BUDGET,
-    FORMING,
-    KV_BLOCKS,
-    MODEL,
-    POLICY,
-    Flag,
-    Panel,
-    add_command,
-    command_group,
-    depth_panel,
-    seed_panel,
-)
-from paceline.config.engine import EngineConfig, SchedulerConfig
+from paceline.cli.command import Command, CommandGroup
 from paceline.lab.bench.options import (
-    DEFAULT_OUTPUT,
-    DEFAULT_REQUESTS,
     SWEEP_SECONDS,
-    BenchOptions,
     CompareOptions,
     LatencyOptions,
-    LoadOptions,
+    LoadRunOptions,
     MoreBounds,
-    ServeOptions,
     SweepOptions,
     ThroughputOptions,
 )
 from paceline.lab.bench.shapes import MAX_MODEL_LEN, MAX_NUM_SEQS
 
-# The command lines of `paceline bench`
-
-
 HELP = "Measure a server under load, or the engine alone."
 THROUGHPUT_HELP = """
 Measure the engine with all requests at once.
 
-\b
   paceline bench throughput --shape tiny --workload decode-b1,decode-b8
   paceline bench throughput --shape qwen3-0.6b --workload nano --json out.json
   paceline bench throughput --shape tiny --mode continuous,static
@@ -58,7 +35,6 @@ gets exactly its number of tokens, and the clock stops with the last of them.
 LATENCY_HELP = """
 Measure the engine with requests that arrive over time.
 
-\b
   paceline bench latency --trace azure.csv --workload azure-conv@20
   paceline bench latency --shape tiny --rate 20 --num 100 --output-tokens 16
 
@@ -66,94 +42,9 @@ Arrivals are Poisson. TTFT is the time from a request's arrival to its first tok
 to one request.
 """
 
-
-_ENGINE = (
-    Panel(
-        title="Model",
-        config=BenchOptions,
-        flags=(Flag(name="shape"),),
-    ),
-    MODEL,
-    seed_panel("0"),
-    Panel(
-        title="Engine",
-        config=SchedulerConfig,
-        optional=True,
-        flags=(
-            Flag(
-                name="max_model_len",
-                default=f"{MAX_MODEL_LEN} with --shape, else what model and KV cache allow",
-            ),
-            Flag(name="max_num_seqs", default=f"{MAX_NUM_SEQS} with --shape, else 128"),
-            *BUDGET,
-            Flag(name="step_target_ms", default="automatic for latency on a GPU, else off"),
-            Flag(name="step_stretch"),
-            Flag(name="step_patience_s"),
-            *POLICY,
-        ),
-    ),
-)
-_FORMING = (
-    Panel(title="Engine", config=SchedulerConfig, optional=True, flags=FORMING),
-    KV_BLOCKS,
-    depth_panel("Engine"),
-)
-_ONE_MODE = Panel(title="Engine", config=SchedulerConfig, optional=True, flags=(Flag(name="mode"),))
-_MODES = Panel(
-    title="Engine",
-    config=ThroughputOptions,
-    flags=(Flag(name="modes", metavar="MODE[,MODE...]"),),
-)
-_RESULTS = (
-    Panel(title="Results", config=BenchOptions, flags=(Flag(name="json", metavar="FILE"),)),
-    Panel(title="Results", config=EngineConfig, optional=True, flags=(Flag(name="run_log", metavar="FILE"),)),
-)
-_TEMPERATURE = Flag(name="temperature", default="0.6; decode-b*: 0")
-
-THROUGHPUT_PANELS = (
-    Panel(
-        title="Workload",
-        config=ThroughputOptions,
-        flags=(
-            Flag(name="workload", metavar="NAME[,NAME...]"),
-            Flag(name="trace", metavar="FILE"),
-            _TEMPERATURE,
-            Flag(name="recheck"),
-        ),
-    ),
-    *_RESULTS,
-    *_ENGINE,
-    _MODES,
-    *_FORMING,
-)
-LATENCY_PANELS = (
-    Panel(
-        title="Workload",
-        config=LatencyOptions,
-        flags=(
-            Flag(name="workload", metavar="NAME[,NAME...]"),
-            Flag(name="trace", metavar="FILE"),
-            Flag(name="rate"),
-            Flag(name="num"),
-            Flag(name="prompt_tokens"),
-            Flag(name="output_tokens"),
-            Flag(name="temperature", default="0.6"),
-        ),
-    ),
-    *_RESULTS,
-    *_ENGINE,
-    _ONE_MODE,
-    *_FORMING,
-)
-
-
-# The command lines of `paceline bench serve`, `sweep` and `compare`
-
-
 SERVE_HELP = """
 Send load to a server with the OpenAI API and measure it.
 
-\b
   paceline bench serve --rate 4 --num-prompts 100 --output-len 64
   paceline bench serve --max-concurrency 16 --duration 60 --json run.json
   paceline bench serve --workload azure.csv --goodput ttft:1000 tpot:50
@@ -166,7 +57,6 @@ are sent at once. The key is read from PACELINE_API_KEY or OPENAI_API_KEY. Ctrl-
 SWEEP_HELP = """
 Measure a server at several loads and draw the curves.
 
-\b
   paceline bench sweep --rates 1,2,4,8 --duration 30 --goodput ttft:1000
   paceline bench sweep --concurrencies 1,4,16 --num-prompts 200 --output curve
 
@@ -175,145 +65,12 @@ The folder gets report.html (self-contained), its pictures as PNG, and sweep.jso
 COMPARE_HELP = """
 Compare two result files: better, worse, or noise.
 
-\b
   paceline bench compare before.json after.json
   paceline bench compare before.json after.json --fail-if-worse 10%
 
 Where the files hold samples, each difference has a confidence interval. Results of bench serve, sweep, throughput and
 latency can be compared, each with its own kind.
 """
-
-_SERVER = Panel(
-    title="Server",
-    config=LoadOptions,
-    flags=(
-        Flag(name="url", also=("--base-url",)),
-        Flag(name="model", default="first one of the server"),
-        Flag(name="api"),
-        Flag(name="tenant_keys", metavar="FILE", default="one key for all"),
-        Flag(name="extra_body", metavar="JSON"),
-    ),
-)
-_WORKLOAD = Panel(
-    title="Workload",
-    config=LoadOptions,
-    flags=(
-        Flag(name="workload", metavar="NAME|FILE"),
-        Flag(
-            name="num_prompts",
-            default=f"{DEFAULT_REQUESTS}; all of a file; no limit with --duration",
-        ),
-        Flag(name="input_len", also=("--random-input-len",)),
-        Flag(
-            name="output_len",
-            also=("--random-output-len",),
-            default=f"random: {DEFAULT_OUTPUT}; else as recorded, or no limit",
-        ),
-        Flag(name="spread", also=("--random-range-ratio",)),
-        Flag(name="prefix_share"),
-        Flag(name="num_prefixes"),
-        Flag(name="ignore_eos", default="yes with random and traces"),
-        Flag(name="temperature", default="the server's"),
-        Flag(name="seed"),
-    ),
-)
-_DURATION = Panel(title="Load", config=LoadOptions, flags=(Flag(name="duration", metavar="SECONDS"),))
-_SWEEP_DURATION = Panel(
-    title="Load",
-    config=LoadOptions,
-    flags=(
-        Flag(
-            name="duration",
-            metavar="SECONDS",
-            default=f"{SWEEP_SECONDS:g} for each point, unless --num-prompts is given",
-        ),
-    ),
-)
-_LOAD = Panel(
-    title="Load",
-    config=LoadOptions,
-    flags=(
-        Flag(name="arrivals", default="recorded; poisson with a rate"),
-        Flag(name="speed"),
-        Flag(name="num_warmups"),
-        Flag(name="timeout", metavar="SECONDS"),
-        Flag(name="retries"),
-    ),
-)
-_MEASURES = (
-    Panel(
-        title="Results",
-        config=LoadOptions,
-        flags=(
-            Flag(name="percentiles", also=("--metric-percentiles",), metavar="P[,P...]"),
-            Flag(name="goodput", metavar="NAME:MS"),
-        ),
-    ),
-    Panel(
-        title="Results",
-        config=MoreBounds,
-        flags=(Flag(name="more_bounds", is_argument=True, metavar="NAME:MS"),),
-    ),
-)
-
-SERVE_PANELS = (
-    _SERVER,
-    _WORKLOAD,
-    Panel(
-        title="Load",
-        config=ServeOptions,
-        flags=(
-            Flag(name="rate", also=("--request-rate",), default="all at once, or as recorded"),
-            Flag(name="ramp", metavar="FROM:TO:SECONDS"),
-            Flag(name="max_concurrency", default="no limit"),
-        ),
-    ),
-    _DURATION,
-    _LOAD,
-    *_MEASURES,
-    Panel(title="Results", config=ServeOptions, flags=(Flag(name="json", metavar="FILE"),)),
-)
-SWEEP_PANELS = (
-    _SERVER,
-    _WORKLOAD,
-    Panel(
-        title="Load",
-        config=SweepOptions,
-        flags=(Flag(name="rates", metavar="R[,R...]"), Flag(name="concurrencies", metavar="N[,N...]")),
-    ),
-    _SWEEP_DURATION,
-    _LOAD,
-    *_MEASURES,
-    Panel(
-        title="Results",
-        config=SweepOptions,
-        flags=(Flag(name="output", metavar="FOLDER"), Flag(name="title", default="model and server")),
-    ),
-)
-COMPARE_PANELS = (
-    Panel(
-        title="Results",
-        config=CompareOptions,
-        flags=(
-            Flag(name="before", is_argument=True, metavar="BEFORE.json"),
-            Flag(name="after", is_argument=True, metavar="AFTER.json"),
-            Flag(name="measures", metavar="NAME[,NAME...]", default="all"),
-            Flag(name="confidence", metavar="PERCENT"),
-            Flag(name="fail_if_worse", metavar="PERCENT"),
-            Flag(name="json", metavar="FILE"),
-        ),
-    ),
-)
-
-
-def add_bench(app: typer.Typer) -> None:
-    bench = command_group("bench", HELP)
-    add_command(bench, "serve", _later("serve", "serve"), SERVE_PANELS, SERVE_HELP)
-    add_command(bench, "sweep", _later("sweep", "sweep"), SWEEP_PANELS, SWEEP_HELP)
-    add_command(bench, "compare", _later("compare", "compare"), COMPARE_PANELS, COMPARE_HELP)
-    add_command(bench, "throughput", _later("run", "throughput"), THROUGHPUT_PANELS, THROUGHPUT_HELP)
-    add_command(bench, "latency", _later("run", "latency"), LATENCY_PANELS, LATENCY_HELP)
-    app.add_typer(bench)
 
 
 def _later(module: str, name: str) -> Callable[[Mapping[str, Any]], None]:
@@ -323,3 +80,55 @@ def _later(module: str, name: str) -> Callable[[Mapping[str, Any]], None]:
         getattr(import_module(f"paceline.cli.bench.{module}"), name)(values)
 
     return run
+
+
+ENGINE_PANELS = (
+    *("Model", "Sampling", "KV cache", "Step size", "Step timing"),
+    *("Batching", "Scheduling policy", "Recording"),
+)
+ENGINE_DEFAULTS = {
+    "max_model_len": f"{MAX_MODEL_LEN} with --shape, else what model and KV cache allow",
+    "max_num_seqs": f"{MAX_NUM_SEQS} with --shape, else 128",
+    "step_target_ms": "automatic for latency on a GPU, else off",
+}
+BENCH = CommandGroup(
+    name="bench",
+    help=HELP,
+    headings={
+        "Commands": (
+            Command(
+                name="serve",
+                help=SERVE_HELP,
+                run=_later("serve", "serve"),
+                takes=(LoadRunOptions, MoreBounds),
+            ),
+            Command(
+                name="sweep",
+                help=SWEEP_HELP,
+                run=_later("sweep", "sweep"),
+                takes=(SweepOptions, MoreBounds),
+                defaults={"duration": f"{SWEEP_SECONDS:g} for each point, unless --num-prompts is given"},
+            ),
+            Command(
+                name="compare",
+                help=COMPARE_HELP,
+                run=_later("compare", "compare"),
+                takes=(CompareOptions,),
+            ),
+            Command(
+                name="throughput",
+                help=THROUGHPUT_HELP,
+                run=_later("run", "throughput"),
+                takes=(ThroughputOptions, *ENGINE_PANELS),
+                defaults={**ENGINE_DEFAULTS, "temperature": "0.6; decode-b*: 0"},
+            ),
+            Command(
+                name="latency",
+                help=LATENCY_HELP,
+                run=_later("run", "latency"),
+                takes=(LatencyOptions, *ENGINE_PANELS),
+                defaults=ENGINE_DEFAULTS,
+            ),
+        )
+    },
+)

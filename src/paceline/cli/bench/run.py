@@ -1,7 +1,7 @@
 """From the values of a command line to the runs of `paceline bench`.
 
 Owns the order of things: check everything that needs no model, make the workloads, run. What is measured is in the
-bench part. Knows no command-line library, so that a machine without one can measure too; heavy imports happen late.
+bench part. Needs no library for tables or progress, so that a machine without one can measure too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.cli.bench.view import Report, note, note_skipped, show, write
-from paceline.cli.flags import split_list, writable
-from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.cli.flags import engine_options, split_list, writable
+from paceline.config.options import pick
 from paceline.errors import InputError
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
@@ -98,17 +98,13 @@ def _modes(options: ThroughputOptions) -> list[str]:
 
 def own_options(config: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
     """The declared options of `config` among all values of a command line."""
-    names = {spec.name for spec in fields(cast(Any, config))}
-    return config(**{name: value for name, value in values.items() if name in names})
+    return config(**pick(config, values))
 
 
 @contextmanager
 def _engine(options: BenchOptions, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The options of `LLM`; a shape's folder is there as long as this is entered."""
-    configs = (ModelConfig, KVConfig, SchedulerConfig, EngineConfig)
-    known = {spec.name for config in configs for spec in fields(config)}
-    given = {name: value for name, value in values.items() if name in known and value is not None}
-    split_arguments(None, given)
+    given = engine_options(values)
     if options.shape is None:
         yield {"skip_tokenizer_init": True, **given}
         return

@@ -35,7 +35,7 @@ from paceline.lab.bench.load.pool import Pool, Target
 from paceline.lab.bench.load.reader import Kind, Seen
 from paceline.lab.bench.load.source import BACKENDS, PATHS, BodyForm, RandomSource
 from paceline.lab.bench.machine import source_commit
-from paceline.lab.bench.options import LoadOptions, ServeOptions
+from paceline.lab.bench.options import LoadOptions, LoadRunOptions
 
 # The server that `paceline bench` puts load on
 
@@ -239,7 +239,7 @@ CACHED_SHARE = 0.5  # of all prompt tokens; the beginning that a chat template g
 
 
 def serve(values: Mapping[str, Any]) -> None:
-    options = own_options(ServeOptions, with_bounds(_finite(values)))
+    options = own_options(LoadRunOptions, with_bounds(_finite(values)))
     target = writable("--json", options.json)
     bounds, percentiles = parse_bounds(options.goodput), parse_percentiles(options.percentiles)
     point = LoadPoint(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from paceline.cli.flags import TALKING, Flag, Panel, add_command, engine_options, find_model, given_sampling
+from paceline.cli.command import Command
+from paceline.cli.flags import ANSWERING, RANDOM_SEED, engine_options, find_model, given_sampling
 from paceline.config.options import option
 from paceline.errors import EngineFailed, InputError, PacelineError
 
@@ -25,7 +24,6 @@ INTERRUPTED = 130
 HELP = """
 Talk to a model on the terminal.
 
-\b
   paceline chat
   paceline chat -q "Name three rivers."
   paceline chat --model org/model --system-prompt "Answer in one sentence."
@@ -40,34 +38,18 @@ back earlier ones. When standard input is not a terminal, each line is a message
 class ChatOptions:
     """What `paceline chat` takes beside the model's options."""
 
-    quick: str | None = option(None, "ask this, print the answer and exit", kind=str, basic=True)
-    system_prompt: str | None = option(None, "instructions for the model", kind=str, basic=True)
+    PANEL: ClassVar = "Conversation"
+
+    quick: str | None = option(
+        None, "ask this, print the answer and exit", basic=True, also=("-q",), metavar="MESSAGE"
+    )
+    system_prompt: str | None = option(None, "instructions for the model", basic=True)
     stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
     url: str | None = option(
         None,
         "talk to this server instead of loading a model; its key is in PACELINE_API_KEY",
-        kind=str,
         basic=True,
     )
-
-
-PANELS = (
-    Panel(
-        title="Conversation",
-        config=ChatOptions,
-        flags=(
-            Flag(name="quick", also=("-q",), metavar="MESSAGE"),
-            Flag(name="system_prompt"),
-            Flag(name="stats"),
-            Flag(name="url"),
-        ),
-    ),
-    *TALKING,
-)
-
-
-def add_chat(app: typer.Typer) -> None:
-    add_command(app, "chat", _chat, PANELS, HELP)
 
 
 def _chat(values: Mapping[str, Any]) -> None:
@@ -133,7 +115,7 @@ def _banner(who: str) -> None:
 def _ask_once(session: Session, message: str) -> None:
     answer = session.say(message)
     if answer.is_interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
     if answer.error is not None:
         raise EngineFailed(f"the answer ended early: {answer.failure}")
 
@@ -159,4 +141,7 @@ def _talk(session: Session, lines: LineSource, *, on_terminal: bool) -> None:
             note(f"({error})")
         else:
             if answer is not None and answer.is_interrupted and not on_terminal:
-                raise typer.Exit(INTERRUPTED)
+                raise SystemExit(INTERRUPTED)
+
+
+CHAT = Command(name="chat", help=HELP, run=_chat, takes=(ChatOptions, *ANSWERING), defaults=RANDOM_SEED)

@@ -10,15 +10,13 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
-from paceline.cli.show import SHOW, RacePage, ShowOptions, page_port, show_options
-from paceline.config.options import check_options, option
+from paceline.cli.command import Command
+from paceline.cli.show import RacePage, ShowOptions, page_port, show_options
+from paceline.config.options import check_options, option, pick
 from paceline.errors import InputError
 from paceline.lab.bench.shapes import SHAPES
 
@@ -33,7 +31,6 @@ Compare static, dynamic and continuous batching on this machine.
 The default model gets the same bursts of requests in each mode, on the CPU. Static and dynamic batches compute their
 padding, and a row that has finished is held until its whole batch is done.
 
-\b
   paceline demo                # at most five minutes
   paceline demo --quick        # about a minute
   paceline demo --shape qwen3-0.6b --device cuda --rows 64    # on a GPU
@@ -41,7 +38,6 @@ padding, and a row that has finished is held until its whole batch is done.
 Prints a table, with published figures beside it, and writes a picture (PNG and SVG), the figures and a run log of each
 mode to --out. Ctrl-C shows the results so far.
 
-\b
   paceline demo --ui                     # the modes as a race on a page, live
   paceline demo --replay paceline-demo   # the race of an earlier demo again
 """
@@ -53,23 +49,42 @@ QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
 class DemoOptions:
     """What `paceline demo` takes."""
 
-    model: str | None = option(None, "folder, GGUF file or name on the Hugging Face hub", kind=str)
+    PANEL: ClassVar = "Demonstration"
+
+    model: str | None = option(
+        None, "folder, GGUF file or name on the Hugging Face hub", default_text="SmolLM2-135M-Instruct"
+    )
     shape: str | None = option(
-        None, "random weights of this shape, instead of --model", choices=tuple(SHAPES), kind=str
+        None, "random weights of this shape, instead of --model", choices=tuple(SHAPES)
     )
     device: str = option(
         "cpu", "where to compute; cuda: with the lengths of whole chats", choices=("cpu", "cuda")
     )
     quick: bool = option(False, "take about a minute; less precise")
     seconds: float | None = option(
-        None, "seconds over which requests arrive, in each mode", low=0.1, high=3600.0, kind=float
+        None,
+        "seconds over which requests arrive, in each mode",
+        low=0.1,
+        high=3600.0,
+        default_text="40, or 8 with --quick",
     )
     rows: int = option(8, "requests in a batch, in every mode", low=1, high=256)
-    rate: float | None = option(None, "mean requests per second", low=0.01, high=10_000.0, kind=float)
+    rate: float | None = option(
+        None,
+        "mean requests per second",
+        low=0.01,
+        high=10_000.0,
+        default_text="measured: 1.1 times what continuous batching can serve",
+    )
     seed: int = option(0, "seed of lengths, arrivals and token ids", low=0)
-    out: str = option("paceline-demo", "folder for the picture, the figures and the run logs")
+    out: str = option(
+        "paceline-demo", "folder for the picture, the figures and the run logs", metavar="FOLDER"
+    )
     replay: str | None = option(
-        None, "play the race recorded in this --out folder on a page, without running", kind=str, basic=True
+        None,
+        "play the race recorded in this --out folder on a page, without running",
+        basic=True,
+        metavar="FOLDER",
     )
 
     def __post_init__(self) -> None:
@@ -85,33 +100,8 @@ class RaceOptions(ShowOptions):
     )
 
 
-PANELS = (
-    Panel(
-        title="Demonstration",
-        config=DemoOptions,
-        flags=(
-            Flag(name="quick"),
-            Flag(name="model", default="SmolLM2-135M-Instruct"),
-            Flag(name="shape"),
-            Flag(name="device"),
-            Flag(name="seconds", default="40, or 8 with --quick"),
-            Flag(name="rows"),
-            Flag(name="rate", default="measured: 1.1 times what continuous batching can serve"),
-            Flag(name="seed"),
-            Flag(name="out", metavar="FOLDER"),
-            Flag(name="replay", metavar="FOLDER"),
-        ),
-    ),
-    replace(SHOW, config=RaceOptions),
-)
-
-
-def add_demo(app: typer.Typer) -> None:
-    add_command(app, "demo", _run, PANELS, HELP)
-
-
 def _run(values: Mapping[str, Any]) -> None:
-    options = DemoOptions(**{spec.name: values[spec.name] for spec in fields(DemoOptions)})
+    options = DemoOptions(**pick(DemoOptions, values))
     shown = show_options(values)
     if options.replay is not None:
         _play(Path(options.replay), replace(shown, ui=True))
@@ -281,3 +271,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+
+
+DEMO = Command(name="demo", help=HELP, run=_run, takes=(DemoOptions, RaceOptions))

@@ -10,21 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from paceline.cli.flags import (
-    BATCH,
-    ENGINE,
-    MODEL,
-    Flag,
-    Panel,
-    add_command,
-    engine_options,
-    find_model,
-    seed_panel,
-)
+from paceline.cli.command import Command
+from paceline.cli.flags import engine_options, find_model
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -35,7 +24,6 @@ MOST_NAMED = 10  # failed lines in a message
 HELP = """
 Answer a file of requests in the OpenAI batch format.
 
-\b
   paceline run-batch requests.jsonl results.jsonl
   paceline run-batch -i requests.jsonl -o results.jsonl --model org/model
 
@@ -49,36 +37,20 @@ with 1. Run the same command again after a crash or Ctrl-C: lines that have a re
 class BatchOptions:
     """What `paceline run-batch` takes beside the model's options."""
 
-    source: str | None = option(None, "file with a request on each line", kind=str)
-    target: str | None = option(None, "file the results are appended to", kind=str)
-    input_file: str | None = option(None, "same as INPUT", kind=str, basic=True)
-    output_file: str | None = option(None, "same as OUTPUT", kind=str, basic=True)
+    PANEL: ClassVar = "Files"
+
+    source: str | None = option(None, "file with a request on each line", argument=True, metavar="INPUT")
+    target: str | None = option(None, "file the results are appended to", argument=True, metavar="OUTPUT")
+    input_file: str | None = option(None, "same as INPUT", basic=True, also=("-i",), metavar="INPUT")
+    output_file: str | None = option(None, "same as OUTPUT", basic=True, also=("-o",), metavar="OUTPUT")
     served_model_name: tuple[str, ...] | None = option(
-        None, "model name in requests; can be given several times", kind=tuple, basic=True
+        None,
+        "model name in requests; can be given several times",
+        kind=tuple,
+        basic=True,
+        metavar="NAME",
+        default_text="name of --model",
     )
-
-
-PANELS = (
-    Panel(
-        title="Files",
-        config=BatchOptions,
-        flags=(
-            Flag(name="source", metavar="INPUT", is_argument=True),
-            Flag(name="target", metavar="OUTPUT", is_argument=True),
-            Flag(name="input_file", also=("-i",), metavar="INPUT"),
-            Flag(name="output_file", also=("-o",), metavar="OUTPUT"),
-            Flag(name="served_model_name", metavar="NAME", default="name of --model"),
-        ),
-    ),
-    MODEL,
-    seed_panel("0"),
-    *ENGINE,
-    BATCH,
-)
-
-
-def add_run_batch(app: typer.Typer) -> None:
-    add_command(app, "run-batch", _run_batch, PANELS, HELP)
 
 
 def _run_batch(values: Mapping[str, Any]) -> None:
@@ -108,7 +80,7 @@ def _run_batch(values: Mapping[str, Any]) -> None:
     print(progress.summary(), file=sys.stderr)
     if progress.failed:
         print(f"{_failures(progress.failed)}; see the errors in {target}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _run_lines(
@@ -208,3 +180,11 @@ class BatchProgress:
     def _rates(self) -> str:
         seconds = max(time.perf_counter() - self._started_s, 1e-9)
         return f"{self._num_input / seconds:.1f} tokens/s in, {self._num_output / seconds:.1f} tokens/s out"
+
+
+RUN_BATCH = Command(
+    name="run-batch",
+    help=HELP,
+    run=_run_batch,
+    takes=(BatchOptions, "Model", "Sampling", "KV cache", "Step size"),
+)

@@ -1,6 +1,6 @@
-"""`paceline serve`: the flags of the server, and what is told before and after it runs.
+"""`paceline serve` on the command line: options from flags, environment variables and a config file.
 
-Everything is checked before anything heavy is imported; running it is in `serve_run`.
+Everything is checked before anything heavy is imported; running the server is in `run`.
 """
 
 from __future__ import annotations
@@ -10,55 +10,31 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import typer
-
-from paceline.cli.flags import (
-    BATCH,
-    DIAL,
-    ENGINE,
-    FORMING,
-    MODEL,
-    POLICY,
-    Flag,
-    Panel,
-    add_command,
-    engine_options,
-    seed_panel,
-    whole_number,
-)
-from paceline.config.engine import EngineConfig, SchedulerConfig
-from paceline.config.options import flag_of, option
+from paceline.cli.command import Command, CommandOption, whole_number
+from paceline.cli.flags import engine_options
+from paceline.config.options import flag_of, option, pick
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
 from paceline.errors import ConfigError, InputError
-
-# Options of `paceline serve` from four places
-
 
 PREFIX = "PACELINE_"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def merged(
-    given: Mapping[str, Any], panels: Iterable[Panel], environment: Mapping[str, str]
+    given: Mapping[str, Any], options: Iterable[CommandOption], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The values of all options that somebody gave, by field name."""
-    specs = _specs(panels)
+    """The values of all options that were given anywhere, by field name."""
+    specs = {each.name: each.spec for each in options}
     values = _from_environment(specs, environment)
     path = given.get("config") or values.get("config")
     if path is not None:
         values = _from_file(Path(path), specs) | values
     return values | {name: value for name, value in given.items() if value is not None}
-
-
-def _specs(panels: Iterable[Panel]) -> dict[str, Field[Any]]:
-    """The declared fields by name, as far as the panels show them."""
-    shown = [(panel.config, {flag.name for flag in panel.flags}) for panel in panels]
-    return {spec.name: spec for config, names in shown for spec in fields(config) if spec.name in names}
 
 
 def _public_name(spec: Field[Any]) -> str:
@@ -142,7 +118,6 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
 HELP = """
 Serve a model over HTTP with the OpenAI API.
 
-\b
   paceline serve
   paceline serve org/model --port 9000
   paceline serve ./folder --host 0.0.0.0 --api-keys-file keys.jsonl
@@ -154,107 +129,32 @@ Ctrl-C or SIGTERM lets running requests finish; a second one stops at once. SIGH
 # Known from other servers, and refused for a reason.
 REFUSED = {
     "trust_remote_code": "--trust-remote-code is not supported: no code that comes with a model is ever run",
-    "api_key": "--api-key would show the key to everybody on this machine; use PACELINE_API_KEY or --api-keys-file",
+    "api_key": "--api-key would show the key to all users of this machine; use PACELINE_API_KEY or --api-keys-file",
 }
-# Names of the same options elsewhere.
-ALSO = {"drain_timeout_s": ("--shutdown-timeout",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """What `paceline serve` takes beside the options of the server, the model and the engine."""
 
-    named_model: str | None = option(None, "the model; same as --model", kind=str)
-    config: str | None = option(None, "YAML file with options", kind=str, basic=True)
+    PANEL: ClassVar = "Server"
+
+    named_model: str | None = option(None, "the model; same as --model", argument=True, metavar="MODEL")
+    config: str | None = option(None, "YAML file with options", basic=True, metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsupportedOptions:
+    """Options of other servers that are refused with a reason."""
+
+    PANEL: ClassVar = "Not supported"
+
     trust_remote_code: bool = option(False, "not supported: no code of a model is run")
-    api_key: str | None = option(None, "not supported: use PACELINE_API_KEY or --api-keys-file", kind=str)
-
-
-def _flags(config: type, *titles: tuple[str, tuple[str, ...]]) -> list[Panel]:
-    """Panels for all options of a config; what no title names comes under the last."""
-    names = [spec.name for spec in fields(config) if "help" in spec.metadata]
-    named = {name for _, group in titles for name in group}
-    rest = tuple(name for name in names if name not in named)
-    panels = []
-    for index, (title, group) in enumerate(titles):
-        chosen = group + (rest if index == len(titles) - 1 else ())
-        flags = tuple(Flag(name=name, also=ALSO.get(name, ())) for name in chosen)
-        panels.append(Panel(title=title, config=config, flags=flags, optional=True))
-    return panels
-
-
-TRAIL = (
-    Flag(name="decision_ring"),
-    Flag(name="decision_log", metavar="DIR"),
-    Flag(name="decision_log_bytes"),
-    Flag(name="decision_log_files"),
-    Flag(name="decision_log_days"),
-    Flag(name="run_log", metavar="FILE"),
-    Flag(name="run_log_bytes"),
-    Flag(name="run_log_files"),
-)
-PANELS = (
-    Panel(
-        title="Server",
-        config=ServeOptions,
-        optional=True,
-        flags=(
-            Flag(name="named_model", metavar="MODEL", is_argument=True),
-            Flag(name="config", metavar="FILE"),
-        ),
-    ),
-    *_flags(
-        ServerConfig,
-        ("Server", ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "api_keys_file")),
-        ("Stopping", ("drain_delay_s", "drain_timeout_s")),
-        (
-            "Logs and metrics",
-            tuple(
-                spec.name
-                for spec in fields(ServerConfig)
-                if spec.name.startswith(("log_", "disable_log", "metrics_"))
-            ),
-        ),
-        ("Connections", ()),
-    ),
-    *_flags(ObserveConfig, ("Logs and metrics", ())),
-    *_flags(ApiConfig, ("Requests", ())),
-    *_flags(BillingConfig, ("Billing", ())),
-    *_flags(BatchConfig, ("Files and batches", ())),
-    MODEL,
-    seed_panel("0"),
-    *ENGINE,
-    BATCH,
-    Panel(
-        title="Engine",
-        config=SchedulerConfig,
-        optional=True,
-        flags=(
-            Flag(name="step_target_ms", default="automatic on a GPU, off on a CPU"),
-            *DIAL,
-            *POLICY,
-            Flag(name="watermark"),
-            Flag(name="mode"),
-            *FORMING,
-        ),
-    ),
-    Panel(title="Engine", config=EngineConfig, optional=True, flags=TRAIL),
-    *_flags(ProcessConfig, ("Engine process", ())),
-    Panel(
-        title="Not supported",
-        config=ServeOptions,
-        optional=True,
-        flags=(Flag(name="trust_remote_code"), Flag(name="api_key")),
-    ),
-)
-
-
-def add_serve(app: typer.Typer) -> None:
-    add_command(app, "serve", _serve, PANELS, HELP)
+    api_key: str | None = option(None, "not supported: use PACELINE_API_KEY or --api-keys-file")
 
 
 def _serve(given: Mapping[str, Any]) -> None:
-    values = merged(given, PANELS, {**os.environ, "PACELINE_API_KEY": ""})
+    values = merged(given, SERVE.options, {**os.environ, "PACELINE_API_KEY": ""})
     for name, reason in REFUSED.items():
         if values.get(name):
             raise InputError(reason)
@@ -264,13 +164,13 @@ def _serve(given: Mapping[str, Any]) -> None:
             raise InputError("the model is given twice; give it once, by its place or with --model")
         values["model"] = named
     config = ServerConfig(
-        **_of(ServerConfig, values),
-        api=ApiConfig(**_of(ApiConfig, values)),
-        billing=BillingConfig(**_of(BillingConfig, values)),
-        batches=BatchConfig(**_of(BatchConfig, values)),
-        observe=ObserveConfig(**_of(ObserveConfig, values)),
+        **pick(ServerConfig, values),
+        api=ApiConfig(**pick(ApiConfig, values)),
+        billing=BillingConfig(**pick(BillingConfig, values)),
+        batches=BatchConfig(**pick(BatchConfig, values)),
+        observe=ObserveConfig(**pick(ObserveConfig, values)),
     )
-    process = ProcessConfig(**_of(ProcessConfig, values))
+    process = ProcessConfig(**pick(ProcessConfig, values))
     engine = engine_options(values)
 
     from paceline.audit.run_recorder import check_run_log
@@ -282,9 +182,18 @@ def _serve(given: Mapping[str, Any]) -> None:
     code = run_server(config, process, engine)
     sys.stdout.flush()
     if code:
-        raise typer.Exit(code)
+        raise SystemExit(code)
 
 
-def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {spec.name for spec in fields(config) if "help" in spec.metadata}
-    return {name: value for name, value in values.items() if name in names}
+SERVE = Command(
+    name="serve",
+    help=HELP,
+    run=_serve,
+    takes=(
+        *(ServeOptions, ServerConfig, ObserveConfig, ApiConfig, BillingConfig, BatchConfig),
+        *("Model", "Sampling", "KV cache", "Step size", "Batching", "Tuning", "Scheduling policy"),
+        *("Recording", "Records to keep"),
+        *(ProcessConfig, UnsupportedOptions),
+    ),
+    is_optional=True,
+)

@@ -1,30 +1,26 @@
-"""`paceline sim`: from a command line to simulated runs, a table and files.
+"""`paceline sim`: from a command line to simulated runs, a table and files: check, run, print, write.
 
-Owns the order of things: check everything that can be checked, run, print, write. What the runs are is in
-`sim_plan`, how results are shown in `sim_output`. Heavy imports happen when the command runs.
+Heavy imports happen when the command runs: help and mistakes are answered before numpy is loaded. What the runs are is
+in `run`, how results look in `view`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import add_command
+from paceline.cli.command import Command
 from paceline.cli.show import ShowOptions, page_port, show_options, show_page
-from paceline.cli.sim.flags import HELP, PANELS, SimOptions
-
-
-def add_sim(app: typer.Typer) -> None:
-    add_command(app, "sim", _run, PANELS, HELP)
+from paceline.cli.sim.flags import HELP, SimOptions
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.options import pick
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    own, shown = ({spec.name for spec in fields(config)} for config in (SimOptions, ShowOptions))
-    options = SimOptions(**{name: value for name, value in values.items() if name in own})
-    engine = {name: value for name, value in values.items() if name not in own | shown and value is not None}
+    options = SimOptions(**pick(SimOptions, values))
+    configs = (KVConfig, SchedulerConfig, EngineConfig)
+    given = {name: value for config in configs for name, value in pick(config, values).items()}
+    engine = {name: value for name, value in given.items() if value is not None}
 
     if options.calibrate or options.compare:
         from paceline.cli.sim.calibrate import run_calibration
@@ -44,3 +40,31 @@ def _run(values: Mapping[str, Any]) -> None:
         write_files(results, options, outputs)
         if bound is not None and recordings is not None:
             show_page(list(recordings.values()), bound)
+
+
+SIM = Command(
+    name="sim",
+    help=HELP,
+    run=_run,
+    takes=(
+        SimOptions,
+        *("Step size", "Step timing", "Tuning", "KV cache"),
+        *("Scheduling policy", "Batching", "Queue and preemption"),
+        ShowOptions,
+    ),
+    # A simulated machine measures nothing: where others follow the machine, the declared defaults hold.
+    defaults={
+        "max_num_seqs": None,
+        "max_num_batched_tokens": None,
+        "max_num_prompt_tokens": None,
+        "step_target_ms": "none",
+        "max_model_len": "what fits into the KV cache",
+        "max_queue": "all",
+        "max_queue_tokens": "all",
+        "block_size": "64 on a GPU, 16 on a CPU",
+        "num_blocks": "what fits into the device's memory",
+        "num_host_blocks": "0; with --preemption swap as on the device",
+        "enable_prefix_caching": "if the workload has prefixes",
+    },
+    also={"num_blocks": ("--num-blocks",)},
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from paceline.cli.sim.flags import SimOptions
 from paceline.cli.sim.run import machine_of
 from paceline.cli.sim.view import show_table
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.options import flag_of
+from paceline.config.options import flag_of, options_of
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.table import ABSENT, format_number
@@ -106,7 +106,7 @@ def _own_policy(engine: Mapping[str, Any]) -> str:
     flags = {
         spec.name: flag_of(spec)
         for config in (SchedulerConfig, KVConfig, EngineConfig)
-        for spec in fields(config)
+        for spec in options_of(config)
         if spec.name in engine
     }
     if ":" in named:

@@ -1,16 +1,9 @@
-"""The options of `paceline sim`, declared once: its own here, the engine's by name from `config`.
-
-Owns names, help texts, and what is said where nothing is given. Imports nothing heavy: help and mistakes are
-answered before numpy is loaded.
-"""
+"""The options of `paceline sim` beside those of the engine. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cli.flags import DIAL, FORMING, POLICY, Flag, Panel, depth_panel
-from paceline.cli.show import SHOW
-from paceline.config.engine import KVConfig, SchedulerConfig
 from paceline.config.options import check_options, option
 from paceline.core.sampling import MAX_WISH_MS
 
@@ -24,7 +17,6 @@ Simulate a deployment, without a model or a GPU.
 Runs the real scheduler, KV cache and engine on a virtual clock, with step times from a cost model, and prints a column
 of measures for each mode. The same command gives the same numbers.
 
-\b
   paceline sim --mode continuous,dynamic,static --rate 20
   paceline sim --trace requests.csv --rate 5,10,20,40 --plot curve.png
   paceline sim --mode continuous,static --rate 20 --ui
@@ -33,7 +25,6 @@ of measures for each mode. The same command gives the same numbers.
 {", ".join(f"{factor:g}" for factor in SWEEP_FACTORS)} times that rate. curve.timeline.png shows the batch over time at
 the highest rate given.
 
-\b
   paceline sim --calibrate run.jsonl.gz        # a log of serve --run-log
   paceline sim --compare other.jsonl.gz --cost-model run.costs.json
 
@@ -51,41 +42,73 @@ class SimOptions:
         "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
         "or a trace file",
         basic=True,
+        panel="Workload",
+        metavar="NAME|FILE",
     )
-    num_requests: int | None = option(None, "simulate only the first N requests", low=1, basic=True)
+    num_requests: int | None = option(
+        None,
+        "simulate only the first N requests",
+        low=1,
+        basic=True,
+        panel="Workload",
+        default_text=f"built-in workloads: {BUILT_IN_REQUESTS}; a file: all",
+    )
     rate: str = option(
         "",
         "requests per second, instead of the recorded arrivals; several, separated by commas, give a curve",
         basic=True,
+        panel="Workload",
+        metavar="R[,R...]",
+        default_text="as recorded",
     )
-    speed: float = option(1.0, "divide the recorded times by this; 2: twice as fast", low=1e-6, high=1e6)
+    speed: float = option(
+        1.0, "divide the recorded times by this; 2: twice as fast", low=1e-6, high=1e6, panel="Workload"
+    )
     arrivals: str = option(
         "recorded",
         "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once",
         basic=True,
+        panel="Workload",
     )
     priorities: str = option(
         "none",
         "priorities of requests: none (all equal), tenant (its number), class (from the tenant's name), random:LEVELS",
+        panel="Workload",
     )
     deadline_ms: int | None = option(
-        None, "milliseconds after arrival at which requests are stopped", low=1, high=MAX_WISH_MS, kind=int
+        None,
+        "milliseconds after arrival at which requests are stopped",
+        low=1,
+        high=MAX_WISH_MS,
+        panel="Workload",
+        default_text="no deadline",
     )
     ttft_slo_ms: int | None = option(
         None,
         "time to the first token that requests ask for, in milliseconds",
         low=1,
         high=MAX_WISH_MS,
-        kind=int,
+        panel="Workload",
+        default_text="any time",
     )
     itl_slo_ms: int | None = option(
-        None, "time between tokens that requests ask for, in milliseconds", low=1, high=MAX_WISH_MS, kind=int
+        None,
+        "time between tokens that requests ask for, in milliseconds",
+        low=1,
+        high=MAX_WISH_MS,
+        panel="Workload",
+        default_text="any time",
     )
     on_infeasible: str = option(
-        "try", "what to do with requests whose times cannot be met", choices=("try", "refuse")
+        "try",
+        "what to do with requests whose times cannot be met",
+        choices=("try", "refuse"),
+        panel="Workload",
     )
     forecasts: bool = option(
-        False, "forecast the first token of every request and show the error of the forecasts"
+        False,
+        "forecast the first token of every request and show the error of the forecasts",
+        panel="Results",
     )
 
     modes: str = option(
@@ -93,147 +116,89 @@ class SimOptions:
         "batching modes to compare, separated by commas: continuous, dynamic, static",
         flag="--mode",
         basic=True,
+        panel="Deployment",
+        metavar="MODE[,MODE...]",
     )
-    model: str = option("llama-3.1-8b", "shape of the model", basic=True)
-    device: str = option("h200", "device of each replica", basic=True)
+    model: str = option("llama-3.1-8b", "shape of the model", basic=True, panel="Deployment")
+    device: str = option("h200", "device of each replica", basic=True, panel="Deployment")
     cost_model: str = option(
-        "", "step times from a fitted cost model or a run log, instead of the roofline model", basic=True
+        "",
+        "step times from a fitted cost model or a run log, instead of the roofline model",
+        basic=True,
+        panel="Deployment",
+        metavar="FILE",
     )
     host_step_s: float | None = option(
         None,
         "host time to plan a step, in seconds; overlapped with the device unless --depth is 0",
         low=0.0,
         high=10.0,
-        kind=float,
+        panel="Deployment",
+        default_text="0.0003, or from the cost model",
     )
     calibrate: str = option(
-        "", "fit a cost model to these run logs and write it; simulates nothing", basic=True
+        "",
+        "fit a cost model to these run logs and write it; simulates nothing",
+        basic=True,
+        panel="Calibration",
+        metavar="LOG[,LOG...]",
     )
-    save_costs: str = option("", "file for the cost model of --calibrate")
+    save_costs: str = option(
+        "",
+        "file for the cost model of --calibrate",
+        panel="Calibration",
+        metavar="FILE",
+        default_text="name of the log with .costs.json",
+    )
     compare: str = option(
         "",
         "repeat a run log, or a result of bench serve, in the simulator and print the error of each measure",
         basic=True,
+        panel="Calibration",
+        metavar="LOG|JSON",
     )
-    replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True)
-    router: str = option("least-loaded", "how the router picks an engine for a request", choices=ROUTER_NAMES)
+    replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True, panel="Deployment")
+    router: str = option(
+        "least-loaded",
+        "how the router picks an engine for a request",
+        choices=ROUTER_NAMES,
+        panel="Deployment",
+    )
 
-    seed: int = option(0, "seed of everything that is random", low=0)
+    seed: int = option(0, "seed of everything that is random", low=0, panel="Chance and faults")
     faults: str = option(
-        "", "rates of injected faults, such as aborts=0.1,bursts=0.1; also stalls, alloc, preempt"
+        "",
+        "rates of injected faults, such as aborts=0.1,bursts=0.1; also stalls, alloc, preempt",
+        panel="Chance and faults",
+        metavar="FAULT=SHARE,...",
     )
-    check: bool = option(False, "check all invariants twice in every step; about ten times slower")
+    check: bool = option(
+        False, "check all invariants twice in every step; about ten times slower", panel="Chance and faults"
+    )
 
-    slo: str = option("", "goodput: bounds in seconds: ttft=1.0,itl=0.05,e2e=30", basic=True)
-    device_hour_price: float | None = option(
-        None, "price of a device per hour, for the cost of tokens", low=0.0
+    slo: str = option(
+        "",
+        "goodput: bounds in seconds: ttft=1.0,itl=0.05,e2e=30",
+        basic=True,
+        panel="Results",
+        metavar="BOUND=SECONDS,...",
     )
-    json: str = option("", "write measures, settings and seed to this file", basic=True)
-    plot: str = option("", "write a throughput-latency plot and a timeline (PNG)", basic=True)
-    log: str = option("", "write the run log; one mode, one rate, one replica", basic=True)
+    device_hour_price: float | None = option(
+        None, "price of a device per hour, for the cost of tokens", low=0.0, panel="Results", metavar="PRICE"
+    )
+    json: str = option(
+        "", "write measures, settings and seed to this file", basic=True, panel="Results", metavar="FILE"
+    )
+    plot: str = option(
+        "",
+        "write a throughput-latency plot and a timeline (PNG)",
+        basic=True,
+        panel="Results",
+        metavar="FILE.png",
+    )
+    log: str = option(
+        "", "write the run log; one mode, one rate, one replica", basic=True, panel="Results", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-PANELS = (
-    Panel(
-        title="Workload",
-        config=SimOptions,
-        flags=(
-            Flag(name="trace", metavar="NAME|FILE"),
-            Flag(name="num_requests", default=f"built-in workloads: {BUILT_IN_REQUESTS}; a file: all"),
-            Flag(name="rate", metavar="R[,R...]", default="as recorded"),
-            Flag(name="speed"),
-            Flag(name="arrivals"),
-            Flag(name="priorities"),
-            Flag(name="deadline_ms", default="no deadline"),
-            Flag(name="ttft_slo_ms", default="any time"),
-            Flag(name="itl_slo_ms", default="any time"),
-            Flag(name="on_infeasible"),
-        ),
-    ),
-    Panel(
-        title="Deployment",
-        config=SimOptions,
-        flags=(
-            Flag(name="modes", metavar="MODE[,MODE...]"),
-            Flag(name="model"),
-            Flag(name="device"),
-            Flag(name="cost_model", metavar="FILE"),
-            Flag(name="host_step_s", default="0.0003, or from the cost model"),
-            Flag(name="replicas"),
-            Flag(name="router"),
-        ),
-    ),
-    Panel(
-        title="Calibration",
-        config=SimOptions,
-        flags=(
-            Flag(name="calibrate", metavar="LOG[,LOG...]"),
-            Flag(name="save_costs", metavar="FILE", default="name of the log with .costs.json"),
-            Flag(name="compare", metavar="LOG|JSON"),
-        ),
-    ),
-    Panel(
-        title="Batches",
-        config=SchedulerConfig,
-        optional=True,
-        flags=(
-            Flag(name="max_num_seqs"),
-            Flag(name="max_num_batched_tokens"),
-            Flag(name="max_num_prompt_tokens"),
-            Flag(name="step_target_ms", default="none"),
-            Flag(name="step_stretch"),
-            Flag(name="step_patience_s"),
-            *DIAL,
-            Flag(name="max_model_len", default="what fits into the KV cache"),
-            *POLICY,
-            *FORMING,
-            Flag(name="watermark"),
-            Flag(name="preemption"),
-            Flag(name="max_preemptions"),
-            Flag(name="max_queue", default="all"),
-            Flag(name="max_queue_tokens", default="all"),
-            Flag(name="defer_shared_prefix"),
-        ),
-    ),
-    Panel(
-        title="KV cache and engine",
-        config=KVConfig,
-        optional=True,
-        flags=(
-            Flag(name="block_size", default="64 on a GPU, 16 on a CPU"),
-            Flag(name="num_blocks", also=("--num-blocks",), default="what fits into the device's memory"),
-            Flag(
-                name="num_host_blocks",
-                also=("--host-blocks",),
-                default="0; with --preemption swap as on the device",
-            ),
-            Flag(name="enable_prefix_caching", default="if the workload has prefixes"),
-        ),
-    ),
-    depth_panel("KV cache and engine"),
-    Panel(
-        title="Chance and faults",
-        config=SimOptions,
-        flags=(
-            Flag(name="seed"),
-            Flag(name="faults", metavar="FAULT=SHARE,..."),
-            Flag(name="check"),
-        ),
-    ),
-    Panel(
-        title="Results",
-        config=SimOptions,
-        flags=(
-            Flag(name="slo", metavar="BOUND=SECONDS,..."),
-            Flag(name="forecasts"),
-            Flag(name="device_hour_price", metavar="PRICE"),
-            Flag(name="json", metavar="FILE"),
-            Flag(name="plot", metavar="FILE.png"),
-            Flag(name="log", metavar="FILE"),
-        ),
-    ),
-    SHOW,
-)

@@ -17,9 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.flags import Flag, Panel, add_command
+from paceline.cli.command import Command
 from paceline.cli.steer import LOCAL
 from paceline.config.options import option
 from paceline.errors import InputError
@@ -42,7 +40,6 @@ Watch a running server in the terminal.
 Shows rows, KV blocks, step composition, latencies, tenants and the request of each row. q or Ctrl-C ends it; when the
 server goes away, it waits for it.
 
-\b
   paceline top
   paceline top --url http://gpu-3:8000
   paceline top --once                   # one frame as text
@@ -56,22 +53,9 @@ Needs an admin key in PACELINE_ADMIN_KEY, or none for a server without keys on t
 class TopOptions:
     """What `paceline top` takes."""
 
-    url: str = option(LOCAL, "address of the server")
+    url: str = option(LOCAL, "address of the server", metavar="URL")
     once: bool = option(False, "show one frame and exit")
     json: bool = option(False, "print one JSON object per line instead")
-
-
-PANELS = (
-    Panel(
-        title="Server",
-        config=TopOptions,
-        flags=(Flag(name="url", metavar="URL"), Flag(name="once"), Flag(name="json")),
-    ),
-)
-
-
-def add_top(app: typer.Typer) -> None:
-    add_command(app, "top", _run, PANELS, HELP)
 
 
 def _run(values: Mapping[str, Any]) -> None:
@@ -157,7 +141,7 @@ def _show_once(watcher: Watcher, options: TopOptions) -> None:
         if picture.span_s >= ONCE_S or time.monotonic() > until_s:
             break
     if options.json:
-        typer.echo(json.dumps(_values(watcher)))
+        print(json.dumps(_values(watcher)))
         return
     console = Console()
     console.print(frame(watcher.picture, watcher.state, options.url, console.width, height=MOST_LINES))
@@ -168,7 +152,7 @@ def _print_json(watcher: Watcher) -> None:
     while watcher.refusal is None:
         time.sleep(1.0)
         with watcher.lock:
-            typer.echo(json.dumps(_values(watcher)))
+            print(json.dumps(_values(watcher)))
     raise watcher.refusal
 
 
@@ -230,3 +214,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
 def _no_key(seconds: float) -> str:
     time.sleep(seconds)
     return ""
+
+
+TOP = Command(name="top", help=HELP, run=_run, takes=(TopOptions,))

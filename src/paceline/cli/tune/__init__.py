@@ -1,22 +1,12 @@
-"""`paceline tune`: the settings that keep an SLO, found in the simulator, as flags of `paceline serve`.
-
-Owns the meaning of the options together, the knobs that are turned and what is printed. The search is in `sim.tune`.
-Heavy imports happen when the command runs.
-"""
+"""`paceline tune`: the settings that keep an SLO, found in the simulator, as flags of `paceline serve`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import typer
-
-from paceline.cli.flags import add_command
-from paceline.cli.tune.flags import HELP, PANELS, TuneOptions
-
-
-def add_tune(app: typer.Typer) -> None:
-    add_command(app, "tune", _run, PANELS, HELP)
+from paceline.cli.command import Command
+from paceline.cli.tune.flags import HELP, TuneOptions
 
 
 def _run(values: Mapping[str, Any]) -> None:
@@ -25,3 +15,6 @@ def _run(values: Mapping[str, Any]) -> None:
     from paceline.cli.tune.run import run_tune
 
     run_tune(options)
+
+
+TUNE = Command(name="tune", help=HELP, run=_run, takes=(TuneOptions,))

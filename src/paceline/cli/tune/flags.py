@@ -1,18 +1,18 @@
-"""The options of `paceline tune`, declared once. Imports nothing heavy."""
+"""The options of `paceline tune`. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from paceline.cli.flags import Flag, Panel
 from paceline.config.options import check_options, option
 
+DEFAULT_REQUESTS = 400
 HELP = """
 Find the server settings that keep an SLO at the highest rate.
 
 Searches in the simulator, with step times of your machine. Prints the best settings as flags of `paceline serve`.
 
-\b
   paceline serve --run-log run.jsonl.gz     # a few minutes of traffic
   paceline sim --calibrate run.jsonl.gz     # writes run.costs.json
   paceline tune --cost-model run.costs.json --slo ttft_p99=1s,itl_p99=50ms
@@ -28,70 +28,53 @@ of the server that differ. Ctrl-C prints the best so far.
 class TuneOptions:
     """What `paceline tune` takes."""
 
-    slo: str = option("", "times to keep, by percentile, such as ttft_p99=1s,itl_p99=50ms,e2e_p50=20s")
-    cost_model: str = option("", "step times from a fitted cost model or a run log")
-    model: str = option("llama-3.1-8b", "shape of the model, without a cost model")
-    device: str = option("h200", "device, without a cost model")
+    PANEL: ClassVar = "Search and results"
+
+    slo: str = option(
+        "",
+        "times to keep, by percentile, such as ttft_p99=1s,itl_p99=50ms,e2e_p50=20s",
+        panel="Goal",
+        metavar="TIME_PXX=BOUND,...",
+    )
+    cost_model: str = option(
+        "", "step times from a fitted cost model or a run log", panel="Machine", metavar="FILE"
+    )
+    model: str = option("llama-3.1-8b", "shape of the model, without a cost model", panel="Machine")
+    device: str = option("h200", "device, without a cost model", panel="Machine")
     trace: str = option(
         "azure-conv",
         "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
         "or a trace file",
+        panel="Workload",
+        metavar="NAME|FILE",
     )
-    num_requests: int | None = option(None, "use only the first N requests", low=20, kind=int)
+    num_requests: int | None = option(
+        None,
+        "use only the first N requests",
+        low=20,
+        panel="Workload",
+        default_text=f"{DEFAULT_REQUESTS}, or all of a shorter file",
+    )
     arrivals: str = option(
-        "recorded", "recorded, poisson, gamma:CV or onoff:ON_S,OFF_S[,BURST_FACTOR]; scaled to each rate"
+        "recorded",
+        "recorded, poisson, gamma:CV or onoff:ON_S,OFF_S[,BURST_FACTOR]; scaled to each rate",
+        panel="Workload",
     )
     rate: float | None = option(
-        None, "requests per second that must be served", low=1e-4, high=1e6, kind=float
+        None,
+        "requests per second that must be served",
+        low=1e-4,
+        high=1e6,
+        panel="Goal",
+        default_text="the highest that keeps the SLO",
     )
     seconds: float = option(60.0, "time for the search, in seconds", low=0.1, high=86_400.0)
     max_trials: int = option(400, "most simulations", low=1, high=1_000_000)
     top: int = option(5, "number of settings to show", low=1, high=50)
-    seed: int = option(0, "seed of everything that is random", low=0)
-    verify: str = option("", "server with the settings found, to send the workload to")
+    seed: int = option(0, "seed of everything that is random", low=0, panel="Workload")
+    verify: str = option("", "server with the settings found, to send the workload to", metavar="URL")
     verify_seconds: float = option(60.0, "duration of --verify, in seconds", low=1.0, high=3600.0)
-    json: str = option("", "write everything that was tried to this file")
+    json: str = option("", "write everything that was tried to this file", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-DEFAULT_REQUESTS = 400
-
-PANELS = (
-    Panel(
-        title="Goal",
-        config=TuneOptions,
-        flags=(
-            Flag(name="slo", metavar="TIME_PXX=BOUND,..."),
-            Flag(name="rate", default="the highest that keeps the SLO"),
-        ),
-    ),
-    Panel(
-        title="Workload",
-        config=TuneOptions,
-        flags=(
-            Flag(name="trace", metavar="NAME|FILE"),
-            Flag(name="num_requests", default=f"{DEFAULT_REQUESTS}, or all of a shorter file"),
-            Flag(name="arrivals"),
-            Flag(name="seed"),
-        ),
-    ),
-    Panel(
-        title="Machine",
-        config=TuneOptions,
-        flags=(Flag(name="cost_model", metavar="FILE"), Flag(name="model"), Flag(name="device")),
-    ),
-    Panel(
-        title="Search and results",
-        config=TuneOptions,
-        flags=(
-            Flag(name="seconds"),
-            Flag(name="max_trials"),
-            Flag(name="top"),
-            Flag(name="json", metavar="FILE"),
-            Flag(name="verify", metavar="URL"),
-            Flag(name="verify_seconds"),
-        ),
-    ),
-)

@@ -16,17 +16,30 @@ class BenchOptions:
         None,
         "measure this shape with random weights, instead of --model",
         choices=tuple(SHAPES),
-        kind=str,
         basic=True,
+        panel="Model",
     )
     trace: str | None = option(
-        None, "trace file for the azure workloads (Azure 2023 CSV)", kind=str, basic=True
+        None,
+        "trace file for the azure workloads (Azure 2023 CSV)",
+        basic=True,
+        panel="Workload",
+        metavar="FILE",
     )
     temperature: float | None = option(
-        None, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, kind=float
+        None,
+        "temperature of all requests; 0: the most likely token",
+        low=0.0,
+        high=2.0,
+        panel="Workload",
+        default_text="0.6",
     )
     json: str | None = option(
-        None, "write all figures, machine, versions and commit to this file", kind=str, basic=True
+        None,
+        "write all figures, machine, versions and commit to this file",
+        basic=True,
+        panel="Results",
+        metavar="FILE",
     )
 
     def __post_init__(self) -> None:
@@ -42,13 +55,19 @@ class ThroughputOptions(BenchOptions):
         "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500; "
         "several, separated by commas, or all",
         basic=True,
+        panel="Workload",
+        metavar="NAME[,NAME...]",
     )
-    recheck: int = option(0, "generate N random requests again, one by one, and compare the tokens", low=0)
+    recheck: int = option(
+        0, "generate N random requests again, one by one, and compare the tokens", low=0, panel="Workload"
+    )
     modes: str = option(
         "continuous",
         "batching modes to measure one after the other, separated by commas: continuous, dynamic, static",
         flag="--mode",
         basic=True,
+        panel="Batching",
+        metavar="MODE[,MODE...]",
     )
 
 
@@ -57,19 +76,29 @@ class LatencyOptions(BenchOptions):
     """What `paceline bench latency` takes beside the engine's options."""
 
     workload: str | None = option(
-        None, "azure-conv@8, azure-conv@20, azure-conv@32 (requests per second), or all", kind=str, basic=True
+        None,
+        "azure-conv@8, azure-conv@20, azure-conv@32 (requests per second), or all",
+        basic=True,
+        panel="Workload",
+        metavar="NAME[,NAME...]",
     )
     rate: float | None = option(
         None,
         "requests per second of one size, instead of --workload",
         low=1e-3,
         high=1e6,
-        kind=float,
         basic=True,
+        panel="Workload",
     )
-    num: int = option(100, "number of requests of --rate", low=1, high=1_000_000, basic=True)
-    prompt_tokens: int = option(128, "prompt tokens of a request of --rate", low=1, basic=True)
-    output_tokens: int = option(64, "output tokens of a request of --rate", low=1, basic=True)
+    num: int = option(
+        100, "number of requests of --rate", low=1, high=1_000_000, basic=True, panel="Workload"
+    )
+    prompt_tokens: int = option(
+        128, "prompt tokens of a request of --rate", low=1, basic=True, panel="Workload"
+    )
+    output_tokens: int = option(
+        64, "output tokens of a request of --rate", low=1, basic=True, panel="Workload"
+    )
 
 
 # What `paceline bench serve`, `sweep` and `compare` take, declared once.
@@ -84,13 +113,23 @@ SWEEP_SECONDS = 30.0
 class LoadOptions:
     """Which server, which requests, and what counts: the same for one run and for several."""
 
-    url: str = option("http://127.0.0.1:8000", "address of the server", basic=True)
-    model: str | None = option(None, "name of the model", kind=str, basic=True)
-    api: str = option("chat", "API to call", choices=APIS)
-    tenant_keys: str | None = option(
-        None, 'JSON file with a key for each tenant of the workload: {"alice": "sk-..."}', kind=str
+    url: str = option(
+        "http://127.0.0.1:8000", "address of the server", basic=True, panel="Server", also=("--base-url",)
     )
-    extra_body: str | None = option(None, 'further fields of every request, as JSON: {"top_k": 1}', kind=str)
+    model: str | None = option(
+        None, "name of the model", basic=True, panel="Server", default_text="first one of the server"
+    )
+    api: str = option("chat", "API to call", choices=APIS, panel="Server")
+    tenant_keys: str | None = option(
+        None,
+        'JSON file with a key for each tenant of the workload: {"alice": "sk-..."}',
+        panel="Server",
+        metavar="FILE",
+        default_text="one key for all",
+    )
+    extra_body: str | None = option(
+        None, 'further fields of every request, as JSON: {"top_k": 1}', panel="Server", metavar="JSON"
+    )
 
     workload: str = option(
         "random",
@@ -98,44 +137,109 @@ class LoadOptions:
         "uniform:..), a trace file (Azure CSV, multi-tenant CSV, Mooncake JSON lines) or "
         "a file of prompts (text, JSON lines, ShareGPT JSON)",
         basic=True,
+        panel="Workload",
+        metavar="NAME|FILE",
     )
-    num_prompts: int | None = option(None, "number of requests", low=1, high=10_000_000, kind=int, basic=True)
+    num_prompts: int | None = option(
+        None,
+        "number of requests",
+        low=1,
+        high=10_000_000,
+        basic=True,
+        panel="Workload",
+        default_text=f"{DEFAULT_REQUESTS}; all of a file; no limit with --duration",
+    )
     duration: float | None = option(
-        None, "stop sending after this time, in seconds", low=0.01, high=1e6, kind=float, basic=True
+        None,
+        "stop sending after this time, in seconds",
+        low=0.01,
+        high=1e6,
+        basic=True,
+        panel="Load",
+        metavar="SECONDS",
     )
     input_len: int = option(
-        256, "random: mean words of a prompt, about a token each", low=1, high=10_000_000, basic=True
+        256,
+        "random: mean words of a prompt, about a token each",
+        low=1,
+        high=10_000_000,
+        basic=True,
+        panel="Workload",
+        also=("--random-input-len",),
     )
     output_len: int | None = option(
-        None, "output tokens to ask for; random: the mean", low=1, high=10_000_000, kind=int, basic=True
+        None,
+        "output tokens to ask for; random: the mean",
+        low=1,
+        high=10_000_000,
+        basic=True,
+        panel="Workload",
+        also=("--random-output-len",),
+        default_text=f"random: {DEFAULT_OUTPUT}; else as recorded, or no limit",
     )
     spread: float = option(
         0.0,
         "random: spread of lengths around the mean; 0.5: from half to one and a half of it",
         low=0.0,
         high=1.0,
+        panel="Workload",
+        also=("--random-range-ratio",),
     )
-    prefix_share: float = option(0.0, "random: share of a prompt that is a common prefix", low=0.0, high=1.0)
-    num_prefixes: int = option(1, "random: number of different common prefixes", low=1, high=1_000_000)
+    prefix_share: float = option(
+        0.0, "random: share of a prompt that is a common prefix", low=0.0, high=1.0, panel="Workload"
+    )
+    num_prefixes: int = option(
+        1, "random: number of different common prefixes", low=1, high=1_000_000, panel="Workload"
+    )
     ignore_eos: bool | None = option(
-        None, "ask for exactly the number of tokens; not supported by every server", kind=bool
+        None,
+        "ask for exactly the number of tokens; not supported by every server",
+        kind=bool,
+        panel="Workload",
+        default_text="yes with random and traces",
     )
-    temperature: float | None = option(None, "temperature of all requests", low=0.0, high=2.0, kind=float)
-    seed: int = option(0, "seed of everything that is random", low=0)
+    temperature: float | None = option(
+        None, "temperature of all requests", low=0.0, high=2.0, panel="Workload", default_text="the server's"
+    )
+    seed: int = option(0, "seed of everything that is random", low=0, panel="Workload")
 
     arrivals: str = option(
-        "recorded", "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once"
+        "recorded",
+        "recorded, poisson, constant, gamma:CV, onoff:ON_S,OFF_S[,BURST_FACTOR] or all-at-once",
+        panel="Load",
+        default_text="recorded; poisson with a rate",
     )
-    speed: float = option(1.0, "divide the recorded times by this; 2: twice as fast", low=1e-6, high=1e6)
-    num_warmups: int = option(1, "requests before the measurement; not counted", low=0, high=100_000)
-    timeout: float = option(600.0, "longest duration of a request, in seconds", low=0.01, high=1e6)
+    speed: float = option(
+        1.0, "divide the recorded times by this; 2: twice as fast", low=1e-6, high=1e6, panel="Load"
+    )
+    num_warmups: int = option(
+        1, "requests before the measurement; not counted", low=0, high=100_000, panel="Load"
+    )
+    timeout: float = option(
+        600.0,
+        "longest duration of a request, in seconds",
+        low=0.01,
+        high=1e6,
+        panel="Load",
+        metavar="SECONDS",
+    )
     retries: int = option(
-        0, "retries of a rejected request (429), each after its Retry-After", low=0, high=1000
+        0, "retries of a rejected request (429), each after its Retry-After", low=0, high=1000, panel="Load"
     )
 
-    percentiles: str = option("99", "percentiles to show and write, separated by commas")
+    percentiles: str = option(
+        "99",
+        "percentiles to show and write, separated by commas",
+        panel="Results",
+        also=("--metric-percentiles",),
+        metavar="P[,P...]",
+    )
     goodput: str | None = option(
-        None, "bounds of a good request, in ms: ttft:1000 tpot:50 itl:50 e2el:30000", kind=str, basic=True
+        None,
+        "bounds of a good request, in ms: ttft:1000 tpot:50 itl:50 e2el:30000",
+        basic=True,
+        panel="Results",
+        metavar="NAME:MS",
     )
 
     def __post_init__(self) -> None:
@@ -146,11 +250,13 @@ class LoadOptions:
 class MoreBounds:
     """Bounds behind the first one, as other tools take them: --goodput ttft:1000 tpot:50."""
 
-    more_bounds: tuple[str, ...] | None = option(None, "further bounds of --goodput", kind=tuple)
+    more_bounds: tuple[str, ...] | None = option(
+        None, "further bounds of --goodput", kind=tuple, panel="Results", argument=True, metavar="NAME:MS"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(LoadOptions):
+class LoadRunOptions(LoadOptions):
     """What `paceline bench serve` takes."""
 
     rate: float | None = option(
@@ -158,20 +264,29 @@ class ServeOptions(LoadOptions):
         "requests per second, sent whether or not earlier ones are answered",
         low=1e-6,
         high=1e6,
-        kind=float,
         basic=True,
+        panel="Load",
+        also=("--request-rate",),
+        default_text="all at once, or as recorded",
     )
-    ramp: str | None = option(None, "rate that changes linearly and then stays", kind=str, basic=True)
+    ramp: str | None = option(
+        None, "rate that changes linearly and then stays", basic=True, panel="Load", metavar="FROM:TO:SECONDS"
+    )
     max_concurrency: int | None = option(
         None,
         "most requests at once; without a rate, N users who send again when they are answered",
         low=1,
         high=100_000,
-        kind=int,
         basic=True,
+        panel="Load",
+        default_text="no limit",
     )
     json: str | None = option(
-        None, "write all figures, samples and the environment to this file", kind=str, basic=True
+        None,
+        "write all figures, samples and the environment to this file",
+        basic=True,
+        panel="Results",
+        metavar="FILE",
     )
 
 
@@ -179,26 +294,43 @@ class ServeOptions(LoadOptions):
 class SweepOptions(LoadOptions):
     """What `paceline bench sweep` takes."""
 
-    rates: str = option("", "rates to measure, in requests per second: 1,2,4,8", basic=True)
-    concurrencies: str = option("", "numbers of users to measure: 1,4,16", basic=True)
-    output: str = option("bench-sweep", "folder for the report, its pictures and the JSON", basic=True)
-    title: str | None = option(None, "heading of the report", kind=str)
+    rates: str = option(
+        "", "rates to measure, in requests per second: 1,2,4,8", basic=True, panel="Load", metavar="R[,R...]"
+    )
+    concurrencies: str = option(
+        "", "numbers of users to measure: 1,4,16", basic=True, panel="Load", metavar="N[,N...]"
+    )
+    output: str = option(
+        "bench-sweep",
+        "folder for the report, its pictures and the JSON",
+        basic=True,
+        panel="Results",
+        metavar="FOLDER",
+    )
+    title: str | None = option(
+        None, "heading of the report", panel="Results", default_text="model and server"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """What `paceline bench compare` takes."""
 
-    before: str = option("", "result file to compare with")
-    after: str = option("", "result file to compare")
+    before: str = option("", "result file to compare with", argument=True, metavar="BEFORE.json")
+    after: str = option("", "result file to compare", argument=True, metavar="AFTER.json")
     fail_if_worse: str | None = option(
-        None, "exit with 1 if a measure is worse by more than this, such as 10%", kind=str
+        None, "exit with 1 if a measure is worse by more than this, such as 10%", metavar="PERCENT"
     )
     measures: str | None = option(
-        None, "compare only these, separated by commas: median_ttft_ms,output_throughput", kind=str
+        None,
+        "compare only these, separated by commas: median_ttft_ms,output_throughput",
+        metavar="NAME[,NAME...]",
+        default_text="all",
     )
-    confidence: float = option(95.0, "confidence of the intervals, in percent", low=50.0, high=99.9)
-    json: str | None = option(None, "write the comparison to this file", kind=str)
+    confidence: float = option(
+        95.0, "confidence of the intervals, in percent", low=50.0, high=99.9, metavar="PERCENT"
+    )
+    json: str | None = option(None, "write the comparison to this file", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_options(self)
