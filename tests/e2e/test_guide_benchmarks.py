@@ -23,6 +23,7 @@ QUICK: dict[str, Callable[[str], list[str]]] = {
 }
 
 
+@pytest.mark.campaign
 def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

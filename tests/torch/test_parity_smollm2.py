@@ -24,7 +24,10 @@ from tests.torch.parity import TOLERANCE, greedy_reference
 
 PATH = smollm2_path()
 NUM_NEW = 24
-pytestmark = pytest.mark.skipif(PATH is None or not PATH.exists(), reason="SmolLM2 is not on this machine")
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(PATH is None or not PATH.exists(), reason="SmolLM2 is not on this machine"),
+]
 
 
 def path() -> Path:

@@ -82,6 +82,7 @@ def recorded(seed: int, path: Path, steps: int = 90) -> Truth:
     return truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in range(17) if seed != 9])  # in that one nothing is computed
 def test_requests_are_on_the_rows_they_were_on(seed: int, tmp_path: Path) -> None:
     truth = recorded(seed, tmp_path / "run.jsonl")

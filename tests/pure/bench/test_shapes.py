@@ -30,6 +30,7 @@ def test_a_shape_has_the_size_of_its_name(name: str, parameters: float, tmp_path
     check_vocabulary(checkpoint.spec.vocab_size)
 
 
+@pytest.mark.slow
 def test_every_workload_fits_every_shape() -> None:
     workloads = [make_workload(name, OFFLINE, [(3500, 500)] * 1000) for name in OFFLINE]
     check_fits(workloads, 4096)

@@ -56,6 +56,7 @@ def run_traffic(seed: int, depth: int) -> Outcome:
     return {name: (bench.tokens[name], end.reason, end.num_output) for name, end in bench.finished.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_the_overlapped_loop_gives_the_tokens_of_the_plain_one(seed: int) -> None:
     plain = run_traffic(seed, 0)

@@ -27,6 +27,8 @@ from tests.pure.sim.sim_helpers import (
     small_engine,
 )
 
+pytestmark = pytest.mark.slow
+
 ALL_FAULTS = FaultSpec(aborts=0.2, bursts=0.1, stalls=0.05, alloc=0.1, preempt=0.1)
 
 

@@ -15,6 +15,8 @@ from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.truth import Truth
 from tests.dst.world import World
 
+pytestmark = pytest.mark.slow
+
 # Of the worlds that can be told: crowded ones, with forks, prefixes, shortages and steps planned ahead.
 SEEDS = (24, 25, 58, 66, 75, 81, 82, 96, 104, 132, 156, 163)
 Lie = tuple[DecisionKind, Rule, dict[str, Any]]

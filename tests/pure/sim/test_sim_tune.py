@@ -152,6 +152,7 @@ def test_whoever_refuses_requests_keeps_no_slo() -> None:
 # -- with the simulator ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_too_few_rows_and_too_small_steps_are_found_out() -> None:
     """A fixed cost per step makes small steps dear, a bound between tokens makes large ones impossible."""
     workload = make_workload([float(index) for index in range(30)], prompt=200, output=20)

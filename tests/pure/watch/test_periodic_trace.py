@@ -9,6 +9,7 @@ from tests.dst.world import World
 from tests.pure.watch.test_trace import Picture, column
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_deltas_taken_inside_a_run_agree_with_its_state(seed: int) -> None:
     world, deltas = World(seed), list[TraceDelta]()
@@ -28,6 +29,7 @@ def test_deltas_taken_inside_a_run_agree_with_its_state(seed: int) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_deltas_of_a_long_run_come_less_and_less_often() -> None:
     world, deltas = World(3), list[TraceDelta]()
     trace = PeriodicTrace(world.engine.scheduler.state, deltas.append, interval_s=1e-4, doubles_after=4)

@@ -61,6 +61,7 @@ def column(delta: TraceDelta, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_steps_and_state_tell_the_same(seed: int) -> None:
     world = World(seed)
