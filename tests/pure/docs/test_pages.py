@@ -50,3 +50,25 @@ def test_the_changelog_has_the_version_and_short_lines() -> None:
     text = page("CHANGELOG.md")
     assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
     assert [line for line in text.splitlines() if len(line) > MAX_CHANGE] == []
+
+
+def test_benchmarks_and_tools_that_pages_name_exist() -> None:
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
+    named = {
+        (path.name, name)
+        for path in pages
+        for name in re.findall(
+            r"\b((?:benchmarks|tools)[./](?!md\b)\w[\w./-]*)", path.read_text(encoding="utf-8")
+        )
+    }
+    missing = [(path, name) for path, name in sorted(named) if not _exists(name)]
+    assert len(named) > 40 and missing == []
+
+
+def _exists(name: str) -> bool:
+    """A file or folder, or a module by its dotted name, with a trailing full stop or without."""
+    name = name.rstrip("./-")
+    place = ROOT / name
+    dotted = ROOT / name.replace(".", "/")
+    return place.exists() or dotted.exists() or dotted.with_suffix(".py").exists()
