@@ -110,7 +110,7 @@ class LearnedSteps:
     fixed_s: float
     token_s: float
     beside_s: float  # what a step beside decoding rows should take
-    alone_s: float  # and one in which nobody decodes
+    alone_s: float  # and one in which no row decodes
     least: int = 16  # tokens for prompts, however slow steps are
     most: int = 512  # tokens of a step, however quick
     most_alone: int = 512

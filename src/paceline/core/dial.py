@@ -96,7 +96,7 @@ class DialStatus:
     # How long a step with prompts may take; None where no costs are known.
     step_target_ms: float | None = None
     max_step_tokens: int = 0  # most tokens of a step
-    max_prompt_tokens: int = 0  # of a step in which nobody decodes
+    max_prompt_tokens: int = 0  # of a step in which no row decodes
     prompt_share: float = 1.0  # of a step's tokens that one prompt may take while others wait
     max_rows: int = 0
     moves: int = 0  # of the controller since the dial was set
@@ -129,7 +129,7 @@ def status_sentences(status: DialStatus) -> list[str]:
     length = "" if status.step_target_ms is None else f"about {told_time(status.step_target_ms / 1e3)} and "
     alone = ""
     if status.max_prompt_tokens > status.max_step_tokens:
-        alone = f" ({status.max_prompt_tokens:,} while nobody decodes)"
+        alone = f" ({status.max_prompt_tokens:,} while no row decodes)"
     told.append(
         f"A step with prompts may take {length}at most {status.max_step_tokens:,} tokens{alone}, one prompt "
         f"{status.prompt_share:.0%} of them while others wait; {status.max_rows:,} rows at most."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.documented import ROOT
 PACKAGE = ROOT / "src" / "paceline"
 MAX_README_WORDS = 700
 MAX_CHANGE = 160
+# Pages name the request, tenant or thread instead.
+VAGUE = re.compile(r"\b(?:nobody|somebody|everybody|whoever)\b", re.IGNORECASE)
 # A walk that names more files than these is no way into the code.
 WALKS = {"A request in the engine": 18, "A request over HTTP": 16}
 
@@ -28,6 +31,10 @@ def table_of(heading: str) -> str:
     """The lines of the table below a heading of ARCHITECTURE.md."""
     section = page("ARCHITECTURE.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
+def all_pages() -> list[Path]:
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_readme_is_short() -> None:
@@ -53,11 +60,9 @@ def test_the_changelog_has_the_version_and_short_lines() -> None:
 
 
 def test_benchmarks_and_tools_that_pages_name_exist() -> None:
-    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-    pages += sorted((ROOT / "docs").rglob("*.md"))
     named = {
         (path.name, name)
-        for path in pages
+        for path in all_pages()
         for name in re.findall(
             r"\b((?:benchmarks|tools)[./](?!md\b)\w[\w./-]*)", path.read_text(encoding="utf-8")
         )
@@ -72,3 +77,7 @@ def _exists(name: str) -> bool:
     place = ROOT / name
     dotted = ROOT / name.replace(".", "/")
     return place.exists() or dotted.exists() or dotted.with_suffix(".py").exists()
+
+
+def test_pages_name_their_subject() -> None:
+    assert [path.name for path in all_pages() if VAGUE.search(path.read_text(encoding="utf-8"))] == []

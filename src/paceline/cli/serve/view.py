@@ -123,7 +123,7 @@ def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:
 def _steps(info: EngineInfo) -> str:
     told = f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"
     if info.max_num_prompt_tokens > info.max_num_batched_tokens:
-        told += f", {info.max_num_prompt_tokens:,} while nobody decodes"
+        told += f", {info.max_num_prompt_tokens:,} while no row decodes"
     if info.learns_step_sizes:
         told += "; follows how long steps take"
     return told

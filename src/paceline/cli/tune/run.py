@@ -253,7 +253,7 @@ def _num_requests(options: TuneOptions) -> int | None:
 
 
 def _start(machine: Machine) -> dict[str, Value]:
-    """What an engine has without any of these options. Larger steps while nobody decodes are for CPUs alone."""
+    """What an engine has without any of these options. Larger steps while no row decodes are for CPUs alone."""
     declared = SchedulerConfig()
     recorded: dict[str, int] = getattr(machine.cost, "engine", {})
     alone = recorded.get("max_num_prompt_tokens", 0)

@@ -1,4 +1,4 @@
-"""/v1/batches: requests that are answered when nobody else waits, in the shapes of the OpenAI API."""
+"""/v1/batches: requests that are answered when no other request waits, in the shapes of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def batch_routes(
             path=BATCHES,
             handler=routes.create,
             takes_body=True,
-            openapi=operation("Run a file of requests when nobody else waits", table.schema()),
+            openapi=operation("Run a file of requests when no other request waits", table.schema()),
         ),
         Route(
             methods=("GET",),

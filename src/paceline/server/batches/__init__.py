@@ -1,1 +1,1 @@
-"""Files that clients leave here, and batches of requests that are answered when nobody else waits."""
+"""Files that clients leave here, and batches of requests that are answered when no other request waits."""
