@@ -76,7 +76,7 @@ MIN_SAMPLES = 20
 _LINEAR = ("decode_context", "prefill_context_products", "logit_rows", "copy_bytes")
 _CANDIDATE_KNOTS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FOLDS = 5
-_SPREAD_PARTS = 128  # the range of timed / predicted is kept in so many parts of equal share
+_SPREAD_PARTS = 128  # parts of equal share that the range of timed / predicted is kept in
 _ROBUST_ROUNDS = 4
 
 
@@ -106,7 +106,7 @@ class CostCoefficients:
 class HostCosts:
     """What is spent outside of steps, in seconds."""
 
-    step_s: float | None = None  # between two steps, where there is work; None: nobody measured it
+    step_s: float | None = None  # between two steps, where there is work; None: not measured
     request_s: float = 0.0  # from the arrival of a request to the moment the engine knows of it
 
 

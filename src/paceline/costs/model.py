@@ -90,7 +90,7 @@ class WorkDone:
 def work_done(
     model: ModelWork, *, steps: int, tokens: int, products: int, decode_context: int, logit_rows: int
 ) -> WorkDone:
-    """What so many steps with so many tokens came to."""
+    """The work of all steps so far, from their number and their tokens."""
     flops = tokens * model.token_flops + products * model.product_flops + logit_rows * model.logit_flops
     read_bytes = None
     if model.step_bytes is not None:

@@ -131,7 +131,7 @@ _CONTEXT, _PRODUCTS, _ROWS = 1 << 17, 1 << 21, 64
 
 
 def step_costs(model: CostModel, sizes: Sequence[int] = SIZES) -> StepCosts:
-    """What `model` says of steps with so many tokens."""
+    """What `model` says of steps by their tokens."""
 
     def seconds(**shape: int) -> float:
         return model.step_seconds(StepShape(**shape))

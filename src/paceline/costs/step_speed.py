@@ -2,7 +2,7 @@
 
 Two lines hold what more tokens cost, one for plain decode and one for steps with prompts; one number holds how fast
 the machine is at the moment. The lines remember long, the number follows a change of speed within some ten steps, and
-a single stall moves neither far. Plain arithmetic, so that whoever repeats a run learns the same.
+a single stall moves neither far. Plain arithmetic, so that a repeated run learns the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RunningLine:
     __slots__ = ("_mean_x", "_mean_xx", "_mean_xy", "_mean_y", "_rate", "num_points")
 
     def __init__(self, memory: int) -> None:
-        """`memory`: about so many points count."""
+        """`memory`: about the number of points that count."""
         self._rate = 1.0 / memory
         self.num_points = 0
         self._mean_x = self._mean_y = self._mean_xx = self._mean_xy = 0.0
@@ -56,7 +56,7 @@ FEWEST_MIXED = 2  # of these with prompts: rows that decode say nothing about wh
 LEARNING = 0.12  # share of a surprise that the next step is thought to repeat
 FURTHEST = 1.0  # most surprise that is taken in at once, as a logarithm: a stall says little about what comes
 LEVELLING = 0.03  # weight of the last step in how far steps are above their usual length on average
-OUTLIER = 3.0  # a step that is so many times off teaches the lines no more than that
+OUTLIER = 3.0  # a step further off than this factor counts as this factor
 
 
 class StepSpeed:
@@ -76,7 +76,7 @@ class StepSpeed:
         return mixed >= FEWEST_MIXED and plain + mixed >= FEWEST
 
     def learn(self, decoding: int, prompt_tokens: int, took_s: float) -> None:
-        """A step with so many decoding rows and tokens of prompts has run."""
+        """A step with these decoding rows and prompt tokens has run."""
         if took_s <= 0.0 or decoding + prompt_tokens < 1:
             return
         line = self._mixed if prompt_tokens else self._plain

@@ -149,7 +149,7 @@ class Application:
     def _side_app(self, keyring: Keyring) -> AsgiApp:
         host = self._config.metrics_host
         routes = [self.metrics.route(), *health_routes(self.status)]
-        # Whoever can reach a loopback port may read numbers; from elsewhere the key is needed as everywhere.
+        # Every process of this machine may read numbers on a loopback port; from elsewhere a key is needed.
         is_open = self._config.metrics_without_key or is_loopback(host)
         public = PUBLIC | METRICS if is_open else PUBLIC
         return AsgiApp(routes, self._rules(host, keyring, public), self.log)
@@ -201,5 +201,5 @@ def check_exposure(config: ServerConfig, keyring: Keyring) -> None:
 
 
 def public_routes(routes: Iterable[Route]) -> list[str]:
-    """The templates that need no key, for those who check them."""
+    """The templates that need no key."""
     return sorted({route.path for route in routes} & PUBLIC)

@@ -28,7 +28,7 @@ from paceline.server.access.caller import CONCURRENCY, PRIORITY
 
 
 class UnknownParameter(InvalidRequest):
-    """A field nobody knows, while fields are read strictly (400)."""
+    """An unknown field, while fields are read strictly (400)."""
 
     code = "unknown_parameter"
 
@@ -58,7 +58,7 @@ class UnknownModel(InvalidRequest):
 
 
 class UnknownRequestId(InvalidRequest):
-    """Nobody with this key has sent such a request lately (404)."""
+    """No such request was sent with this key lately (404)."""
 
     code = "request_not_found"
 
@@ -162,7 +162,7 @@ class GenerationFailed(PacelineError):
 
 MAX_MESSAGE = 512
 MAX_PARAM = 128
-LONGEST_RETRY_S = 60  # clients give up on more, and until then somebody may have left
+LONGEST_RETRY_S = 60  # clients give up on more, and until then a place may be free
 INTERNAL = "internal_error"
 BAD, AUTH, DENIED, MISSING = (
     "invalid_request_error",
@@ -197,7 +197,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
     "too_many_connections": CatalogueEntry(
         503, OURS, "The server has no free connection; try again later.", 1
     ),
-    # The route and who asks.
+    # The route and the caller.
     "not_found": CatalogueEntry(404, MISSING, "There is no such route; GET /docs lists them."),
     "unsupported_route": CatalogueEntry(404, MISSING, "This route of the OpenAI API is not supported."),
     "method_not_allowed": CatalogueEntry(405, BAD, "This route does not take this method."),
@@ -344,7 +344,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def whole_seconds(seconds: float) -> int:
-    """When to come again: never at once, and not so late that nobody would."""
+    """When to try again: never at once, and not so late that clients give up."""
     return min(max(1, math.ceil(seconds - 1e-9)), LONGEST_RETRY_S)
 
 

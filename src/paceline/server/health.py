@@ -31,7 +31,7 @@ class ServerStatus:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.phase = Phase.STARTING
-        self.is_full: Callable[[], bool] = lambda: False  # whether the queue takes nobody
+        self.is_full: Callable[[], bool] = lambda: False  # whether the queue is full
         self.hindrance: Callable[[], str] = lambda: ""  # in one word, what else keeps work out
 
     @property

@@ -112,7 +112,7 @@ class Server:
             stopping.cancel()
             if loading.cancel():
                 await asyncio.wait((loading,))
-                with suppress(asyncio.CancelledError, Exception):  # nobody waits for it any more
+                with suppress(asyncio.CancelledError, Exception):  # nothing waits for it any more
                     loading.result()
         self._app.become_ready(self._api)
         if self._app.status.phase is Phase.STARTING:

@@ -32,7 +32,7 @@ def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
     if model.model is None or model.model.lower() == DEFAULT_NAME:
         return (DEFAULT_MODEL.file_name.split(".")[0], DEFAULT_NAME)
     path = Path(model.model).expanduser()
-    # A path of this machine is nobody else's business; whoever wants it shown can give it as a name.
+    # A path of this machine is not shown to clients; give it as a name to show it.
     is_local = path.exists() or path.is_absolute()
     name = Path(os.path.abspath(path)).name
     return tuple(dict.fromkeys((name if is_local else model.model, name, name.removesuffix(".gguf"))))

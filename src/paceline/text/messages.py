@@ -1,6 +1,6 @@
 """Chat messages as a template sees them: checked, with plain values only.
 
-Follows the OpenAI chat format. Fields nobody reads are dropped, a list of text parts becomes one string, and the
+Follows the OpenAI chat format. Unused fields are dropped, a list of text parts becomes one string, and the
 arguments of a tool call become an object. Everything wrong is the request's fault and named by its place.
 """
 

@@ -1,7 +1,7 @@
 """What a tokenizer consists of, however its file spells it: one plain value that both readers fill.
 
 Control tokens (beginning and end of text, role marks, ...) are kept out of reach of ordinary text: inside the
-backend they carry a guarded name that nobody outside can spell, so a text that contains `<|im_start|>` is encoded
+backend they carry a guarded name that no text can spell, so a text that contains `<|im_start|>` is encoded
 as those characters. Only `Tokenizer.encode_template` writes guarded names. Nothing here reads files.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 _SECRET = secrets.token_hex(12)
 _BRACKET = "\U0010fffd"
 
-# Vocabularies flag some of their markers as ordinary added tokens; nobody writes text of this shape by accident.
+# Vocabularies flag some of their markers as ordinary added tokens; no text has this shape by accident.
 _MARKER = re.compile(r"<[|｜][^<>]*[|｜]>")
 
 # Tokens that end an answer, whichever of them a file names as the end of text.

@@ -97,7 +97,7 @@ class RenderBudget:
         return size
 
     def remember(self, value: object, size: int) -> None:
-        """Note the size of a list or dictionary, so that nobody has to look inside; templates cannot change it."""
+        """Note the size of a list or dictionary, so that it need not be counted again; templates cannot change it."""
         if len(self._sizes) >= _REMEMBERED:
             self._sizes.clear()
         self._sizes[id(value)] = (value, size)
@@ -397,7 +397,7 @@ class _Counted:
         self._budget = budget
 
     def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]  # a TypeError tells Jinja that nobody knows
+        return len(self._items)  # type: ignore[arg-type]  # a TypeError tells Jinja that it is unknown
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:

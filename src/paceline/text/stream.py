@@ -21,7 +21,7 @@ from paceline.text.tokenizer import Tokenizer
 
 # Tokens of the prompt a decoder without a table of bytes sees as context.
 CONTEXT_TOKENS = 6
-# A decoder that still gives an unfinished character after so many tokens means it.
+# A decoder that still gives an unfinished character after this number of tokens means it.
 MAX_HELD_TOKENS = 16
 
 _REPLACEMENT = "\ufffd"
@@ -296,7 +296,7 @@ class TextStream:
         return self._delta(self.push_text(token_ids, ends_with_stop_token=ends_with_stop_token))
 
     def push_text(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
-        """As `push`, for callers who look at `stopped_at` themselves: a step of a stream costs half of it."""
+        """As `push`, for callers that look at `stopped_at` themselves: a step of a stream costs half of it."""
         if self._stopped_at is not None:
             return ""
         if not self._is_text:

@@ -48,7 +48,7 @@ INFO = EngineInfo(
     kv_bytes=1,
     load_s=0.1,
 )
-ANYBODY = Caller()
+DEFAULT_CALLER = Caller()
 EOS = 3
 Script = Callable[[Sequence[int], SamplingParams], list[list[BranchNews] | Exception]]
 
@@ -256,7 +256,7 @@ class Api:
         route: str,
         body: dict[str, Any] | None = None,
         *,
-        caller: Caller = ANYBODY,
+        caller: Caller = DEFAULT_CALLER,
         method: str = "POST",
         path: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,

@@ -163,7 +163,7 @@ def _filled(tpot: Floats, several: NDArray[np.bool_]) -> Floats:
     return found
 
 
-Weighted = Callable[[Floats, NDArray[np.int64]], float]  # of ascending values, each there so many times
+Weighted = Callable[[Floats, NDArray[np.int64]], float]  # of ascending values, each with its count
 
 
 def _statistic(name: str) -> Weighted | None:

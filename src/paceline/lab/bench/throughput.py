@@ -74,7 +74,7 @@ def load(make: Callable[..., Loaded], options: Mapping[str, Any]) -> tuple[Loade
 
 
 def release_memory() -> None:
-    """Give back what an engine held that nobody refers to any more: two may not fit beside each other."""
+    """Free what a deleted engine held: two may not fit beside each other."""
     gc.unfreeze()  # objects that lived through the capture of graphs are hidden from the collector
     gc.collect()
     torch = sys.modules.get("torch")

@@ -27,7 +27,7 @@ class BenchRequest:
     """One request of a workload."""
 
     prompt: list[int]
-    num_output: int  # exactly so many tokens are generated
+    num_output: int  # exactly this number of tokens is generated
     arrival_s: float = 0.0  # after the start
 
 

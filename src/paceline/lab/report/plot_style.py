@@ -86,7 +86,7 @@ def figure_file(path: str | Path, *, width: float, height: float, title: str | N
 
 
 def need_matplotlib() -> None:
-    """For whoever measures for minutes and draws then."""
+    """For commands that measure for minutes before they plot."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as problem:

@@ -41,7 +41,7 @@ def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) 
     group = ""
     for measure in (*_MEASURES, *_by_class(summaries), *_FORECASTS):
         if measure.is_optional and all(measure.value(summary) is None for summary in summaries):
-            continue  # nobody asked
+            continue  # not measured
         if measure.group != group and group:
             table.add_section()
         name = measure.group if measure.group != group else ""

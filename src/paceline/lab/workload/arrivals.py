@@ -242,7 +242,7 @@ def draw_arrivals(
 
 
 def _gamma_gaps(variation: float, num_requests: int, random: np.random.Generator) -> Floats:
-    if variation < 1e-6:  # the shape 1 / variation**2 would overflow; nobody can tell it from even spacing
+    if variation < 1e-6:  # the shape 1 / variation**2 would overflow; this is even spacing to any observer
         return np.ones(num_requests, dtype=np.float64)
     if variation == 1.0:
         return random.standard_exponential(num_requests)

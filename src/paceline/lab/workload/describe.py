@@ -1,4 +1,4 @@
-"""What a workload looks like in numbers: lengths, rate, burstiness, sharing, who sends how much.
+"""What a workload looks like in numbers: lengths, rate, burstiness, sharing, tenants.
 
 Owns the definitions of the statistics the generators are fitted by, so that a trace and a synthetic workload
 are always measured the same way. Knows nothing of where a workload came from.

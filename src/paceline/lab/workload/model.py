@@ -2,7 +2,7 @@
 
 Owns what a workload is (when each request arrives, how long it is, whose it is, which prompt blocks it may
 share with others) and the two ways to cut one. Knows no file format and no distribution, and holds no
-tokens: who needs token ids makes them from the lengths and the block ids.
+tokens: a caller that needs token ids makes them from the lengths and the block ids.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Workload:
 
 
 def _check(workload: Workload) -> None:
-    """Broken columns are a bug of whoever built them, not of the user: readers report theirs before."""
+    """Broken columns are a bug of the code that built them, not the user's: readers report theirs before."""
     count = len(workload.arrival_s)
     assert workload.arrival_s.dtype == np.float64
     for column in (workload.prompt_len, workload.output_len, workload.tenant):

@@ -42,10 +42,10 @@ def load_workload(
     source: a built-in name (`azure-conv`, `azure-code`, `mooncake`, `multi-tenant`, `fixed:512x128`,
         `uniform:100-1024x100-1024`), or else the path of a trace file, whose format is found from its
         content. A file that bears a built-in's name is reached as `./mooncake`.
-    num_requests: only the first so many; None means all of a file, or as many as the trace a generator was
+    num_requests: the first this many; None means all of a file, or as many as the trace a generator was
         fitted to. More than a file holds is an error.
     seed: decides everything that is drawn. A file read with its recorded arrivals draws nothing.
-    rate: redraw the arrivals at so many requests per second, lengths and order kept.
+    rate: redraw the arrivals at this number of requests per second, lengths and order kept.
     speed: divide the recorded times (2 is twice as fast). Not together with rate.
     arrivals: `recorded`, `poisson`, `constant`, `gamma:CV` (gaps of that coefficient of variation),
         `onoff:ON_S,OFF_S[,BURST_FACTOR]` (mean rate over a whole cycle; BURST_FACTOR times the mean while

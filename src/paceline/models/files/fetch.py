@@ -409,7 +409,7 @@ def _existing(name: str | Path) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # a name that no file can have, or the home of nobody
+    except (OSError, RuntimeError):  # a name that no file can have, or the home of an unknown user
         return None
 
 

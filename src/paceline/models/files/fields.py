@@ -17,7 +17,7 @@ from paceline.errors import InputError
 # What is wrong with a model on disk, told to users.
 
 
-NAMED = 4  # so many of a list are named, the rest are counted
+NAMED = 4  # entries of a list that are named, the rest are counted
 
 
 class CheckpointError(InputError):
@@ -45,7 +45,7 @@ NEGATIVE = -1e-9  # above it is zero or more
 
 
 class Fields:
-    """The values of one description. A null counts as absent, as it does for those who write these files."""
+    """The values of one description. A null counts as absent, as it does for the writers of these files."""
 
     def __init__(
         self, values: Mapping[str, object], where: str, defaults: Mapping[str, object] | None = None

@@ -30,7 +30,7 @@ class Piece:
     entry: int | None = None  # of a stack of equal tensors
     rows: tuple[int, int] | None = None
     of_rows: int = 0  # with `rows`: how many the stored tensor must have
-    interleaved_heads: int = 0  # rows of so many heads lie (first half, second half) pair by pair
+    interleaved_heads: int = 0  # heads whose rows lie (first half, second half) pair by pair
 
     def shape(self, stored: Shape) -> Shape | None:
         """The shape of this part of a tensor of shape `stored`; None where there is no such part."""

@@ -1,1 +1,1 @@
-"""Who may use the server: keys, callers and rate limits."""
+"""Access to the server: keys, callers and rate limits."""

@@ -15,13 +15,13 @@ from paceline.server.access.caller import DEFAULT_CLASS, FREE, Caller, Prices
 from paceline.server.errors import Refusal
 from paceline.server.http.request_headers import RawHeaders, presented_key
 
-# Without keys only this machine reaches the server, and whoever is on it may do everything.
-ANYBODY = Caller(is_admin=True)
+# Without keys only this machine reaches the server, and every process on it may do everything.
+DEFAULT_CALLER = Caller(is_admin=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key: the hash that knows it, and what whoever has it may do."""
+    """One key: its hash, and what it allows."""
 
     name: str
     sha256: bytes
@@ -62,7 +62,7 @@ class Keyring:
 
     @property
     def callers(self) -> Sequence[Caller]:
-        """Everybody who is let in."""
+        """The callers of all enabled keys."""
         return [caller for key, caller in zip(self._keys, self._callers, strict=True) if key.enabled]
 
     @property
@@ -71,14 +71,14 @@ class Keyring:
         return {key.name: key.weight for key in self._keys}
 
     def caller_of(self, tenant: str) -> Caller | None:
-        """Who a tenant is; None for one that is not let in."""
-        known = self.callers if self._keys else (ANYBODY,)
+        """The caller of a tenant; None without an enabled key."""
+        known = self.callers if self._keys else (DEFAULT_CALLER,)
         return next((caller for caller in known if caller.tenant == tenant), None)
 
     def admit(self, headers: RawHeaders) -> Caller:
-        """Who asks; raises `Refusal` for nobody we know."""
+        """The caller of a request; raises `Refusal` for an unknown key."""
         if not self._keys:
-            return ANYBODY
+            return DEFAULT_CALLER
         presented = presented_key(headers)
         digest = hashlib.sha256(presented or b"").digest()
         found: int | None = None

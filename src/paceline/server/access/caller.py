@@ -1,4 +1,4 @@
-"""Words and values about whoever has a key: classes of service, names of limits, prices.
+"""What a key says of its caller: service class, names of limits, prices.
 
 Closed sets, so that they can be labels of metrics and columns of bills. Knows nothing of files, keys and requests.
 """
@@ -43,7 +43,7 @@ FREE = Prices()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, as far as the key tells; without keys everybody is the default tenant."""
+    """The sender of a request, as far as its key tells; without keys, the default tenant."""
 
     tenant: str = "default"
     service_class: str = DEFAULT_CLASS

@@ -1,6 +1,6 @@
-"""One entry of the keys file: which fields it has and which values they take.
+"""The keys file: its entries and their fields, reading it, and changing it under a lock.
 
-Every mistake names the place it was made in, the entry and the field. Reading files is `keys_file`'s business.
+Every mistake names the place it was made in, the entry and the field.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _prices(given: Any, where: str) -> Prices:
     if not isinstance(given, dict):
         raise BadKeysFile(f"{where} must be an object with {', '.join(PRICES)}")
     _check_known(given, PRICES, where)
-    # Whoever says nothing of cached tokens has one price for all of the prompt.
+    # Without a price for cached tokens, all of the prompt has one price.
     given = {"cached_prompt": given.get("prompt", 0), **given}
     return Prices(**{name: _price(given, name, where) for name in PRICES})
 
@@ -171,7 +171,7 @@ def parse_keys(text: str, place: str) -> list[Key]:
 
 
 def read_text(path: Path, place: str) -> str:
-    """The text of a keys file that nobody but its owner can read."""
+    """The text of a keys file that only its owner can read."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
@@ -256,7 +256,7 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def revoke_key(path: Path, name: str) -> bool:
-    """Let nobody in with that key any more; its line stays. False when that was so before."""
+    """Revoke a key; its line stays. False if it was revoked before."""
     was_enabled = False
 
     def change(lines: list[str]) -> None:

@@ -133,7 +133,7 @@ class Allowance:
         return charge
 
     def settle_tokens(self, used: int) -> None:
-        """The request is over and has used so many tokens. What is called again finds nothing to do."""
+        """The request is over and has used this number of tokens. A second call does nothing."""
         bucket, self._charged_in = self._charged_in, None
         if bucket is not None:
             bucket.add(used - self._charged, self._clock())

@@ -32,7 +32,7 @@ class BatchSettings:
 
     config: BatchConfig
     max_line_bytes: int
-    callers: Callable[[str], Caller | None]  # who a tenant is now
+    callers: Callable[[str], Caller | None]  # what a tenant's key allows now
     log: LineLog
     tick_s: float = TICK_S
     retry_s: float = RETRY_S

@@ -71,7 +71,7 @@ class Database:
         return int(self._db.execute("PRAGMA page_count").fetchone()[0])
 
     def limit_pages(self, most: int) -> None:
-        """Let the file grow to so many pages only, as a disk that is full does."""
+        """Let the file grow to this number of pages only, as on a full disk."""
         self._db.execute(f"PRAGMA max_page_count = {most:d}")
 
     @contextlib.contextmanager
@@ -255,7 +255,7 @@ class Database:
             return int(found[0]) if found else 0
 
     def record(self, results: Sequence[LineResult]) -> None:
-        """Keep results. A line that has one keeps it; lines of batches that are over are nobody's."""
+        """Keep results. A line that has one keeps it; lines of batches that are over are skipped."""
         with self._change() as db:
             for result in results:
                 key = (result.batch_id, result.number)

@@ -1,8 +1,8 @@
 """How many lines of batches may be under way: what others leave free, and one at least.
 
-Grows while nobody waits, halves while somebody of a higher class does, and keeps a few lines waiting so that a row
-that is left is taken at once (`attempts` takes those back when somebody else comes to wait). Pure: it is told the
-load and knows neither time nor engine. One line always stays in the engine's queue, where the scheduler lets it age:
+Grows while no request waits, halves while one of a higher class does, and keeps a few lines waiting so that a free row
+is taken at once (`Attempts` withdraws those when another request comes to wait). Pure: it is given the load and knows
+neither time nor engine. One line always stays in the engine's queue, where the scheduler lets it age:
 batches step back and never starve.
 """
 
@@ -20,10 +20,10 @@ class ServerLoad:
 
     rows: int  # requests the engine runs at once
     queue: int  # requests that may wait beside them
-    waiting: int  # requests in the engine's queue, whoever sent them
-    own: int  # answers asked for by lines under way
-    others: int  # answers asked for by everybody else
-    others_unstarted: int  # requests of everybody else that have no token yet
+    waiting: int  # requests in the engine's queue, of batches and others
+    own: int  # answers requested by lines under way
+    others: int  # answers requested by other requests
+    others_unstarted: int  # other requests that have no token yet
 
     @property
     def backlog(self) -> int:
@@ -32,7 +32,7 @@ class ServerLoad:
 
     @property
     def others_queued(self) -> int:
-        """How many of the others may be waiting for a place: without a token, while somebody waits."""
+        """How many of the others may wait for a row: those without a token, while the queue is not empty."""
         return min(self.others_unstarted, self.waiting)
 
 
@@ -68,13 +68,13 @@ class Gate:
     """`enter` before a line is run, `leave` after it."""
 
     def __init__(self, has_room: Callable[[int], bool]) -> None:
-        self._has_room = has_room  # whether one more may go, while so many are inside
+        self._has_room = has_room  # whether one more may go, by how many are inside
         self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], bool]]] = OrderedDict()
         self._has_loner = False
         self.num_inside = 0
 
     async def enter(self, tenant: str = "", *, alone: bool = False) -> None:
-        """Wait for a turn. Who is cancelled here has not entered."""
+        """Wait for a turn. A task that is cancelled here has not entered."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((turn, alone))
         self.look()
@@ -84,7 +84,7 @@ class Gate:
             if turn.done() and not turn.cancelled():
                 self.leave()
             else:
-                self.look()  # somebody behind may go now
+                self.look()  # the next one may go now
             raise
 
     def leave(self) -> None:
@@ -93,7 +93,7 @@ class Gate:
         self.look()
 
     def look(self) -> None:
-        """See who may go; to be called when there may be more room than before."""
+        """Let waiting lines in; to be called when there may be more room than before."""
         while self._waiting:
             tenant, queue = next(iter(self._waiting.items()))
             while queue and queue[0][0].done():  # given up

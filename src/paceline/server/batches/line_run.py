@@ -26,7 +26,7 @@ from paceline.server.http.request_headers import new_id
 
 
 class Withdrawn(Exception):
-    """The line was taken back because somebody else waits; it has to be run again."""
+    """The line was withdrawn because another request waits; it has to be run again."""
 
 
 class _Attempt:
@@ -63,14 +63,14 @@ class Attempts:
         try:
             yield
         except asyncio.CancelledError:
-            if own.is_withdrawn and task.uncancel() == 0:  # and nobody else has cancelled it
+            if own.is_withdrawn and task.uncancel() == 0:  # and nothing else has cancelled it
                 raise Withdrawn from None
             raise
         finally:
             del self._under_way[request_id]
 
     def withdraw(self, *, keep: int) -> int:
-        """Take back what has not begun, the newest first, until so many lines are left; returns how many."""
+        """Withdraw lines that have not begun, the newest first, until `keep` are left; returns how many."""
         left, withdrawn = len(self._under_way), 0
         for attempt in reversed(self._under_way.values()):
             if left - withdrawn <= keep:
@@ -144,7 +144,7 @@ def refused(batch_id: str, line: BatchLine, request_id: str, problem: Problem) -
 
 
 def not_run(batch_id: str, line: BatchLine, status: str) -> bytes:
-    """A request nobody got to before the batch ended with that status."""
+    """A request that was not run before the batch ended with that status."""
     code, message = NOT_RUN.get(status, NEVER_RUN)
     return _data(batch_id, line, None, {"code": code, "message": message})
 
@@ -185,7 +185,7 @@ class EndedLine:
 
 
 class LineLog(Protocol):
-    """Who is told how lines ended. Called once for each time one was run."""
+    """Called once for each time a line was run, with how it ended."""
 
     def line_ended(self, line: EndedLine) -> None: ...
 
@@ -229,7 +229,7 @@ class LineRunner:
         self._log = log
 
     async def run(self, batch: Batch, line: BatchLine, body: Mapping[str, Any], caller: Caller) -> LineResult:
-        """The result of a line. Raises RunAgain and Withdrawn. Who is cancelled here has stopped the generation."""
+        """The result of a line. Raises RunAgain and Withdrawn. Cancelling it stops the generation."""
         call = Call(
             id=new_id(),
             route=batch.endpoint,

@@ -109,7 +109,7 @@ class Folder:
         self.path_of(file_id).unlink(missing_ok=True)
 
     def sweep(self, known: Iterable[str]) -> int:
-        """Remove what nobody knows; returns how much that was. Before anybody else writes here."""
+        """Remove unknown files, before anything is written here; returns how many."""
         shutil.rmtree(self.incoming)
         self.incoming.mkdir(OWNER_FOLDER)
         unknown = {path.name for path in self.files.iterdir()} - set(known)

@@ -279,7 +279,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A file that was taken, and the fields nobody knows."""
+    """A file that was taken, and the unknown fields."""
 
     file: StoredFile
     ignored: tuple[str, ...]

@@ -140,7 +140,7 @@ class BatchContext:
     writer: ResultWriter
     gate: Gate
     lines: LineRunner
-    callers: Callable[[str], Caller | None]  # who a tenant is now; None when its key is not let in
+    callers: Callable[[str], Caller | None]  # what a tenant's key allows now; None when it is not let in
     models: tuple[str, ...]
     max_lines: int
     max_line_bytes: int
@@ -163,7 +163,7 @@ class _GateTurn:
             self._gate.leave()
 
     async def again(self, *, alone: bool) -> None:
-        """Go out, and come back when it is one's turn."""
+        """Leave, and wait for the next turn."""
         self.leave()
         await self._gate.enter(self._tenant, alone=alone)
         self._is_inside = True
@@ -183,7 +183,7 @@ class BatchWork:
             self._ended.set_result(status)
 
     async def run(self) -> None:
-        """Bring the batch to its end. Who is cancelled here leaves it to the next server."""
+        """Bring the batch to its end. If cancelled, the next server goes on with it."""
         batch = self.batch
         try:
             if batch.status == CANCELLING:

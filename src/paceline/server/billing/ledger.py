@@ -1,9 +1,9 @@
 """The ledger as requests see it: an entry is opened without waiting, closed before the last frame is sent, then marked.
 
 One thread writes. Whatever has come while it wrote is the next transaction, so that many requests that end together
-share one write to the disk. When a write fails, those who waited for it hear so and are not charged, nobody new is let
-in (`problem` says why), and the thread tries again until what it owes is written. Everything else belongs to one event
-loop.
+share one write to the disk. When a write fails, the requests that waited for it fail and are not charged, no new
+request is let in (`problem` says why), and the thread tries again until what it owes is written. Everything else
+belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Ledger:
             self._changed.notify()
 
     def give_up(self, closing: Closing) -> None:
-        """Close an entry nobody waits for."""
+        """Close an entry without waiting for the write."""
         self._put(closing, None)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -135,9 +135,9 @@ class Ledger:
         """Write a batch; returns what has to be tried again."""
         try:
             self._db.write(batch.openings, [closing for closing, _ in batch.closings], batch.voidings)
-        except Exception as error:  # whatever it is: nobody may wait for a thread that has ended
+        except Exception as error:  # whatever it is: no task may wait for a thread that has ended
             self._fail(error, batch)
-            # Who waited was told that it failed: all that is left to say of these is that they were not completed.
+            # The waiting requests were answered with the failure: these entries only remain to be marked incomplete.
             owed = _Batch(batch.openings, voidings=batch.voidings)
             owed.closings += [(_uncharged(c) if waiter else c, None) for c, waiter in batch.closings]
             return owed
@@ -160,7 +160,7 @@ class Ledger:
             return
         try:
             self._loop.call_soon_threadsafe(_resolve, waiters, failed)
-        except RuntimeError:  # the loop has ended, and with it everybody who waited
+        except RuntimeError:  # the loop has ended, and with it every task that waited
             return
 
 

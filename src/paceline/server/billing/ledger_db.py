@@ -70,7 +70,7 @@ def _read(path: Path) -> frozenset[int] | None:
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 SERVER_LOST = "server_lost"
 VERSION = 1
-BUSY_S = 2.0  # how long a transaction waits for somebody who has locked the file
+BUSY_S = 2.0  # how long a transaction waits for another process's lock
 _APPLICATION = 0x504C4C47
 _TABLES = ("opened", "closed", "voided", "lives", "ends")
 _GUARDS = "".join(

@@ -23,7 +23,7 @@ def decimal_of(value: float | str) -> Decimal:
 
 
 def scaled(value: Decimal, decimals: int) -> int:
-    """A number as so many smallest parts. Raises ValueError when it has more decimals than that."""
+    """A number in its smallest parts. Raises ValueError when it has more decimals than that."""
     whole = value.scaleb(decimals)
     if whole != whole.to_integral_value():
         raise ValueError(f"{value} has more than {decimals} decimals")

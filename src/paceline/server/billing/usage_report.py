@@ -1,4 +1,4 @@
-"""What was used, by whom: sums over a ledger, read while a server may be writing it.
+"""Usage by key, class or day: sums over a ledger, read while a server may be writing it.
 
 Knows the ledger's columns and nothing of how sums are asked for or shown. Times are Unix milliseconds, days are UTC.
 """

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote
 
-from paceline.server.access.auth import ANYBODY, Keyring
+from paceline.server.access.auth import DEFAULT_CALLER, Keyring
 from paceline.server.access.rate_limits import RateLimits
 from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, Route
 from paceline.server.call import Call, Download, Events
@@ -105,7 +105,7 @@ PARSED_ON_THE_LOOP_BYTES = 262_144  # larger bodies are parsed beside the event 
 
 
 class ExchangeLog(Protocol):
-    """Who is told how requests ended."""
+    """Called with how requests ended."""
 
     def ended(self, exchange: Exchange) -> None: ...
 
@@ -206,7 +206,7 @@ class AsgiApp:
 
     async def _admit(self, exchange: Exchange, match: RouteMatch) -> tuple[Route, Call]:
         scope, route = exchange.scope, match.route
-        caller = ANYBODY
+        caller = DEFAULT_CALLER
         if match.template not in self.rules.public:
             caller = self.rules.keyring.admit(scope["headers"])
         exchange.tenant, exchange.service_class = caller.tenant, caller.service_class
@@ -258,7 +258,7 @@ class AsgiApp:
         result = await route.handler(call)
         if isinstance(result, Events):
             if not route.takes_body:
-                exchange.watch()  # a stream that nobody asked for with a body ends with its reader all the same
+                exchange.watch()  # a stream requested without a body ends with its reader too
             await send_events(exchange, result, self.rules.stream_keep_alive_s)
         elif isinstance(result, Download):
             exchange.watch()

@@ -1,4 +1,4 @@
-"""One request and its answer: who asked, how far it got, and what can end it from outside.
+"""One request and its answer: its caller, how far it got, and what can end it from outside.
 
 An exchange ends early in two ways: the client goes away, or the server stops it with a refusal. Both cancel the
 task that answers; `lost` and `stopped_by` say which it was. Between two pieces of a stream `lost` has to be looked

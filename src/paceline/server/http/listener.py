@@ -48,7 +48,7 @@ def bind_tcp(host: str, port: int, *, flag: str = "--port") -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         bound.bind(address)
-        bound.listen()  # only now it is certain that nobody else has it
+        bound.listen()  # only now it is certain that no other process has it
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
@@ -146,7 +146,7 @@ class Listener:
         return len(self._state.connections)
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept no more connections."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -3,7 +3,7 @@
 Owns sizes and counts of the request line, headers and body, the timeouts of a connection, what is answered to
 requests that never reach the application, and readers that stopped reading. It knows no route.
 
-A request that arrives while another is being answered ends the connection after that answer: nobody is served out
+A request that arrives while another is being answered ends the connection after that answer: no request is served out
 of order, and an answer can never be mixed with the refusal of what came behind it.
 """
 

@@ -57,7 +57,7 @@ class HostCheck:
         given = [*_ALWAYS_ALLOWED, *more]
         if bound not in ("0.0.0.0", "::", ""):
             given.append(f"[{bound}]" if ":" in bound else bound)
-        # Whoever binds to every address has no single name; the key, which is then needed, protects.
+        # A server bound to every address has no single name; the key, which is then needed, protects it.
         takes_any = "*" in given or bound in ("0.0.0.0", "::", "")
         return cls(frozenset(name.lower().encode("ascii", "replace") for name in given), takes_any)
 

@@ -1,4 +1,4 @@
-"""The feed of the live page: looks at the engine, as messages for all who watch, and the messages of the last minute.
+"""The feed of the live page: looks at the engine, as messages for all viewers, and the messages of the last minute.
 
 A message holds what happened since the one before and the whole state of now, so that a reader can begin anew from any
 of them; a reader that is too slow loses whole messages, which it sees by their numbers. While there is no reader the
@@ -93,7 +93,7 @@ class Past:
 
 
 class Feed:
-    """Everything that is seen of one engine, and everybody who watches it."""
+    """The messages of one engine, and its viewers."""
 
     def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
         self.past = Past()

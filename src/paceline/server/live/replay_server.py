@@ -109,7 +109,7 @@ def about_values(recordings: Sequence[Recording]) -> dict[str, object]:
 
 
 class _Quiet:
-    """Nobody reads a log of this; our own mistakes are told all the same."""
+    """No request log; errors of ours are logged all the same."""
 
     def ended(self, exchange: Exchange) -> None:
         return None

@@ -1,7 +1,7 @@
 """The three runs of the demonstration, one after the other: the same model, sizes, requests and machine.
 
 Owns the order, the sizes, and how fast requests come: somewhat faster than continuous batching can serve them here,
-which is found by a short run before. Shows nothing; whoever looks on is told what begins, and of every step.
+which is found by a short run before. Shows nothing; a watcher is called for what begins, and for every step.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Traffic:
 
     workload: Workload
     prompts: list[NDArray[np.int32]]
-    span_s: float  # what so many requests take at the mean rate; the last of them may come sooner or later
+    span_s: float  # time of all requests at the mean rate; the last of them may come sooner or later
 
 
 class DemoViewer(Protocol):

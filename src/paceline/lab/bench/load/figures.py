@@ -188,7 +188,7 @@ def most_at_once(seen: Sequence[Seen]) -> int:
         for time_s, change in ((each.sent_s, 1), (each.ended_s, -1))
     ]
     now = most = 0
-    for _, change in sorted(moments):  # at one moment, who leaves goes first
+    for _, change in sorted(moments):  # at one moment, requests that leave go first
         now += change
         most = max(most, now)
     return most

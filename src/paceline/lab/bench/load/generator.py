@@ -1,8 +1,8 @@
 """Sends requests when they are due, whatever the server does, and notes what each of them saw.
 
 Open loop: the times are given beforehand, and a request that has to wait for a place, or for this process, has been due
-all the same: its clock runs. Closed loop: so many users, each of whom asks again when the last answer is whole. Owns
-tasks, timeouts and the end of a run; knows neither measures nor files.
+all the same: its clock runs. Closed loop: each user sends again when its last answer is whole. Owns tasks,
+timeouts and the end of a run; knows neither measures nor files.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class LoadPlan:
     due_s: Sequence[float] | None = None
     max_concurrency: int | None = None
     num_requests: int | None = None  # of a closed loop
-    duration_s: float | None = None  # of a closed loop: nobody asks again after it
+    duration_s: float | None = None  # of a closed loop: no user sends again after it
     timeout_s: float = 600.0
     retries: int = 0  # of a request that is refused
     first_index: int = 0  # the number of the first request
-    keys: Mapping[str, str] = field(default_factory=dict)  # by tenant; "" is everybody else
+    keys: Mapping[str, str] = field(default_factory=dict)  # by tenant; "" for all others
 
     @property
     def num_expected(self) -> int | None:

@@ -28,7 +28,7 @@ class Ramp:
     seconds: float
 
     def times(self, counts: Floats) -> Floats:
-        """When so many requests should have been sent."""
+        """When this number of requests should have been sent."""
         slope = (self.end - self.start) / self.seconds
         total = (self.start + self.end) / 2 * self.seconds
         later: Floats = self.seconds + (counts - total) / self.end
@@ -59,7 +59,7 @@ class Pace:
     ramp: Ramp | None = None
 
     def due_s(self, *, num_requests: int | None, duration_s: float | None, seed: int) -> Floats:
-        """Seconds after the start: so many, or those within so many seconds, or what comes first of both."""
+        """Seconds after the start: of `num_requests`, or of those within `duration_s`, whichever ends first."""
         if self.rate is None and self.ramp is None:
             assert num_requests is not None
             return np.zeros(num_requests)

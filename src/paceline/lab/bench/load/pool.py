@@ -138,7 +138,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         if self._transport is not None:
-            self._transport.abort()  # an answer that nobody waits for is not read to its end
+            self._transport.abort()  # an abandoned answer is not read to its end
 
     # What the loop calls.
 
@@ -148,7 +148,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
-        if self._parser is None:  # nobody asked
+        if self._parser is None:  # no request was sent
             self.is_reusable = False
             self.close()
             return

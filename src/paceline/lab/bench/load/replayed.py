@@ -1,6 +1,6 @@
 """A workload sent as it is: prompts of random token ids of exactly its lengths, at its times, by its tenants.
 
-For those who compare what a server does with what the simulator says of the same requests. Prompts share nothing, so
+For comparing what a server does with what the simulator says of the same requests. Prompts share nothing, so
 that no cache makes them shorter than the workload has them.
 """
 

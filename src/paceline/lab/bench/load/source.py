@@ -123,7 +123,7 @@ class TraceSource:
 
 
 class TextSource:
-    """Prompts that somebody wrote; after the last the first comes again."""
+    """Prompts from a file, over and over."""
 
     def __init__(self, name: str, requests: Sequence[LoadRequest]) -> None:
         assert requests
