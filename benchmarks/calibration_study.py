@@ -30,10 +30,9 @@ from paceline.lab.bench.load.replayed import send_workload
 from paceline.lab.report.record import RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.report.table import to_json
-from paceline.lab.sim.compare import Deviation, sim_config
-from paceline.lab.sim.compare import compare as compare_runs
 from paceline.lab.sim.cost_files import Calibration, calibrate, step_errors
-from paceline.lab.sim.recorded import Recorded, read_recorded
+from paceline.lab.sim.recorded import Deviation, RecordedRun, read_recorded, sim_config
+from paceline.lab.sim.recorded import compare as compare_runs
 from paceline.lab.sim.settings import Machine
 from paceline.lab.workload import Workload, load_workload
 
@@ -111,7 +110,7 @@ def record(given: Given) -> None:
 
 
 def compared(
-    models: Mapping[str, Calibration], runs: Mapping[str, Recorded], machine: Machine, folder: Path
+    models: Mapping[str, Calibration], runs: Mapping[str, RecordedRun], machine: Machine, folder: Path
 ) -> list[Any]:
     """Every run with the model of every run."""
     found = []

@@ -25,7 +25,6 @@ from paceline.config.engine import (
 from paceline.config.options import pick
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.plan import Runner, StepChecker
-from paceline.core.policy import Policy
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.core.request import RequestHooks
@@ -36,6 +35,7 @@ from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
+from paceline.policy import Policy
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.audit.runlog import read_run_log
 from paceline.core.events import StepEvents
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from paceline.scheduler.state import SchedulerState
 from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.model_cli import run

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 
 from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
 from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
-from paceline.core.inputs import Abort, Add, Done, Expired, FinishAt, Idle, Input, Keys, Pause, Preempt
+from paceline.core.inputs import (
+    AbortRequest,
+    AddRequest,
+    Done,
+    Expired,
+    FinishRequest,
+    Idle,
+    Input,
+    Keys,
+    Pause,
+    Preempt,
+)
 from paceline.core.plan import STOPPED, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.scheduler.dial.engine_dial import Dial
@@ -24,9 +35,9 @@ from tests.dst.settings import Trouble
 
 NAME = "T1"
 _ENDS: dict[type[Input], tuple[Rule, ...]] = {
-    Abort: (Rule.ABORT, Rule.PRUNED),
+    AbortRequest: (Rule.ABORT, Rule.PRUNED),
     Expired: (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
-    FinishAt: (Rule.STOP,),
+    FinishRequest: (Rule.STOP,),
 }
 _IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
@@ -134,14 +145,14 @@ class Truth:
     def _take_inputs(self, inputs: Inputs, victims: deque[Decision]) -> None:
         for time_s, given in inputs:
             match given:
-                case Add():
+                case AddRequest():
                     max_total = given.num_prompt + given.max_tokens
                     known = Known(given.num_prompt, max_total, given.num_tokens, given.parent, ())
                     self._requests[given.id] = known
                     self._learn(known, given.keys)
                 case Done():
                     self._done(given.seq)
-                case Abort() | Expired() | Preempt() | Pause() | FinishAt():
+                case AbortRequest() | Expired() | Preempt() | Pause() | FinishRequest():
                     self._leave(given.request)
                     self._requests[given.request].ends_by = _ENDS.get(type(given), ())
                 case Keys():
@@ -149,7 +160,7 @@ class Truth:
                 case Idle():  # no plan was made, but room may have been, and results may have come after it
                     while victims and victims[0].time_s <= time_s:
                         self._give_way(victims.popleft())
-            if isinstance(given, FinishAt):
+            if isinstance(given, FinishRequest):
                 known = self._requests[given.request]
                 known.num_tokens = known.num_prompt + given.num_output
 

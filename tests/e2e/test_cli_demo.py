@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.audit.runlog import read_run_log
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.e2e.client_server import KEY, client_server
 from tests.e2e.model_cli import COMMAND, environment, run, start
 

@@ -13,7 +13,7 @@ import pytest
 from paceline import AsyncLLM, SamplingParams
 from paceline.audit.runlog import read_run_log
 from paceline.audit.trail import verify
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS
 

@@ -28,7 +28,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class GroupComparison:
     """One group against all others."""
 
     by: str  # key, class or length
@@ -86,7 +86,7 @@ def _take(decision: Decision, live: dict[int, dict[str, Any]], ended: list[dict[
         ended.append(live.pop(decision.request))
 
 
-def compare(requests: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Comparison]:
+def compare(requests: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[GroupComparison]:
     """Every group of every kind in `by` against the rest, for both measures; the least likely first."""
     unknown = [name for name in by if name not in _GROUPS]
     if unknown or not by:
@@ -107,9 +107,9 @@ def compare(requests: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Co
     return _corrected(sorted(found, key=lambda each: each.chance))
 
 
-def _comparison(by: str, group: str, measure: str, own: Values, others: Values) -> Comparison:
+def _comparison(by: str, group: str, measure: str, own: Values, others: Values) -> GroupComparison:
     higher, chance = rank_test(own, others)
-    return Comparison(
+    return GroupComparison(
         by=by,
         group=group,
         measure=measure,
@@ -137,7 +137,7 @@ def rank_test(one: Values, other: Values) -> tuple[float, float]:
     return above / (first * second), math.erfc(distance / math.sqrt(2 * variance))
 
 
-def _corrected(found: list[Comparison]) -> list[Comparison]:
+def _corrected(found: list[GroupComparison]) -> list[GroupComparison]:
     """Holm's correction: so many comparisons find something by luck alone."""
     corrected, least = [], 0.0
     for index, comparison in enumerate(found):

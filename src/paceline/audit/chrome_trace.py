@@ -37,7 +37,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Asked:
+class OpenRequest:
     """A request that has not ended."""
 
     request: int
@@ -59,12 +59,12 @@ class Span:
     padding: int
 
 
-class Timeline(Protocol):
+class TraceSink(Protocol):
     """Who is told what happened, in the order of the log."""
 
-    def came(self, asked: Asked, time_s: float) -> None: ...
+    def came(self, asked: OpenRequest, time_s: float) -> None: ...
 
-    def waited(self, asked: Asked, end_s: float) -> None: ...
+    def waited(self, asked: OpenRequest, end_s: float) -> None: ...
 
     def gave_way(self, held: Held, rule: str, time_s: float) -> None: ...
 
@@ -74,7 +74,7 @@ class Timeline(Protocol):
 
     def left(self, held: Held, end_s: float) -> None: ...
 
-    def ended(self, asked: Asked, how: str, time_s: float) -> None: ...
+    def ended(self, asked: OpenRequest, how: str, time_s: float) -> None: ...
 
     def stepped(self, span: Span, running: int, waiting: int, blocks: int) -> None: ...
 
@@ -109,11 +109,11 @@ class _Blocks:
 class TraceFold:
     """Reads lines in order and tells a timeline."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: TraceSink) -> None:
         self._to = timeline
         self._rows: dict[int, Held] = {}
         self._row_of: dict[int, int] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, OpenRequest] = {}
         self._blocks = _Blocks()
         self._done_s = float("-inf")  # end of the last step
         self._num_steps = 0
@@ -161,7 +161,7 @@ class TraceFold:
         for kind, time_s, *values in entries:
             if kind == "add":
                 facts = values[0]
-                asked = Asked(facts["id"], facts, decode_time(facts["arrival_s"]))
+                asked = OpenRequest(facts["id"], facts, decode_time(facts["arrival_s"]))
                 self._asked[asked.request] = asked
                 self._to.came(asked, asked.waits_from_s)
             elif kind == "step_failed":
@@ -332,11 +332,11 @@ class _Events:
         made, self._events = self._events, []
         return made
 
-    def came(self, asked: Asked, time_s: float) -> None:
+    def came(self, asked: OpenRequest, time_s: float) -> None:
         facts = {name: value for name, value in asked.facts.items() if name not in ("id", "keys")}
         self._async("b", asked.request, f"request {asked.request}", time_s, facts)
 
-    def waited(self, asked: Asked, end_s: float) -> None:
+    def waited(self, asked: OpenRequest, end_s: float) -> None:
         self._async("b", asked.request, asked.waits_for, asked.waits_from_s)
         self._async("e", asked.request, asked.waits_for, max(end_s, asked.waits_from_s))
 
@@ -361,7 +361,7 @@ class _Events:
         self._async("b", held.request, f"on row {held.row}", held.from_s)
         self._async("e", held.request, f"on row {held.row}", end_s)
 
-    def ended(self, asked: Asked, how: str, time_s: float) -> None:
+    def ended(self, asked: OpenRequest, how: str, time_s: float) -> None:
         self._async("e", asked.request, f"request {asked.request}", time_s, {"ended": how})
 
     def stepped(self, span: Span, running: int, waiting: int, blocks: int) -> None:

@@ -31,7 +31,7 @@ from paceline.config.engine import (
 )
 from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.inputs import INPUT_TYPES, Add, Input
+from paceline.core.inputs import INPUT_TYPES, AddRequest, Input
 from paceline.core.plan import (
     RUNNING_ON,
     BlockAppends,
@@ -141,7 +141,7 @@ def encode_input(time_s: float, given: Input) -> list[Json]:
     """An input: its kind, its time, its values. Those of an add stand by name, without defaults."""
     declared: Any = type(given)
     values = {name: plain(getattr(given, name)) for name in _names(declared)}
-    if not isinstance(given, Add):
+    if not isinstance(given, AddRequest):
         return [given.kind, plain(time_s), *values.values()]
     if given.num_tokens == given.num_prompt:
         del values["num_tokens"]
@@ -155,15 +155,15 @@ def decode_input(entry: Json) -> tuple[float, Input]:
     made: Any = INPUT_TYPES.get(kind)
     if made is None:
         raise ValueError("this version knows no such input")
-    if made is Add:
+    if made is AddRequest:
         return decode_time(time_s), decode_add(*values)
     named = dict(zip(_names(made), values, strict=True))
     return decode_time(time_s), made(**{name: _decoded(name, value) for name, value in named.items()})
 
 
-def decode_add(value: Json) -> Add:
+def decode_add(value: Json) -> AddRequest:
     given = {"num_tokens": value["num_prompt"], **value}
-    return Add(**{name: _decoded(name, each) for name, each in given.items()})
+    return AddRequest(**{name: _decoded(name, each) for name, each in given.items()})
 
 
 def _decoded(name: str, value: Json) -> Any:
@@ -193,7 +193,9 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "reason": BlockReason,
     "blocks": tuple,
 }
-_ADD_DEFAULTS = {spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(Add)}
+_ADD_DEFAULTS = {
+    spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(AddRequest)
+}
 
 
 def encode_decision(decision: Decision) -> list[Json]:

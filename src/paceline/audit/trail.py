@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from paceline.audit.codec import plain
 from paceline.core.events import Decision
-from paceline.core.inputs import Add, Done
+from paceline.core.inputs import AddRequest, Done
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.errors import InputError
 from paceline.version import __version__
@@ -82,7 +82,7 @@ class End(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ChainCheck:
     """What a look at the whole chain found."""
 
     first: Page | None  # the first page that is there
@@ -189,7 +189,7 @@ def trail_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def verify(folder: str | Path, known_head: str = "") -> Verdict:
+def verify(folder: str | Path, known_head: str = "") -> ChainCheck:
     """Walk the chain. With `known_head`, a hash that was noted earlier, its end cannot have been cut off unseen."""
     reader = TrailReader(folder)
     first: Page | None = None
@@ -197,13 +197,13 @@ def verify(folder: str | Path, known_head: str = "") -> Verdict:
     for page in reader:
         problem = _problem(page, end, is_first=first is None)
         if problem:
-            return Verdict(first=first, end=end, problem=problem, undone=reader.undone)
+            return ChainCheck(first=first, end=end, problem=problem, undone=reader.undone)
         first = first or page
         end = End(page.page, page.last, page.hash)
         seen = seen or page.hash == known_head
     if not seen:
         problem = f"no page has the hash {known_head}: what was there then is gone or was changed"
-    return Verdict(first=first, end=end, problem=problem, undone=reader.undone)
+    return ChainCheck(first=first, end=end, problem=problem, undone=reader.undone)
 
 
 def _problem(page: Page, end: End, *, is_first: bool) -> str:
@@ -367,7 +367,7 @@ def make_pages(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
     decisions: list[Decision] = []
     for inputs, decided in steps:
         for _, add in inputs:
-            if isinstance(add, Add):
+            if isinstance(add, AddRequest):
                 sizes = (add.id, add.num_prompt, add.max_tokens)
                 adds.append((*sizes, add.arrival_s, add.tenant, add.priority, add.parent, add.service_class))
         decisions += decided

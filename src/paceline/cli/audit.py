@@ -15,8 +15,8 @@ from paceline.config.options import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
-    from paceline.audit.bias import Comparison
-    from paceline.audit.trail import Verdict
+    from paceline.audit.bias import GroupComparison
+    from paceline.audit.trail import ChainCheck
 
 HELP = "Check a decision log, or compare groups of requests in it."
 UNLIKELY = 0.01  # a chance below which a difference is put into words
@@ -81,13 +81,13 @@ def _verify(values: Mapping[str, Any]) -> None:
     print(f"head: {found.end.hash}")
 
 
-def _pages(found: Verdict) -> str:
+def _pages(found: ChainCheck) -> str:
     assert found.first is not None
     first, last = found.first.page, found.end.page
     return f"page {first:,}" if first == last else f"pages {first:,} to {last:,}"
 
 
-def _is(found: Verdict) -> str:
+def _is(found: ChainCheck) -> str:
     return "is" if found.first is not None and found.first.page == found.end.page else "are"
 
 
@@ -114,7 +114,7 @@ def _bias(values: Mapping[str, Any]) -> None:
         print(line)
 
 
-def _bias_lines(num_requests: int, found: Sequence[Comparison]) -> list[str]:
+def _bias_lines(num_requests: int, found: Sequence[GroupComparison]) -> list[str]:
     """The table, what its columns mean, and what it comes to in words."""
     lines = [f"{num_requests:,} requests that were admitted and have ended"]
     if not found:

@@ -61,7 +61,7 @@ def _from_log(options: ExplainOptions) -> tuple[dict[str, Any], list[str]]:
     if not options.request.isascii() or not options.request.isdigit():
         raise InputError(f"{options.request} is no number; a run log numbers its requests")
 
-    from paceline.audit.explain import explain_from_log
+    from paceline.audit.explanation import explain_from_log
     from paceline.audit.runlog import read_run_log
 
     # The log of a server that runs, or was killed, ends anywhere; the story then says that it may go on.

@@ -20,8 +20,8 @@ from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.audit.runlog import RunLog
-    from paceline.core.policy import Policy
-    from paceline.lab.sim.replay import ReplayReport
+    from paceline.lab.sim.replayer import ReplayReport
+    from paceline.policy import Policy
     from paceline.server.live.recording import Recording
 
 PROGRESS_STEPS = 200
@@ -95,7 +95,7 @@ def _replayed(
     log: RunLog, options: ReplayOptions, policy: Policy | None, recording: Recording | None
 ) -> ReplayReport:
     from paceline.audit.runlog import CutLog
-    from paceline.lab.sim.replay import replay
+    from paceline.lab.sim.replayer import replay
 
     watch = None if recording is None else recording.watch
     try:

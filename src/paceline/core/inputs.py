@@ -43,7 +43,7 @@ def _logged_as(name: str) -> Callable[[type[Declared]], type[Declared]]:
 
 
 @_logged_as("add")
-class Add(Input):
+class AddRequest(Input):
     """A request was accepted or refused. In the log its values stand by name, without those that are the default."""
 
     id: RequestId
@@ -65,7 +65,7 @@ class Add(Input):
     service_class: str = DEFAULT_CLASS
 
     @classmethod
-    def of(cls, request: Request, together: int) -> Add:
+    def of(cls, request: Request, together: int) -> AddRequest:
         wanted = request.sampling
         wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
         return cls(
@@ -112,13 +112,13 @@ class Add(Input):
 
 
 @_logged_as("abort")
-class Abort(Input):
+class AbortRequest(Input):
     request: RequestId
     detail: str
 
 
 @_logged_as("finish_at")
-class FinishAt(Input):
+class FinishRequest(Input):
     """A stop was found outside the step loop."""
 
     request: RequestId

@@ -27,7 +27,7 @@ from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
-from paceline.llm.outputs import Delta, RequestOutput
+from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
 from paceline.llm.unsupported import check_call
 
@@ -299,7 +299,7 @@ class AsyncLLM(ModelHolder):
         reader = Reader(asyncio.get_running_loop(), asyncio.Event())
         self._readers[name] = reader
         kind = prepared.sampling.output_kind
-        delta = Delta()
+        delta = OutputDelta()
         try:
             self._loop.do(lambda: self._add(name, reader, prepared, placing, arrival_s))
             while True:

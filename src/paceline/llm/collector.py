@@ -94,18 +94,18 @@ class TokenColumns:
             self._place_of[known - self._base] = place
 
 
-class Commands(Protocol):
+class EngineCommands(Protocol):
     """What the collector asks of the engine."""
 
     def finish_at(self, request_id: RequestId, num_output: int) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class BranchOutput:
     """One engine request: a branch of what the caller asked for."""
 
     id: RequestId
-    whole: Whole
+    whole: OpenOutput
     text: BranchText
     num_taken_over: int = (
         0  # output tokens of the branch it was forked from; the engine counts them as its prompt
@@ -117,23 +117,23 @@ class Branch:
 
 
 @dataclass(slots=True, eq=False)
-class Whole:
+class OpenOutput:
     """What the caller asked for, with all its branches."""
 
     output: RequestOutput
     prepared: PreparedRequest
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[BranchOutput] = field(default_factory=list)
     changed: bool = False
 
 
 class Collector:
     """Outputs of all requests under way."""
 
-    def __init__(self, tokenizer: Tokenizer | None, commands: Commands, longest: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, commands: EngineCommands, longest: int) -> None:
         """`longest`: most tokens of a sequence."""
         self._tokenizer = tokenizer
         self._commands = commands
-        self._branches: dict[RequestId, Branch] = {}
+        self._branches: dict[RequestId, BranchOutput] = {}
         self._unread = TokenColumns(longest + 1)  # of branches that have no text and are only read whole
 
     @property
@@ -162,11 +162,11 @@ class Collector:
             prompt_logprobs=None if sampling.prompt_logprobs is None else [None] * len(prepared.token_ids),
             metrics=RequestMetrics(arrival_s=arrival_s),
         )
-        whole = Whole(output, prepared)
+        whole = OpenOutput(output, prepared)
         for index, request_id in enumerate(ids):
             text = BranchText(index, self._tokenizer, prepared.token_ids, sampling)
             output.outputs.append(text.output)
-            whole.branches.append(Branch(request_id, whole, text))
+            whole.branches.append(BranchOutput(request_id, whole, text))
             self._branches[request_id] = whole.branches[-1]
             if only_whole and not text.has_text and sampling.logprobs is None:
                 self._unread.open(request_id)
@@ -191,7 +191,7 @@ class Collector:
             text = BranchText(len(outputs), self._tokenizer, prepared.token_ids, prepared.sampling)
             text.begin_with(parent.output)
             outputs.append(text.output)
-            branch = Branch(request_id, whole, text, num_taken_over=len(parent.output.token_ids))
+            branch = BranchOutput(request_id, whole, text, num_taken_over=len(parent.output.token_ids))
             whole.branches.append(branch)
             self._branches[request_id] = branch
         return list(range(first, len(outputs)))
@@ -199,7 +199,7 @@ class Collector:
     def take(self, events: StepEvents) -> list[RequestOutput]:
         """Bring outputs up to date; returns those that changed. Each is one object that grows."""
         endings = {ending.request: ending for ending in events.finished}
-        changed: dict[int, Whole] = {}
+        changed: dict[int, OpenOutput] = {}
         for event in events.logprobs:
             self._take_logprobs(event)
         for batch in events.tokens:
@@ -232,10 +232,10 @@ class Collector:
         """Engine requests under way of one request of a caller."""
         return [branch.id for branch in self._open_branches(name)]
 
-    def _open_branches(self, name: str) -> list[Branch]:
+    def _open_branches(self, name: str) -> list[BranchOutput]:
         return [branch for branch in self._branches.values() if branch.whole.output.request_id == name]
 
-    def _take_token(self, branch: Branch, token: int, time_s: float, *, is_stop: bool) -> None:
+    def _take_token(self, branch: BranchOutput, token: int, time_s: float, *, is_stop: bool) -> None:
         text, metrics = branch.text, branch.whole.output.metrics
         assert metrics is not None
         metrics.first_token_s = time_s if metrics.first_token_s is None else metrics.first_token_s
@@ -255,7 +255,7 @@ class Collector:
         elif prompt is not None:
             prompt[number] = logprob_entry(self._tokenizer, event.logprobs)
 
-    def _end(self, branch: Branch, ending: Finished) -> None:
+    def _end(self, branch: BranchOutput, ending: Finished) -> None:
         output, whole = branch.output, branch.whole
         if branch.id in self._unread.open_ids:
             self._bring_back(branch)
@@ -269,7 +269,7 @@ class Collector:
         if result.finished:
             result.metrics.finished_s = ending.time_s
 
-    def _bring_back(self, branch: Branch) -> None:
+    def _bring_back(self, branch: BranchOutput) -> None:
         """A branch that was only to be read whole has ended."""
         tokens, first_s, last_s = self._unread.close(branch.id)
         branch.output.token_ids += tokens

@@ -12,9 +12,9 @@ from typing import Any, Self
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, class_of
-from paceline.llm.batch import Submission, run_requests, stream_request
 from paceline.llm.chat import Messages
 from paceline.llm.frontend import Frontend, ModelHolder
+from paceline.llm.offline import Submission, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
 from paceline.llm.unsupported import check_call

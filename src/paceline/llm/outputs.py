@@ -107,7 +107,7 @@ class RequestOutput:
         )
 
 
-class Delta:
+class OutputDelta:
     """What is new in an output since it was last looked at. Text, tokens and logprobs of a branch only grow."""
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import StepTimes, StepWork
-from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request
 from paceline.costs.step_speed import StepSpeed
+from paceline.policy import RequestView
 from paceline.scheduler.state import SchedulerState
 
 Cost = Callable[[float, float], float]  # seconds of a step, of its decoding rows and its tokens of prompts

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import RequestView
 from paceline.core.request import Request
+from paceline.policy import RequestView
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Scheduler:
         request = self.state.requests.get(request_id)
         if request is None:
             return False
-        self._input(inputs.Abort(request=request_id, detail=detail))
+        self._input(inputs.AbortRequest(request=request_id, detail=detail))
         self.state.end(request, FinishReason.ABORT, detail)
         self._after_leaving()
         return True
@@ -132,7 +132,7 @@ class Scheduler:
         request = state.requests.get(request_id)
         if request is None:
             return False
-        self._input(inputs.FinishAt(request=request_id, num_output=num_output))
+        self._input(inputs.FinishRequest(request=request_id, num_output=num_output))
         total = request.num_prompt + num_output
         if request.row == NO_ROW:
             if request.id in state.queue:  # it counts the request's tokens
@@ -356,13 +356,13 @@ class Scheduler:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1
             self.state.counters.rejected += 1
-            self._note(inputs.Add.of(request, len(requests)))
+            self._note(inputs.AddRequest.of(request, len(requests)))
             figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NOBODY)
             self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total, figures)
 
     def _accept(self, request: Request, together: int) -> None:
         state = self.state
-        self._note(inputs.Add.of(request, together))
+        self._note(inputs.AddRequest.of(request, together))
         state.counters.added += 1
         state.requests[request.id] = request
         state.enqueue(request)

@@ -30,7 +30,6 @@ from paceline.core.events import (
 from paceline.core.fast import make_tuple, raw_value
 from paceline.core.inputs import Journal, Keys
 from paceline.core.plan import StepWork
-from paceline.core.policy import Policy, RequestView
 from paceline.core.request import (
     NO_ROW,
     Cost,
@@ -42,6 +41,7 @@ from paceline.core.request import (
     account_of,
 )
 from paceline.kv.manager import KVManager
+from paceline.policy import Policy, RequestView
 from paceline.scheduler.counters import Counters
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import Policy
+from paceline.policy import Policy
 from paceline.scheduler.waiting_queue import WaitingQueue
 
 

@@ -12,9 +12,9 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.errors import ConfigError
+from paceline.policy import RequestView
 
 # The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
 # peak_computed, started. Its times: arrival, deadline.

@@ -24,13 +24,13 @@ from paceline.audit.codec import (
 from paceline.core.dial import DialKind
 from paceline.core.inputs import (
     INPUT_TYPES,
-    Abort,
-    Add,
+    AbortRequest,
+    AddRequest,
     Block,
     Done,
     Expired,
     FailAll,
-    FinishAt,
+    FinishRequest,
     Idle,
     Keys,
     Pause,
@@ -50,8 +50,8 @@ from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
 from paceline.core.request import BlockReason, RequestId
 
 KEYS = (bytes(range(4)), b"\xff\x00")
-ADD = Add(id=RequestId(1), num_prompt=9, max_tokens=11, arrival_s=0.25, keys=KEYS, num_tokens=9)
-BRANCH = Add(
+ADD = AddRequest(id=RequestId(1), num_prompt=9, max_tokens=11, arrival_s=0.25, keys=KEYS, num_tokens=9)
+BRANCH = AddRequest(
     id=RequestId(2),
     num_prompt=5,
     max_tokens=10,
@@ -106,7 +106,7 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
 def test_every_input_comes_back_as_it_went_in() -> None:
     one = RequestId(1)
     given = [
-        *(ADD, BRANCH, Abort(request=one, detail="pruned"), FinishAt(request=one, num_output=3)),
+        *(ADD, BRANCH, AbortRequest(request=one, detail="pruned"), FinishRequest(request=one, num_output=3)),
         *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
         SetDeadline(request=one, deadline_s=None),
         SetPolicy(name="fair", options=(("output_token_cost", 2.0), ("tenant_weights", "a=2"))),

@@ -22,7 +22,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import InputError
 from paceline.factory import build_engine
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.fakes import FakeRunner
 
 HEADER = {"seed": 1}

@@ -20,7 +20,7 @@ from paceline.audit.codec import config_of, decode_decision, encode_decision, pl
 from paceline.audit.runlog import RunLog, RunLogWriter, read_run_log, run_header
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.inputs import Abort, Add, Done, Idle, Keys
+from paceline.core.inputs import AbortRequest, AddRequest, Done, Idle, Keys
 from paceline.core.plan import (
     BlockAppends,
     RowJoins,
@@ -83,8 +83,8 @@ def joining(seq: int = 1) -> StepRecord:
     )
     keys = (bytes(range(4)), b"\xff\x00")
     one = RequestId(1)
-    add = Add(id=one, num_prompt=9, max_tokens=11, arrival_s=0.25, keys=keys, num_tokens=9)
-    branch = Add(
+    add = AddRequest(id=one, num_prompt=9, max_tokens=11, arrival_s=0.25, keys=keys, num_tokens=9)
+    branch = AddRequest(
         id=RequestId(2),
         num_prompt=5,
         max_tokens=10,
@@ -98,7 +98,7 @@ def joining(seq: int = 1) -> StepRecord:
         num_tokens=6,
         together=2,
     )
-    abort = Abort(request=RequestId(3), detail="abort")
+    abort = AbortRequest(request=RequestId(3), detail="abort")
     return StepRecord(
         t_plan=0.75,
         t_done=1.0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.audit.chrome_trace import Asked, Held, Span, TraceFold, trace_events, write_trace
+from paceline.audit.chrome_trace import Held, OpenRequest, Span, TraceFold, trace_events, write_trace
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.cli.main import run
 from paceline.core.events import Decision
@@ -47,10 +47,10 @@ class Told:
         self.came_: list[int] = []
         self.ended_: list[int] = []
 
-    def came(self, asked: Asked, time_s: float) -> None:
+    def came(self, asked: OpenRequest, time_s: float) -> None:
         self.came_.append(asked.request)
 
-    def waited(self, asked: Asked, end_s: float) -> None:
+    def waited(self, asked: OpenRequest, end_s: float) -> None:
         pass
 
     def gave_way(self, held: Held, rule: str, time_s: float) -> None:
@@ -65,7 +65,7 @@ class Told:
     def left(self, held: Held, end_s: float) -> None:
         self.joins.append((held.row, held.request))
 
-    def ended(self, asked: Asked, how: str, time_s: float) -> None:
+    def ended(self, asked: OpenRequest, how: str, time_s: float) -> None:
         self.ended_.append(asked.request)
 
     def stepped(self, span: Span, running: int, waiting: int, blocks: int) -> None:

@@ -25,14 +25,14 @@ from paceline.audit.trail import (
     verify,
 )
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.inputs import Add, Done, Input, Journal
+from paceline.core.inputs import AddRequest, Done, Input, Journal
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import BothRecorders, NoRecorder, StepRecord
 from paceline.core.request import RequestId
 
 
 def add(request: int) -> tuple[float, Input]:
-    return 1.0, Add(
+    return 1.0, AddRequest(
         id=RequestId(request),
         num_prompt=9,
         max_tokens=11,

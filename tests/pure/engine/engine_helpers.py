@@ -16,7 +16,6 @@ from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
 from paceline.core.plan import Pending, Runner, StepPlan, StepResult
-from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -26,6 +25,7 @@ from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.factory import build_engine
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.prefix import KeyMaker
+from paceline.policy import Policy
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
 from tests.fakes import DeviceFault, FakeRunner, reference_output

@@ -13,7 +13,7 @@ from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.fakes import FakeRunner
 
 CONFIG = EngineConfig(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import Policy, RequestView, Victim
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import Urgency
+from paceline.policy import Policy, RequestView, Victim
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
 from paceline.scheduler.policy.priority import PriorityWithAgeing

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.engine import POLICIES, SchedulerConfig, StepCosts
-from paceline.core.policy import RequestView
 from paceline.errors import ConfigError
+from paceline.policy import RequestView
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
 from paceline.scheduler.policy.fair import FairShare, parse_weights
@@ -301,7 +301,7 @@ def test_a_change_that_makes_no_sense_changes_nothing(name: str, options: dict[s
 # -- an operator's own -------------------------------------------------------------------------------------
 
 MODULE = """
-from paceline.core.policy import Policy, Victim
+from paceline.policy import Policy, Victim
 
 class LastComeFirstServed(Policy):
     def order(self, view):

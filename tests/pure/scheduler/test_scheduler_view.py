@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, RequestId
+from paceline.policy import RequestView
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 

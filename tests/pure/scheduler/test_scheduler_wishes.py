@@ -14,7 +14,7 @@ from paceline.core.sampling import MAX_WISH_MS, SamplingParams
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, PacelineError
 from paceline.lab.report.record import OUTCOMES, RunRecord
 from paceline.lab.sim import SimConfig, engine_config, simulate
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from paceline.lab.workload.model import Workload
 from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.policy.deadline import HOPELESS_S

@@ -13,13 +13,12 @@ from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts
 from paceline.costs.model import StepShape
 from paceline.errors import InputError
 from paceline.lab.report.record import OUTCOMES, RunRecord
-from paceline.lab.sim.compare import compare, deviations, sim_config
 from paceline.lab.sim.cost_files import calibrate, load_cost_model, step_errors, timed_steps
-from paceline.lab.sim.recorded import read_recorded
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.recorded import compare, deviations, read_recorded, sim_config
+from paceline.lab.sim.replayer import replay
 from paceline.lab.sim.replica import StepSpread
+from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig
-from paceline.lab.sim.simulation import simulate
 from paceline.lab.workload.model import Workload
 from tests.pure.sim import sim_helpers
 from tests.pure.sim.sim_helpers import machine, make_workload, random_workload, small_engine

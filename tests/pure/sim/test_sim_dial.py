@@ -17,7 +17,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.report.record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from paceline.lab.workload import load_workload
 from tests.traffic import engine_with_log, lines_of, run_until_idle, small_config
 

@@ -16,7 +16,7 @@ from paceline.lab.sim.faults import (
     parse_faults,
     with_bursts,
 )
-from paceline.lab.sim.simulation import RequestSource
+from paceline.lab.sim.run import RequestSource
 from tests.pure.sim.sim_helpers import make_workload, random_workload, small_engine
 
 

@@ -12,7 +12,7 @@ from paceline.config.engine import EngineConfig
 from paceline.costs.roofline import step_costs
 from paceline.lab.report.record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from paceline.lab.workload.model import Workload
 from tests.pure.sim.sim_helpers import machine, make_workload
 

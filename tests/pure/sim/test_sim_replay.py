@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from paceline.audit.runlog import BEGAN, RunLogWriter, read_run_log, run_header
 from paceline.core.clock import ManualClock
-from paceline.core.policy import Policy, RequestView
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import EngineFailed, InputError, NeverFits, QueueFull
 from paceline.lab.sim import simulate
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
+from paceline.policy import Policy, RequestView
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.recording import Recording
 from tests.fakes import FakeRunner, Faults

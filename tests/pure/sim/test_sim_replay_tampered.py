@@ -13,7 +13,7 @@ import pytest
 from paceline.audit.codec import pack, unpack
 from paceline.audit.runlog import read_run_log
 from paceline.errors import InputError
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.traffic import Runs, lines_of, write_lines
 
 

@@ -7,7 +7,7 @@ import pytest
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.config.engine import EngineConfig
 from paceline.core.recorder import StepRecorder
-from paceline.lab.sim.replay import replay
+from paceline.lab.sim.replayer import replay
 from tests.dst.world import World
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from paceline.lab.report.summary import summarize
 from paceline.lab.sim import FaultSpec, engine_config, simulate
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.router import ROUTERS, LeastLoaded, Loads, PrefixIds
-from paceline.lab.sim.simulation import Simulation
+from paceline.lab.sim.run import Simulation
 from paceline.scheduler.invariants import InvariantViolation
 from tests.pure.sim.sim_helpers import (
     PerToken,

@@ -12,8 +12,8 @@ from paceline.cli.tune.flags import TuneOptions
 from paceline.cli.tune.run import Task, knobs_for, parse_bounds, serve_flags, share_of_slo
 from paceline.errors import ConfigError, InputError
 from paceline.lab.report.summary import Distribution, Slo, Summary, summarize
-from paceline.lab.sim.simulation import simulate
-from paceline.lab.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, pressure_of
+from paceline.lab.sim.run import simulate
+from paceline.lab.sim.tune import Bound, Knob, Search, SearchLimits, Settings, TimeIsUp, Trial, pressure_of
 from tests.pure.sim.sim_helpers import PerToken, machine, make_workload, sim_config
 
 BOUNDS = (
@@ -95,7 +95,7 @@ def test_a_start_that_never_holds_is_left() -> None:
 
 @pytest.mark.parametrize("max_trials", [1, 7, 20])
 def test_a_limit_ends_the_search_with_what_there_is(max_trials: int) -> None:
-    search = Search(valley, BOUNDS, KNOBS, Limits(max_trials=max_trials))
+    search = Search(valley, BOUNDS, KNOBS, SearchLimits(max_trials=max_trials))
     best = search.highest_rate(START, 1.0)
     assert search.was_cut and len(search.trials) <= max_trials
     assert best is not None and best.holds
@@ -251,7 +251,7 @@ def test_what_misses_the_slo_never_reads_as_all_of_it(pressure: float, told: str
 
 
 def test_the_best_so_far_needs_no_simulation() -> None:
-    search = Search(valley, BOUNDS, KNOBS, Limits(max_trials=25))
+    search = Search(valley, BOUNDS, KNOBS, SearchLimits(max_trials=25))
     assert search.best_so_far(3, None) == []
     best = search.highest_rate(START, first_rate=1.0)
     tried = len(search.trials)

@@ -9,7 +9,7 @@ from paceline.core.request import FinishReason, RequestId
 from paceline.lab.measure import Meter, kv_slots
 from paceline.lab.report.record import OUTCOMES
 from paceline.lab.sim.replica import Replica
-from paceline.lab.sim.simulation import RequestSource
+from paceline.lab.sim.run import RequestSource
 from paceline.scheduler.state import SchedulerState
 from tests.pure.sim.sim_helpers import make_workload, random_workload, sim_config, small_engine
 

@@ -172,7 +172,7 @@ def _what(model: str | None, shape: str | None, device: str) -> str:
 def _recorded(mode: str, folder: Path) -> Recording:
     """A run from its log, for the page."""
     from paceline.audit.runlog import read_run_log
-    from paceline.lab.sim.replay import replay
+    from paceline.lab.sim.replayer import replay
     from paceline.server.live.recording import Recording
 
     log = read_run_log(_log_of(mode, folder))

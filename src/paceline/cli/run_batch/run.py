@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 from paceline.errors import InputError, InvalidRequest
-from paceline.llm.batch import Submission, run_requests
 from paceline.llm.frontend import Frontend
+from paceline.llm.offline import Submission, run_requests
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS

@@ -26,9 +26,8 @@ from paceline.errors import InputError
 from paceline.lab.report.table import ABSENT, format_number
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs
 from paceline.lab.sim.client_run import read_client_run
-from paceline.lab.sim.compare import Comparison, Deviation, compare, sim_config
 from paceline.lab.sim.cost_files import Calibration, KindError, calibrate, is_run_log, step_errors
-from paceline.lab.sim.recorded import read_recorded
+from paceline.lab.sim.recorded import Deviation, RunComparison, compare, read_recorded, sim_config
 
 ENDINGS = (".gz", ".jsonl", ".log", ".json")
 FORMAT = "paceline-compare"
@@ -139,7 +138,7 @@ def _print_calibration(calibration: Calibration, logs: str) -> None:
     )
 
 
-def _print_comparison(comparison: Comparison, num_requests: int, num_left_out: int, name: str) -> None:
+def _print_comparison(comparison: RunComparison, num_requests: int, num_left_out: int, name: str) -> None:
     table = comparison_table(comparison.deviations)
     show_table(f"{name}: {num_requests:,} requests, as they were and as simulated", table)
     if num_left_out:
@@ -169,7 +168,7 @@ def comparison_table(found: Sequence[Deviation], *, simulated: str = "simulated"
     return table
 
 
-def _write_json(path: Path, comparison: Comparison, options: SimOptions) -> None:
+def _write_json(path: Path, comparison: RunComparison, options: SimOptions) -> None:
     value = {
         "format": FORMAT,
         "log": options.compare,

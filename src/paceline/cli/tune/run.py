@@ -33,9 +33,9 @@ from paceline.lab.bench.load.source import COMPLETIONS
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.report.table import ABSENT, format_number, to_json
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, simulate
-from paceline.lab.sim.compare import deviations
 from paceline.lab.sim.cost_files import load_cost_model
-from paceline.lab.sim.tune import Bound, Knob, Limits, Search, Settings, TimeIsUp, Trial, Value
+from paceline.lab.sim.recorded import deviations
+from paceline.lab.sim.tune import Bound, Knob, Search, SearchLimits, Settings, TimeIsUp, Trial, Value
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
 from paceline.scheduler.policy import POLICY_CLASSES
@@ -124,7 +124,7 @@ def run_tune(options: TuneOptions) -> None:
     task = _task(options, bounds)
     started_s = time.monotonic()
     deadline = Deadline(options.seconds)
-    limits = Limits(max_trials=options.max_trials, is_over=lambda: deadline.has_passed)
+    limits = SearchLimits(max_trials=options.max_trials, is_over=lambda: deadline.has_passed)
     is_interrupted = False
     with _progress() as tell:
 

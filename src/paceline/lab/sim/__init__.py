@@ -6,8 +6,8 @@ requests of a workload, faults, a router in front of replicas, and measuring. It
 
 from paceline.lab.sim.faults import FaultSpec, parse_faults
 from paceline.lab.sim.router import ROUTERS
+from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig, engine_config, host_costs
-from paceline.lab.sim.simulation import simulate
 
 __all__ = [
     "ROUTERS",

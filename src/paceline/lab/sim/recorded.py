@@ -1,13 +1,14 @@
-"""A recorded run as what the simulator knows: the workload it was, and its measures as columns.
+"""A recorded run as the simulator sees it: its workload, its measures as columns, and how far a repetition is off.
 
 The log is replayed, so that tokens and endings come from the scheduler itself and are measured by the same `Meter` as
 a simulation. Owns what of a recorded request is repeated (when it came, how long it was and became, whose it was,
-which beginning it shared) and what is not. It compares nothing.
+which beginning it shared) and what is not, what is compared, and how far off a measure may be. The requests come again
+at their times, with the lengths they had, to an engine of the recorded config; only the clock is a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,10 @@ from paceline.core.request import Request, RequestId
 from paceline.errors import InputError
 from paceline.lab.measure import Meter, StepMeter
 from paceline.lab.report.record import RunRecord
-from paceline.lab.sim.replay import replay
+from paceline.lab.report.summary import Distribution, Summary, summarize
+from paceline.lab.sim.replayer import replay
+from paceline.lab.sim.run import simulate
+from paceline.lab.sim.settings import Machine, SimConfig, host_costs
 from paceline.lab.workload.model import WISHES, Workload
 from paceline.scheduler.policy import load_policy
 from paceline.scheduler.state import SchedulerState
@@ -31,7 +35,7 @@ Times = dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recorded:
+class RecordedRun:
     """A run that was, seen from its engine; times count from the first arrival."""
 
     workload: Workload
@@ -40,7 +44,7 @@ class Recorded:
     num_left_out: int  # requests that ended without a token, and are not repeated
 
 
-def read_recorded(path: str, *, own_policy: str = "") -> Recorded:
+def read_recorded(path: str, *, own_policy: str = "") -> RecordedRun:
     """Read and replay a run log. Raises InputError where it cannot be replayed: then nothing can be compared.
 
     `own_policy` is the module:Class of a run that had one: a log never chooses what is imported.
@@ -63,7 +67,7 @@ def read_recorded(path: str, *, own_policy: str = "") -> Recorded:
     for request in kept:
         if request.id in refused:
             watcher.meter.refused(watcher.number[request.id], 0.0)
-    return Recorded(
+    return RecordedRun(
         workload=workload,
         record=watcher.record(log.config, origin_s),
         config=_repeated(log.config, own_policy),
@@ -187,3 +191,92 @@ def _prefix_ids(requests: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(numbers.setdefault(key.key, len(numbers)) for key in request.keys) for request in requests
     )
+
+
+# -- the run and its repetition in the simulator, measure by measure -----------------------------------------
+
+CLOSE, CLOSE_TAIL = 0.10, 0.20  # how far off a measure may be, and a p99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """One measure of both."""
+
+    name: str
+    unit: str
+    seen: float | None
+    simulated: float | None
+    bound: float
+
+    @property
+    def error(self) -> float | None:
+        """How much larger the simulated value is, as a share of the seen one; None where one of them is missing."""
+        if self.seen is None or self.simulated is None or self.seen <= 0.0:
+            return None
+        return self.simulated / self.seen - 1.0
+
+    @property
+    def holds(self) -> bool | None:
+        return None if self.error is None else abs(self.error) <= self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """All measures of a recorded run and of its repetition."""
+
+    seen: Summary
+    simulated: Summary
+    deviations: tuple[Deviation, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(each.holds is not False for each in self.deviations)
+
+
+def sim_config(
+    recorded: RecordedRun, machine: Machine, *, host_step_s: float | None = None, seed: int = 0
+) -> SimConfig:
+    """The recorded engine on a modelled machine."""
+    known = host_costs(machine.cost, host_step_s)
+    return SimConfig(machine=machine, engine=recorded.config, seed=seed, **known)
+
+
+def compare(record: RunRecord, workload: Workload, config: SimConfig) -> RunComparison:
+    """What was seen of a run beside the same requests run again on the model."""
+    seen = summarize(record)
+    simulated = summarize(simulate(config, workload, label="simulated"))
+    return RunComparison(seen=seen, simulated=simulated, deviations=deviations(seen, simulated))
+
+
+def deviations(seen: Summary, simulated: Summary) -> tuple[Deviation, ...]:
+    found = [
+        Deviation(
+            name="throughput",
+            unit="tok/s",
+            seen=seen.output_tokens_per_s,
+            simulated=simulated.output_tokens_per_s,
+            bound=CLOSE,
+        )
+    ]
+    for name, of in _TIMES.items():
+        for share in ("p50", "p90", "p99"):
+            deviation = Deviation(
+                name=f"{name} {share}",
+                unit="ms",
+                seen=_milliseconds(getattr(of(seen), share)),
+                simulated=_milliseconds(getattr(of(simulated), share)),
+                bound=CLOSE_TAIL if share == "p99" else CLOSE,
+            )
+            found.append(deviation)
+    return tuple(found)
+
+
+_TIMES: dict[str, Callable[[Summary], Distribution]] = {
+    "TTFT": lambda summary: summary.ttft_s,
+    "ITL": lambda summary: summary.itl_s,
+    "end to end": lambda summary: summary.e2e_s,
+}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -77,7 +77,7 @@ class Trial:
 
 
 @dataclass(slots=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """When to stop, whatever is left to try."""
 
     max_trials: int = 400
@@ -95,7 +95,11 @@ class Search:
     """Finds the settings that keep the bounds at the highest rate, or with the most room at a given rate."""
 
     def __init__(
-        self, simulate: Simulate, bounds: Sequence[Bound], knobs: Sequence[Knob], limits: Limits | None = None
+        self,
+        simulate: Simulate,
+        bounds: Sequence[Bound],
+        knobs: Sequence[Knob],
+        limits: SearchLimits | None = None,
     ) -> None:
         if not bounds:
             raise InputError("there is nothing to keep: give at least one bound")
@@ -104,7 +108,7 @@ class Search:
         self._simulate = simulate
         self._bounds = tuple(bounds)
         self._knobs = tuple(knobs)
-        self._limits = limits or Limits()
+        self._limits = limits or SearchLimits()
         self._known: dict[tuple[Key, float], Trial] = {}
 
     def highest_rate(self, start: Settings, first_rate: float) -> Trial | None:

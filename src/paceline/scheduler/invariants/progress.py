@@ -6,8 +6,8 @@ import numpy as np
 
 from paceline.core.events import DecisionKind
 from paceline.core.fast import count_set
-from paceline.core.policy import RequestView
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
+from paceline.policy import RequestView
 from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.step.admission import PASSABLE

@@ -1,4 +1,4 @@
-"""Scheduling policies: one file each in this folder, which holds one subclass of `core.policy.Policy`.
+"""Scheduling policies: one file each in this folder, which holds one subclass of `paceline.policy.Policy`.
 
 The name of the file is the name of the policy. `config.engine.POLICIES` lists the files; flags, API, live page and
 documentation take the names from there. A policy can also be a user's class, named as `module:Class`.
@@ -11,8 +11,8 @@ from dataclasses import replace
 from importlib import import_module
 
 from paceline.config.engine import POLICIES, SchedulerConfig
-from paceline.core.policy import Policy
 from paceline.errors import ConfigError
+from paceline.policy import Policy
 
 METHODS = ("order", "victim", "share")  # of a class that is not derived from Policy
 

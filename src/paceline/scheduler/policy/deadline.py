@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import Policy, RequestView
+from paceline.policy import Policy, RequestView
 
 HOPELESS_S = 1e9  # more than any slack
 STEPS_AHEAD = 2  # steps under way when a first token is due: they end before its own begins

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import Policy, RequestView
 from paceline.errors import ConfigError
+from paceline.policy import Policy, RequestView
 
 MAX_COUNTERS = 8192
 SPARE = 0.2  # of rows and blocks, that a flood leaves free

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.policy import Policy
+from paceline.policy import Policy
 
 
 class FirstComeFirstServed(Policy):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import Policy, RequestView
+from paceline.policy import Policy, RequestView
 
 MARGIN = 0.5  # levels between a request and one that takes its place
 

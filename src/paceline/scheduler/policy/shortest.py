@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.policy import Policy, RequestView
+from paceline.policy import Policy, RequestView
 
 # What is left of a request that is displaced, as a multiple of the one that takes its place. At twice as much, what had
 # to be computed again cost more than short requests gained.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.policy import Policy, RequestView
+from paceline.policy import Policy, RequestView
 
 LEAST_WORK = 64  # tokens; smaller requests count as equally small
 SOFTNESS = 0.5  # 0: the order of arrival; 1: waiting in units of work

@@ -27,7 +27,7 @@ from paceline.lab.measure import Meter, StepFigures, StepMeter
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT, Codes, Lanes
 from paceline.lab.report.record import RunRecord
 from paceline.lab.workload import Workload
-from paceline.llm.batch import Interrupts
+from paceline.llm.offline import Interrupts
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.trace import Watch
 

@@ -33,11 +33,11 @@ from paceline.core.clock import ManualClock
 from paceline.core.dial import DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
-from paceline.core.policy import Policy
 from paceline.core.recorder import Inputs, RunWatcher, StepRecord
 from paceline.core.request import BlockKey, Request
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
+from paceline.policy import Policy
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.trace import Watch
@@ -48,7 +48,7 @@ NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ReplayDifference:
     """Where a replay first left the recorded run."""
 
     seq: int | None  # the step; None: after the last one
@@ -68,7 +68,7 @@ class ReplayReport:
 
     num_steps: int  # steps whose plans were equal
     complete: bool  # the log goes to the end of its run
-    difference: Difference | None
+    difference: ReplayDifference | None
 
     @property
     def is_equal(self) -> bool:
@@ -122,8 +122,8 @@ class _Differs(Exception):
         super().__init__(part)
         self.part, self.recorded, self.replayed = part, recorded, replayed
 
-    def at(self, logged: LoggedStep | LoggedEnd) -> Difference:
-        return Difference(
+    def at(self, logged: LoggedStep | LoggedEnd) -> ReplayDifference:
+        return ReplayDifference(
             seq=logged.seq if isinstance(logged, LoggedStep) else None,
             line=logged.line,
             part=self.part,
@@ -256,7 +256,7 @@ class _Replayer:
         time_s, given = decode_input(entries[0])
         self._clock.advance_to(time_s)
         match given:
-            case inputs.Add(together=together):
+            case inputs.AddRequest(together=together):
                 self._add([decode_add(entry[2]) for entry in entries[:together]])
             case inputs.Done(seq=seq):
                 self._done(seq)
@@ -272,7 +272,7 @@ class _Replayer:
                 _command(self._scheduler, given)
         return None
 
-    def _add(self, added: Sequence[inputs.Add]) -> None:
+    def _add(self, added: Sequence[inputs.AddRequest]) -> None:
         """Requests that came together are accepted or refused together."""
         with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
             self._scheduler.add([add.make_request() for add in added])
@@ -344,9 +344,9 @@ class _RecordedHooks:
 def _command(scheduler: Scheduler, given: inputs.Input) -> None:
     """Call what made this input."""
     match given:
-        case inputs.Abort(request=request, detail=detail):
+        case inputs.AbortRequest(request=request, detail=detail):
             scheduler.abort(request, detail)
-        case inputs.FinishAt(request=request, num_output=num_output):
+        case inputs.FinishRequest(request=request, num_output=num_output):
             scheduler.finish_at(request, num_output)
         case inputs.SetPriority(request=request, priority=priority):
             scheduler.set_priority(request, priority)
