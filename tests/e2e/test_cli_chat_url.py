@@ -106,5 +106,5 @@ def test_an_interrupt_stops_the_answer_on_the_server_too(server: ClientServer, t
 
 
 def test_talking_to_a_server_loads_no_torch() -> None:
-    code = "import sys, paceline.cli.remote, paceline.cli.chat.session; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.cli.remote, paceline.cli.chat.conversation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,7 @@ Conversation = list[dict[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class ChatAnswer:
     """An answer as far as it came, and how it went."""
 
     text: str = ""
@@ -67,7 +67,7 @@ class Answering(Protocol):
     def count(self, messages: Conversation) -> int:
         """Tokens of a conversation as a prompt."""
 
-    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> Answer:
+    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         """`given` is the sampling that was asked for; the rest is the default."""
 
 
@@ -110,18 +110,18 @@ class Talker:
     def count(self, messages: Messages) -> int:
         return self.llm.count_chat_tokens(messages)
 
-    def complete(self, prompt: str, given: Mapping[str, Any], show: Show) -> Answer:
+    def complete(self, prompt: str, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         return self._runner.run(_follow(self.llm.generate(prompt, self._sampling(given)), show))
 
-    def reply(self, messages: Messages, given: Mapping[str, Any], show: Show) -> Answer:
+    def reply(self, messages: Messages, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         return self._runner.run(_follow(self.llm.chat(messages, self._sampling(given)), show))
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         return chat_sampling(self.llm.loaded.checkpoint.generation, ANSWER_TOKENS, **given)
 
 
-async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> Answer:
-    answer = Answer()
+async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> ChatAnswer:
+    answer = ChatAnswer()
     asked_s = first_s = last_s = time.perf_counter()
     try:
         async with aclosing(outputs):
@@ -135,7 +135,7 @@ async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> A
     return answer
 
 
-def _take(answer: Answer, output: RequestOutput, show: Show) -> None:
+def _take(answer: ChatAnswer, output: RequestOutput, show: Show) -> None:
     (part,) = output.outputs
     new, answer.text = part.text[len(answer.text) :], part.text
     answer.num_prompt, answer.num_cached = len(output.prompt_token_ids), output.num_cached_tokens

@@ -198,7 +198,7 @@ class Command:
 
     def call(self, words: Sequence[str], path: str) -> None:
         """Run the command with the words behind its name, or show a help page."""
-        wanted = _Line(self)
+        wanted = _CommandLine(self)
         wanted.read(words)
         if wanted.help_page:
             print(self.page(path, is_short=self.is_long and wanted.help_page != HELP_ALL))
@@ -266,7 +266,7 @@ class CommandGroup:
         return _page(f"{path} [OPTIONS] COMMAND [ARGS]...", self.help, sections, "")
 
 
-class _Line:
+class _CommandLine:
     """The words of one command line, sorted by the options they belong to."""
 
     def __init__(self, command: Command) -> None:

@@ -69,7 +69,7 @@ class FileOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameOptions:
+class KeyNameOptions:
     """Which key."""
 
     name: str | None = option(
@@ -238,9 +238,9 @@ KEYS = CommandGroup(
     help=HELP,
     headings={
         "Commands": (
-            Command(name="add", help=ADD_HELP, run=add, takes=(NameOptions, KeyOptions, FileOptions)),
+            Command(name="add", help=ADD_HELP, run=add, takes=(KeyNameOptions, KeyOptions, FileOptions)),
             Command(name="ls", help=LIST_HELP, run=ls, takes=(FileOptions,)),
-            Command(name="revoke", help=REVOKE_HELP, run=revoke, takes=(NameOptions, FileOptions)),
+            Command(name="revoke", help=REVOKE_HELP, run=revoke, takes=(KeyNameOptions, FileOptions)),
         )
     },
 )

@@ -18,17 +18,17 @@ from paceline.cli.command import CommandGroup, dashed
 from paceline.cli.completion import ASK, COMPLETION, complete
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
-from paceline.cli.explain import EXPLAIN
+from paceline.cli.explain_request import EXPLAIN
 from paceline.cli.keys import KEYS
 from paceline.cli.models import MODELS
-from paceline.cli.replay import REPLAY
+from paceline.cli.replay_log import REPLAY
 from paceline.cli.run import RUN
 from paceline.cli.run_batch.flags import RUN_BATCH
 from paceline.cli.serve.flags import SERVE
 from paceline.cli.sim import SIM
 from paceline.cli.steer import DIAL, POLICY
+from paceline.cli.timeline import TRACE
 from paceline.cli.top.run import TOP
-from paceline.cli.trace import TRACE
 from paceline.cli.tune import TUNE
 from paceline.cli.usage import USAGE
 from paceline.errors import PacelineError

@@ -22,7 +22,7 @@ DEFAULT = "smollm2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameOptions:
+class ModelNameOptions:
     """Which model to fetch or describe."""
 
     name: str = option(
@@ -162,11 +162,14 @@ MODELS = (
         name="pull",
         help="Download a model, or check one that is downloaded.",
         run=pull,
-        takes=(NameOptions, FolderOptions),
+        takes=(ModelNameOptions, FolderOptions),
     ),
     Command(name="ls", help="List the models on this machine.", run=ls, takes=(FolderOptions,)),
     Command(
-        name="show", help="Describe a model on this machine.", run=show, takes=(NameOptions, FolderOptions)
+        name="show",
+        help="Describe a model on this machine.",
+        run=show,
+        takes=(ModelNameOptions, FolderOptions),
     ),
     Command(name="rm", help="Remove a model from the cache.", run=rm, takes=(RemoveOptions, FolderOptions)),
 )

@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from paceline.cli.answer import Answer, Conversation, Show
+from paceline.cli.answer import ChatAnswer, Conversation, Show
 from paceline.errors import InputError, PacelineError
 from paceline.models.files.sampling_defaults import ANSWER_TOKENS
 
@@ -127,7 +127,7 @@ class Remote(Connection):
             self._counts = False
             return 0
 
-    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> Answer:
+    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         body = {
             "model": self.model,
             "messages": messages,
@@ -136,7 +136,7 @@ class Remote(Connection):
             "max_tokens": ANSWER_TOKENS,
             **given,
         }
-        answer = Answer()
+        answer = ChatAnswer()
         asked_s = first_s = last_s = time.perf_counter()
         connection, response = self._open("POST", "/v1/chat/completions", body)
         try:
@@ -177,7 +177,7 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     raise ServerRefused("the server's answer broke off")
 
 
-def _take(answer: Answer, event: Mapping[str, Any]) -> str:
+def _take(answer: ChatAnswer, event: Mapping[str, Any]) -> str:
     """Note what an event tells; returns new text."""
     usage = event.get("usage")
     if usage:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
+from paceline.lab.bench.bench_options import LoadOptions
 from paceline.lab.bench.load.asked import LoadPoint, ask_load, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.generator import LoadPlan
 from paceline.lab.bench.load.pacing import Pace, Ramp, parse_ramp
-from paceline.lab.bench.options import LoadOptions
 from paceline.lab.workload.arrivals import parse_arrivals
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.chat.session import HISTORY_MESSAGES, History, LineSource, _pasted
+from paceline.cli.chat.conversation import HISTORY_MESSAGES, History, LineSource, _pasted
 
 
 def lines(*given: str) -> Callable[[str], str | None]:

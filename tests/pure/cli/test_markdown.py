@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cli.chat.session import answer_printer
+from paceline.cli.chat.conversation import answer_printer
 from paceline.cli.markdown import MarkdownPrinter
 from paceline.cli.terminal import Printer
 

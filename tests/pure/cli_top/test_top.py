@@ -18,8 +18,8 @@ from rich.console import Console
 
 from paceline.cli.main import run
 from paceline.cli.remote import Connection
-from paceline.cli.top.picture import RECOMPUTE, SWAP, Picture, percentile
-from paceline.cli.top.run import Watcher
+from paceline.cli.top.picture import RECOMPUTE, SWAP, ServerPicture, percentile
+from paceline.cli.top.run import FeedFollower
 from paceline.cli.top.view import frame
 from paceline.process.live_view import delta_values
 from paceline.watch.trace import StepTrace
@@ -55,7 +55,7 @@ def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
     return found
 
 
-def told(picture: Picture, width: int = 80, height: int = 24, state: str = "live") -> str:
+def told(picture: ServerPicture, width: int = 80, height: int = 24, state: str = "live") -> str:
     stream = io.StringIO()
     shown = frame(picture, state, "http://127.0.0.1:8000", width, height)
     Console(file=stream, width=width, color_system=None).print(shown)
@@ -64,7 +64,7 @@ def told(picture: Picture, width: int = 80, height: int = 24, state: str = "live
 
 @pytest.mark.parametrize("seed", [5, 6, 11])
 def test_figures_are_those_of_the_state(seed: int) -> None:
-    picture = Picture()
+    picture = ServerPicture()
     picture.meet(ABOUT)
     for message in messages(seed):
         picture.apply(message)
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_state(seed: int) -> None:
 def test_lanes_show_who_gave_way() -> None:
     seen = set()
     for seed in range(12):
-        picture = Picture()
+        picture = ServerPicture()
         picture.meet(ABOUT)
         for message in messages(seed):
             picture.apply(message)
@@ -92,7 +92,7 @@ def test_lanes_show_who_gave_way() -> None:
 
 @pytest.mark.parametrize("width, height", [(80, 24), (60, 12), (200, 60), (20, 5)])
 def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
-    picture = Picture()
+    picture = ServerPicture()
     picture.meet(ABOUT)
     assert "nothing heard yet" in told(picture, max(width, 60))
     for message in messages():
@@ -105,9 +105,9 @@ def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
         assert "rows" in text and "TTFT" in text and "tok/s" in text
 
 
-def busy() -> Picture:
+def busy() -> ServerPicture:
     """A picture whose figures are as long as those of a large server."""
-    picture = Picture()
+    picture = ServerPicture()
     picture.meet(ABOUT)
     for message in messages():
         picture.apply(message)
@@ -157,7 +157,7 @@ def test_bars_begin_below_each_other_on_a_wide_terminal() -> None:
 
 
 def test_rates_and_percentiles_are_differences() -> None:
-    picture = Picture()
+    picture = ServerPicture()
     picture.meet(ABOUT)
     message = messages()[-1]
     for second in range(4):
@@ -265,7 +265,7 @@ def test_one_frame_as_text_and_as_json(
 
 
 def test_a_server_that_goes_is_waited_for(feed: Feed) -> None:
-    watcher = Watcher(Connection(feed.url, ""))
+    watcher = FeedFollower(Connection(feed.url, ""))
     watcher.start()
     wait_until(lambda: feed.asked >= 2)  # it broke off once and was asked again
     port = feed.port

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from paceline.cli.command import Command, CommandGroup
-from paceline.lab.bench.options import (
+from paceline.lab.bench.bench_options import (
     SWEEP_SECONDS,
     CompareOptions,
     LatencyOptions,
@@ -112,7 +112,7 @@ BENCH = CommandGroup(
             Command(
                 name="compare",
                 help=COMPARE_HELP,
-                run=_later("compare", "compare"),
+                run=_later("compare_results", "compare"),
                 takes=(CompareOptions,),
             ),
             Command(

@@ -19,9 +19,9 @@ from paceline.cli.bench.view import Report, note, note_skipped, show, write
 from paceline.cli.flags import engine_options, split_list, writable
 from paceline.config.options import pick
 from paceline.errors import InputError
+from paceline.lab.bench.bench_options import BenchOptions, LatencyOptions, ThroughputOptions
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
-from paceline.lab.bench.options import BenchOptions, LatencyOptions, ThroughputOptions
 from paceline.lab.bench.recheck import Case, choose, eager_llm, has_eager_option, recheck
 from paceline.lab.bench.tables import (
     latency_json,
@@ -53,7 +53,7 @@ AnyOptions = TypeVar("AnyOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BenchTask:
     """What a command line asks for, as far as that needs no model."""
 
     model: str  # as it is called in the results
@@ -80,11 +80,13 @@ def _asked(
     options: Options,
     values: Mapping[str, Any],
     make: Callable[[Options], tuple[list[BenchWorkload], tuple[str, ...]]],
-) -> Iterator[Asked]:
+) -> Iterator[BenchTask]:
     with _engine(options, values) as engine:
         workloads, skipped = make(options)
         _check_length(workloads, engine)
-        yield Asked(model=_model_name(options, engine), engine=engine, workloads=workloads, skipped=skipped)
+        yield BenchTask(
+            model=_model_name(options, engine), engine=engine, workloads=workloads, skipped=skipped
+        )
 
 
 def _modes(options: ThroughputOptions) -> list[str]:
@@ -171,14 +173,14 @@ def _check_length(workloads: Sequence[BenchWorkload], engine: Mapping[str, Any])
 # What both commands of `paceline bench` do around their runs
 
 
-def begin(options: BenchOptions, asked: Asked) -> Path | None:
+def begin(options: BenchOptions, asked: BenchTask) -> Path | None:
     """Before anything is loaded: where the JSON goes, if anywhere."""
     target = writable("--json", options.json)
     note_skipped(asked.skipped)
     return target
 
 
-def report_of(kind: str, asked: Asked, llm: LLM | AsyncLLM, startup_s: float) -> Report:
+def report_of(kind: str, asked: BenchTask, llm: LLM | AsyncLLM, startup_s: float) -> Report:
     """An empty report on an engine that can take the workloads."""
     check_vocabulary(llm.loaded.checkpoint.spec.vocab_size)
     check_fits(asked.workloads, llm.max_model_len)
@@ -190,7 +192,7 @@ def report_of(kind: str, asked: Asked, llm: LLM | AsyncLLM, startup_s: float) ->
 # The runs of `paceline bench latency`
 
 
-def run_latency(options: LatencyOptions, asked: Asked) -> None:
+def run_latency(options: LatencyOptions, asked: BenchTask) -> None:
     target = begin(options, asked)
     llm, startup_s = load(AsyncLLM, asked.engine)
     try:
@@ -212,7 +214,7 @@ async def _run_all(
     try:
         await warm_up_online(llm)
         for workload in workloads:
-            bar = _Bar(workload)
+            bar = _LatencyBar(workload)
             try:
                 sampling = sampling_of(workload, options.temperature, report.seed)
                 result = await run_online(llm, workload, sampling, on_finish=bar.advance)
@@ -226,7 +228,7 @@ async def _run_all(
             show(report.title, latency_table(results))
 
 
-class _Bar:
+class _LatencyBar:
     """Requests that have finished, where somebody looks."""
 
     def __init__(self, workload: BenchWorkload) -> None:
@@ -248,7 +250,7 @@ class _Bar:
 # The runs of `paceline bench throughput`
 
 
-def run_throughput(options: ThroughputOptions, asked: Asked, modes: Sequence[str]) -> None:
+def run_throughput(options: ThroughputOptions, asked: BenchTask, modes: Sequence[str]) -> None:
     target = begin(options, asked)
     engine = {**asked.engine, "mode": modes[0]}
     llm, startup_s = load(LLM, engine)
@@ -276,7 +278,7 @@ def run_throughput(options: ThroughputOptions, asked: Asked, modes: Sequence[str
         print("\n".join(recheck_lines(outcome)))
 
 
-def _next_llm(asked: Asked, mode: str, report: Report) -> LLM:
+def _next_llm(asked: BenchTask, mode: str, report: Report) -> LLM:
     """An engine of another mode, with the token budget that the first one took: only the mode differs."""
     budgets = {name: report.engine[name] for name in BUDGETS}
     llm, startup_s = load(LLM, {**asked.engine, "mode": mode, **budgets})
@@ -286,7 +288,7 @@ def _next_llm(asked: Asked, mode: str, report: Report) -> LLM:
 
 def _run_throughput(
     llm: LLM,
-    asked: Asked,
+    asked: BenchTask,
     options: ThroughputOptions,
     report: Report,
     results: list[ThroughputResult],

@@ -27,6 +27,7 @@ from paceline.cli.doctor import machine_facts
 from paceline.cli.flags import writable
 from paceline.cli.remote import UNKNOWN_LENGTH, Connection, Remote, ServerRefused, admin_connection
 from paceline.errors import InputError, PacelineError
+from paceline.lab.bench.bench_options import LoadOptions, LoadRunOptions
 from paceline.lab.bench.load.asked import AskedLoad, LoadPoint, ask_load, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.figures import LoadShape, ServeFigures, block_lines, figures, result_json
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
@@ -35,7 +36,6 @@ from paceline.lab.bench.load.pool import Pool, Target
 from paceline.lab.bench.load.reader import Kind, Seen
 from paceline.lab.bench.load.source import BACKENDS, PATHS, BodyForm, RandomSource
 from paceline.lab.bench.machine import source_commit
-from paceline.lab.bench.options import LoadOptions, LoadRunOptions
 
 # The server that `paceline bench` puts load on
 
@@ -96,12 +96,12 @@ def told_by(connection: Connection, path: str) -> dict[str, Any] | None:
 REFRESH_S = 0.5  # drawing takes a millisecond in which no bytes are taken in
 
 
-class LoadFailed(PacelineError):
+class NoAnswers(PacelineError):
     """The server does not answer these requests."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class LoadSession:
     """Runs against one server, one after the other; requests are numbered through all of them, so that none finds
     its prompt in the server's cache because an earlier run had the same."""
 
@@ -161,7 +161,7 @@ def _check(warmed: list[Seen]) -> None:
     if warmed and warmed[0].kind in (Kind.REJECTED, Kind.NO_CONNECTION, Kind.BROKEN, Kind.SERVER_ERROR):
         first = warmed[0]
         status = f" with {first.status}" if first.status else ""
-        raise LoadFailed(
+        raise NoAnswers(
             f"the first request came to nothing ({first.kind}{status}): {first.message}; mend that first, or "
             "skip the warm-up with --num-warmups 0"
         )
@@ -177,7 +177,7 @@ class _NoBar:
     def stop(self) -> None: ...
 
 
-class _Bar(_NoBar):
+class _LoadBar(_NoBar):
     """Requests that have ended, drawn a few times a second and never by a thread of its own."""
 
     def __init__(self, label: str, plan: LoadPlan) -> None:
@@ -220,7 +220,7 @@ class _Bar(_NoBar):
         self._timer = loop.call_later(REFRESH_S, self._refresh, loop)
 
     @contextmanager
-    def shown(self) -> Iterator[_Bar]:
+    def shown(self) -> Iterator[_LoadBar]:
         with self._progress:
             yield self
 
@@ -230,7 +230,7 @@ def _bar(label: str, plan: LoadPlan) -> Iterator[_NoBar]:
     if not sys.stderr.isatty():
         yield _NoBar()
         return
-    with _Bar(label, plan).shown() as bar:
+    with _LoadBar(label, plan).shown() as bar:
         yield bar
 
 
@@ -250,7 +250,7 @@ def serve(values: Mapping[str, Any]) -> None:
     server, asked = open_load(options, [point])
     facts = server.facts()
     note(f"{server.model} at {server.url}: {asked.source.name}, {_sentence(asked, point)}")
-    run = Session(server=server, asked=asked).run(point)
+    run = LoadSession(server=server, asked=asked).run(point)
     found = figures(run, percentiles=percentiles, bounds=bounds)
     shape = LoadShape(rate=point.rate, max_concurrency=point.max_concurrency)
     print("\n".join(block_lines(found, shape)))
@@ -286,7 +286,7 @@ def end(run: LoadRun, found: ServeFigures) -> None:
         raise KeyboardInterrupt
     if not found.completed:
         first = next((seen for seen in run.seen if seen.message), None)
-        raise LoadFailed(
+        raise NoAnswers(
             "no request was answered" + (f"; the first one: {first.message}" if first is not None else "")
         )
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.bench.run import own_options
-from paceline.cli.bench.serve import Session, environment, open_load, remarks, settings, with_bounds
+from paceline.cli.bench.serve import LoadSession, environment, open_load, remarks, settings, with_bounds
 from paceline.cli.bench.view import note, show, write_json
 from paceline.cli.flags import split_list
 from paceline.errors import InputError
+from paceline.lab.bench.bench_options import SWEEP_SECONDS, SweepOptions
 from paceline.lab.bench.load.asked import AskedLoad, LoadPoint, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.figures import ServeFigures, figures, result_json, run_record
 from paceline.lab.bench.load.sweep_page import Picture, make_page
-from paceline.lab.bench.options import SWEEP_SECONDS, SweepOptions
 from paceline.lab.bench.tables import Grid
 from paceline.lab.report.load_plots import GoodputPoint, plot_gantt, plot_goodput
 from paceline.lab.report.plot_style import need_matplotlib
@@ -56,7 +56,7 @@ def sweep(values: Mapping[str, Any]) -> None:
     folder = _folder(options.output)
     server, asked = open_load(options, points)
     plain: dict[str, Any] = {**environment("sweep", options, server.facts()), "results": []}
-    session = Session(server=server, asked=asked)
+    session = LoadSession(server=server, asked=asked)
     measured: list[Measured] = []
     is_interrupted = False
     for point in points:

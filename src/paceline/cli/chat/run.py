@@ -18,7 +18,7 @@ from paceline.errors import EngineFailed, InputError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.cli.answer import Answering
-    from paceline.cli.chat.session import LineSource, Session
+    from paceline.cli.chat.conversation import ChatSession, LineSource
 
 INTERRUPTED = 130
 HELP = """
@@ -96,9 +96,9 @@ def _chat_with_server(values: Mapping[str, Any], given: Mapping[str, Any], *, on
 def _converse(
     talker: Answering, given: Mapping[str, Any], values: Mapping[str, Any], *, on_terminal: bool
 ) -> None:
-    from paceline.cli.chat.session import Session, open_lines
+    from paceline.cli.chat.conversation import ChatSession, open_lines
 
-    session = Session(talker, given, system_prompt=values["system_prompt"], shows_stats=values["stats"])
+    session = ChatSession(talker, given, system_prompt=values["system_prompt"], shows_stats=values["stats"])
     if values["quick"] is not None:
         _ask_once(session, values["quick"])
         return
@@ -112,7 +112,7 @@ def _banner(who: str) -> None:
     print(f"paceline {__version__}, {who}. /? for help, Ctrl-D to leave.", flush=True)
 
 
-def _ask_once(session: Session, message: str) -> None:
+def _ask_once(session: ChatSession, message: str) -> None:
     answer = session.say(message)
     if answer.is_interrupted:
         raise SystemExit(INTERRUPTED)
@@ -120,7 +120,7 @@ def _ask_once(session: Session, message: str) -> None:
         raise EngineFailed(f"the answer ended early: {answer.failure}")
 
 
-def _talk(session: Session, lines: LineSource, *, on_terminal: bool) -> None:
+def _talk(session: ChatSession, lines: LineSource, *, on_terminal: bool) -> None:
     """Messages and commands until there are no more. Only an engine that is lost ends it early."""
     from paceline.cli.terminal import keys_unseen, note
 

@@ -170,7 +170,7 @@ def _custom_id(envelope: Mapping[str, Any]) -> str:
 BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 400, 404, 500
 
 
-class Watcher(Protocol):
+class LineWatcher(Protocol):
     """Gets the progress of a batch."""
 
     def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None: ...
@@ -194,7 +194,7 @@ class BatchRun:
     """Runs the lines that have no result yet."""
 
     def __init__(
-        self, front: Frontend, names: tuple[str, ...], results: ResultFile, watcher: Watcher
+        self, front: Frontend, names: tuple[str, ...], results: ResultFile, watcher: LineWatcher
     ) -> None:
         self._front = front
         self._facts = ModelFacts(

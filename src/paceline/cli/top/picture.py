@@ -70,7 +70,7 @@ class Figures:
         return found
 
 
-class Picture:
+class ServerPicture:
     """Messages in, figures and lanes out."""
 
     def __init__(self) -> None:

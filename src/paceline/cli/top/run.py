@@ -24,7 +24,7 @@ from paceline.errors import InputError
 
 if TYPE_CHECKING:
     from paceline.cli.remote import Connection
-    from paceline.cli.top.picture import Picture
+    from paceline.cli.top.picture import ServerPicture
 
 WATCH, ABOUT = "/v1/admin/watch", "/v1/admin/about"
 DRAW_S = 0.25
@@ -65,7 +65,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
     from paceline.cli.remote import admin_connection
 
-    watcher = Watcher(admin_connection(options.url))
+    watcher = FeedFollower(admin_connection(options.url))
     if options.once:
         _show_once(watcher, options)
         return
@@ -76,13 +76,13 @@ def _run(values: Mapping[str, Any]) -> None:
             _show_live(watcher, options)
 
 
-class Watcher:
+class FeedFollower:
     """Follows a server's feed in a thread of its own, and goes on when the server comes back."""
 
     def __init__(self, connection: Connection) -> None:
-        from paceline.cli.top.picture import Picture
+        from paceline.cli.top.picture import ServerPicture
 
-        self.picture: Picture = Picture()
+        self.picture: ServerPicture = ServerPicture()
         self.state = "connecting"
         self.refusal: Exception | None = None  # there is no use in trying again
         self.lock = threading.Lock()
@@ -96,7 +96,7 @@ class Watcher:
     def start(self) -> None:
         threading.Thread(target=self._follow, name="paceline-top", daemon=True).start()
 
-    def messages(self) -> Iterator[Picture]:
+    def messages(self) -> Iterator[ServerPicture]:
         """The picture after each message, until the feed breaks off."""
         about = self._connection.ask("GET", ABOUT)
         with self.lock:
@@ -131,7 +131,7 @@ class Watcher:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _show_once(watcher: Watcher, options: TopOptions) -> None:
+def _show_once(watcher: FeedFollower, options: TopOptions) -> None:
     from rich.console import Console
 
     from paceline.cli.top.view import frame
@@ -147,7 +147,7 @@ def _show_once(watcher: Watcher, options: TopOptions) -> None:
     console.print(frame(watcher.picture, watcher.state, options.url, console.width, height=MOST_LINES))
 
 
-def _print_json(watcher: Watcher) -> None:
+def _print_json(watcher: FeedFollower) -> None:
     watcher.start()
     while watcher.refusal is None:
         time.sleep(1.0)
@@ -156,7 +156,7 @@ def _print_json(watcher: Watcher) -> None:
     raise watcher.refusal
 
 
-def _values(watcher: Watcher) -> dict[str, Any]:
+def _values(watcher: FeedFollower) -> dict[str, Any]:
     from paceline.cli.top.view import lane_values
 
     picture = watcher.picture
@@ -169,7 +169,7 @@ def _values(watcher: Watcher) -> dict[str, Any]:
     return values
 
 
-def _show_live(watcher: Watcher, options: TopOptions) -> None:
+def _show_live(watcher: FeedFollower, options: TopOptions) -> None:
     from rich.console import Console
     from rich.live import Live
 

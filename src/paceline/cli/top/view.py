@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.cli.terminal import shown
-from paceline.cli.top.picture import DECODE, PREFILL, RECOMPUTE, SWAP, WINDOW_S, Figures, Lane, Picture
+from paceline.cli.top.picture import DECODE, PREFILL, RECOMPUTE, SWAP, WINDOW_S, Figures, Lane, ServerPicture
 
 LEAST_WIDTH = 60
 WIDE = 100  # columns, from which there is room for large numbers of blocks before the bars
@@ -30,7 +30,7 @@ SHOWN_TENANTS = 4
 DIM, BOLD = "dim", "bold"
 
 
-def frame(picture: Picture, state: str, address: str, width: int, height: int) -> RenderableType:
+def frame(picture: ServerPicture, state: str, address: str, width: int, height: int) -> RenderableType:
     """One screen. `state` says how the connection is."""
     width = max(width, LEAST_WIDTH)
     lines = [_title(picture, state, address, width)]
@@ -52,7 +52,7 @@ def frame(picture: Picture, state: str, address: str, width: int, height: int) -
     return Group(*lines)
 
 
-def _title(picture: Picture, state: str, address: str, width: int) -> Text:
+def _title(picture: ServerPicture, state: str, address: str, width: int) -> Text:
     engine = picture.about.get("engine", {})
     what = [picture.about.get("model", ""), engine.get("device", ""), engine.get("dtype", "")]
     left = " · ".join(["paceline", *(shown(str(part)) for part in what if part)])
@@ -149,7 +149,7 @@ def _tenant_lines(figures: Figures, width: int) -> list[Text]:
     return [line]
 
 
-def _lane_lines(picture: Picture, width: int, room: int) -> list[Text]:
+def _lane_lines(picture: ServerPicture, width: int, room: int) -> list[Text]:
     strip = min(width - 28, int(WINDOW_S / 0.5))
     head = Text(f"{'row':>4} {'request':>9} {'tokens':>11}  ", style=DIM)
     names = {PREFILL: "prefill", DECODE: "decode", RECOMPUTE: "recompute", SWAP: "swap"}
@@ -171,7 +171,7 @@ def _lane_lines(picture: Picture, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _lane(row: int, lane: Lane, picture: Picture, strip: int) -> Text:
+def _lane(row: int, lane: Lane, picture: ServerPicture, strip: int) -> Text:
     if lane.request is None:
         text = Text(f"{row:>4} {'':>9} {'':>11}  ", style=DIM)
     else:
@@ -184,7 +184,7 @@ def _lane(row: int, lane: Lane, picture: Picture, strip: int) -> Text:
     return text
 
 
-def _waiting_line(picture: Picture, figures: Figures, width: int) -> list[Text]:
+def _waiting_line(picture: ServerPicture, figures: Figures, width: int) -> list[Text]:
     if not picture.waiting:
         return []
     line = Text(f"{'queue':<{LABEL}}", style=DIM)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InputError
+from paceline.lab.bench.bench_options import DEFAULT_OUTPUT, DEFAULT_REQUESTS, LoadOptions
 from paceline.lab.bench.load.figures import METRICS
 from paceline.lab.bench.load.generator import LoadPlan
 from paceline.lab.bench.load.pacing import Pace, Ramp, check_pattern
@@ -30,7 +31,6 @@ from paceline.lab.bench.load.source import (
     is_trace,
     read_prompts,
 )
-from paceline.lab.bench.options import DEFAULT_OUTPUT, DEFAULT_REQUESTS, LoadOptions
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.arrivals import parse_arrivals
 from paceline.lab.workload.generators import find_generator

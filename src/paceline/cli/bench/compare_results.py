@@ -15,9 +15,9 @@ from paceline.cli.bench.run import own_options
 from paceline.cli.bench.view import FORMAT, note, show, write_json
 from paceline.cli.flags import split_list, writable
 from paceline.errors import InputError, PacelineError
+from paceline.lab.bench.bench_options import CompareOptions
 from paceline.lab.bench.compare import Difference, differing, worse_than
 from paceline.lab.bench.compare import compare as compare_results
-from paceline.lab.bench.options import CompareOptions
 from paceline.lab.bench.tables import Grid, rounded
 from paceline.lab.report.table import format_number
 

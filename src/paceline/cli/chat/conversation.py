@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.cli.answer import Answer, Answering
+from paceline.cli.answer import Answering, ChatAnswer
 from paceline.cli.terminal import AnswerPrinter, Printer, has_colour, is_dumb, note
 from paceline.core.sampling import Offer, SamplingParams, offered
 from paceline.errors import InputError
@@ -47,7 +47,7 @@ def answer_printer(stream: TextIO) -> AnswerPrinter:
     return MarkdownPrinter(stream)
 
 
-class Session:
+class ChatSession:
     """One conversation with one model."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Session:
         self._system = system_prompt
         self._shows_stats = shows_stats
         self._turns: list[dict[str, str]] = []
-        self._last: Answer | None = None
+        self._last: ChatAnswer | None = None
         self._has_dropped = False
         self._printer = answer_printer(sys.stdout)
 
@@ -66,14 +66,14 @@ class Session:
     def wants_to_leave(line: str) -> bool:
         return line.strip() in LEAVE
 
-    def take(self, line: str) -> Answer | None:
+    def take(self, line: str) -> ChatAnswer | None:
         """A command, or a message that is answered. A command is one line: pasted code may begin with a slash too."""
         if line.startswith("/") and "\n" not in line:
             self._command(line)
             return None
         return self.say(line)
 
-    def say(self, message: str) -> Answer:
+    def say(self, message: str) -> ChatAnswer:
         """Print the answer to a message as it is made. What cannot be asked leaves no trace."""
         self._turns.append({"role": "user", "content": message})
         try:
