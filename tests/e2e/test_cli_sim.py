@@ -269,14 +269,18 @@ def test_help_does_not_load_what_is_heavy() -> None:
     assert done.stdout.rstrip().splitlines()[-1] == "[]"
 
 
-def test_an_interrupt_ends_it_with_130() -> None:
+def test_an_interrupt_ends_it_with_130(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "sim", "--num-requests", "15000"],
+        [*COMMAND, "sim", "--num-requests", "15000", "--log", "run.jsonl"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
     )
-    time.sleep(2.5)
+    # The log grows once the simulation is under way.
+    while not any(path.stat().st_size for path in tmp_path.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors, output) == (130, "paceline: error: interrupted\n", "")
