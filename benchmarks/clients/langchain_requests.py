@@ -1,4 +1,4 @@
-"""The requests of `langchain_run`, run by the Python of LangChain's own environment; needs nothing of Paceline.
+"""The requests of `benchmarks.clients langchain`, run by the Python of LangChain's environment.
 
 python langchain_requests.py URL MODEL REQUESTS RESULTS.json
 """

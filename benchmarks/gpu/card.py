@@ -1,8 +1,10 @@
-"""What the card and its host link give before any of our kernels run: the figures the engine's plan rests on.
+"""Timing on the card: graphs of many calls over different memory, the ceilings everything is compared with, and what
+the card and its host link give before any of our kernels run.
 
-Sustained matrix rates at the sizes of mixed steps, random reads from a pool of the size of a cache, what a graph
-replay and a launch cost the host, how soon the host sees a number a kernel stored in pinned memory, and how much a
-matrix product and a stream of reads hinder each other.
+Each call of a case uses separate buffers, so that the level-2 cache, which would show more than the memory gives, does
+not help; a graph leaves the host out of it. `measure_card`: sustained matrix rates at the sizes of mixed steps, random
+reads from a pool of the size of a cache, what a graph replay and a launch cost the host, how soon the host sees a
+number a kernel stored in pinned memory, and how much a matrix product and a stream of reads hinder each other.
 """
 
 from __future__ import annotations
@@ -10,14 +12,91 @@ from __future__ import annotations
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from benchmarks.gpu.measure import PIECE, graph_microseconds, read_ceiling, read_kernel, replay_milliseconds
+PIECE = 8192  # bf16 numbers in 16 KB: one block of one head
+
+
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """The calls one after another in one graph, each made once before."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def graph_microseconds(calls: Sequence[Callable[[], object]], *, milliseconds: float = 60.0) -> float:
+    """Median microseconds per call, of the calls captured one after another in one graph."""
+    graph = captured(calls)
+    first = replay_milliseconds(graph, 2)
+    times = [replay_milliseconds(graph, 1) for _ in range(max(5, min(200, int(milliseconds / first))))]
+    return statistics.median(times) * 1000 / len(calls)
+
+
+def replay_milliseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / times
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _read_kernel(sink, source, order, pieces, PER_PROGRAM: tl.constexpr, PIECE: tl.constexpr):
+    lane = tl.arange(0, PIECE)
+    total = tl.zeros([PIECE], tl.float32)
+    for index in range(PER_PROGRAM):
+        piece = tl.load(order + tl.program_id(0) * PER_PROGRAM + index).to(tl.int64)
+        total += tl.load(source + piece * PIECE + lane).to(tl.float32)
+    if tl.sum(total, 0) == 12345.678:  # never, but the compiler does not know
+        tl.store(sink, 1.0)
+
+
+def read_kernel(sink: Tensor, source: Tensor, order: Tensor) -> None:
+    """Reads the 16 KB pieces of `source` that `order` names."""
+    per_program = 8
+    _read_kernel[(len(order) // per_program,)](
+        sink, source, order, len(order), PER_PROGRAM=per_program, PIECE=PIECE, num_warps=8
+    )
+
+
+def read_gigabytes_per_second(source: Tensor, order: Tensor) -> float:
+    sink = torch.zeros(1, device=source.device)
+    microseconds = graph_microseconds([lambda: read_kernel(sink, source, order)])
+    return len(order) // 8 * 8 * PIECE * 2 / microseconds / 1e3
+
+
+def read_ceiling(gigabytes: float = 8.0) -> tuple[float, float]:
+    """GB/s of reading in order and of reading 16 KB pieces at random from a pool of this size, random data."""
+    pieces = int(gigabytes * 2**30) // (PIECE * 2)
+    source = torch.empty(pieces * PIECE, dtype=torch.bfloat16, device="cuda")
+    for part in torch.split(source, 2**28):
+        part.normal_()
+    used = min(pieces, 4 * 2**30 // (PIECE * 2))
+    in_order = torch.arange(used, dtype=torch.int32, device="cuda")
+    at_random = torch.randperm(pieces, device="cuda")[:used].to(torch.int32)
+    return read_gigabytes_per_second(source, in_order), read_gigabytes_per_second(source, at_random)
+
+
+def matrix_ceiling(size: int = 8192) -> float:
+    """TFLOP/s of a large bf16 product on random data."""
+    a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    microseconds = graph_microseconds([lambda: torch.mm(a, b, out=out)] * 4, milliseconds=200)
+    return 2 * size**3 / microseconds / 1e6
+
 
 # (columns, inner) of a layer's products: q, k and v together, output, gate and up together, down
 LAYERS = {
@@ -55,12 +134,7 @@ def layer_rate(shapes: tuple[tuple[int, int], ...], tokens: int, seconds: float)
         out = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
         calls.append(partial(torch.mm, x, weight.T, out=out))
         flops += 2.0 * tokens * columns * inner
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = captured(calls)
     each = replay_milliseconds(graph, 2)
     times = max(2, int(seconds * 500 / each))
     replay_milliseconds(graph, times)
@@ -85,11 +159,7 @@ def launch_costs() -> dict[str, float]:
     x = torch.zeros(1, dtype=torch.int32, device="cuda")
     figures: dict[str, float] = {}
     for nodes in (150, 250):
-        _tiny_kernel[(1,)](x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(nodes):
-                _tiny_kernel[(1,)](x)
+        graph = captured([lambda: _tiny_kernel[(1,)](x)] * nodes)
         replay_milliseconds(graph, 20)
         figures[f"graph of {nodes} tiny kernels, us"] = replay_milliseconds(graph, 50) * 1000
         host = []
@@ -112,11 +182,7 @@ def poll_latency() -> dict[str, float]:
     mailbox = torch.zeros(1, dtype=torch.int32).pin_memory()
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     seen = mailbox.numpy()
-    _announce_kernel[(1,)](mailbox, counter)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _announce_kernel[(1,)](mailbox, counter)
+    graph = captured([lambda: _announce_kernel[(1,)](mailbox, counter)])
     polled, waited = [], []
     for _ in range(300):
         torch.cuda.synchronize()

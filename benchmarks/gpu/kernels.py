@@ -7,27 +7,20 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu import cases
-from benchmarks.gpu.card import measure_card
-from benchmarks.gpu.measure import graph_microseconds, matrix_ceiling, read_ceiling
+from benchmarks.gpu.card import graph_microseconds, matrix_ceiling, measure_card, read_ceiling
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
+from benchmarks.harness import Benchmark, Found, Given, flag
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
 
+bench = Benchmark(__doc__)
 # Tile, warps, stages, programs on a multiprocessor.
 FP8_TILES = (
     (32, 2, 6, 4),
@@ -165,61 +158,32 @@ def time_steps() -> list[dict[str, Any]]:
     return found
 
 
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory,
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(("python -m", f"benchmarks.gpu.{Path(sys.argv[0]).stem}", *sys.argv[1:])),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--card", action="store_true")
-    parser.add_argument("--steps", action="store_true")
-    parser.add_argument("--only", default=",".join(FAMILIES))
-    parser.add_argument("--commit", help="of the tree that is measured, where it is no git checkout")
-    options = parser.parse_args()
+@bench.part(
+    flag("--card", False, "also the figures of card.py"),
+    flag("--steps", False, "also whole decode steps of two model shapes (step.py)"),
+    flag("--only", ",".join(FAMILIES), "families of kernels"),
+)
+def kernels(given: Given) -> Found:
     torch.manual_seed(0)
     read, at_random = read_ceiling()
     ceilings = Ceilings(read=read, read_at_random=at_random, matrix=matrix_ceiling())
-    print(
-        f"ceilings: read {read:,.0f} GB/s, at random {at_random:,.0f} GB/s, matrix {ceilings.matrix:,.0f} TFLOP/s"
-    )
-    result: dict[str, Any] = {"environment": environment(), "kernels": []}
-    if options.commit:
-        result["environment"]["commit"] = options.commit
-    result["ceilings"] = {
-        "read_GB_s": read,
-        "random_16KB_read_GB_s": at_random,
-        "matrix_TFLOP_s": ceilings.matrix,
-    }
-    for family in options.only.split(","):
+    print(f"ceilings: read {read:,.0f} GB/s, at random {at_random:,.0f} GB/s, {ceilings.matrix:,.0f} TFLOP/s")
+    named = {"read_GB_s": read, "random_16KB_read_GB_s": at_random, "matrix_TFLOP_s": ceilings.matrix}
+    result: Found = {"kernels": [], "ceilings": named}
+    for family in given.only.split(","):
         for case in FAMILIES[family]():
-            row = timed(case, ceilings)
-            show(row)
-            result["kernels"].append(row)
+            result["kernels"].append(timed(case, ceilings))
+            show(result["kernels"][-1])
             del case
             torch.cuda.empty_cache()
-    if options.steps:
+    if given.steps:
         result["decode_steps"] = time_steps()
-    if options.card:
+    if given.card:
         result["card"] = measure_card()
         for name, value in result["card"].items():
             print(f"{name}: {value:,.1f}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()

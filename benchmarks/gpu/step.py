@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.card import graph_microseconds
 from benchmarks.gpu.cases import BF16, MULTIPROCESSORS, normal
-from benchmarks.gpu.measure import graph_microseconds
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
 from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode

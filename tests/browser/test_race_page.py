@@ -20,7 +20,7 @@ MODES = ["static", "dynamic", "continuous"]
 # Every combination of the tracks' states that the page has been in.
 KEEP_STATES = """() => {
   window.states = new Set();
-  setInterval(() => window.states.add(paceline.tracks.map((track) => track.told.state).join()), 20);
+  setInterval(() => window.states.add(paceline.tracks.map((track) => track.status.state).join()), 20);
 }"""
 
 
@@ -92,11 +92,11 @@ def test_each_mode_is_seen_while_it_runs_and_then_all_race_again(
         view.wait("paceline.tracks.length === 3")
         page.evaluate(KEEP_STATES)
         assert page.locator("#player").is_hidden(), "what runs cannot be moved"
-        view.wait("paceline.tracks[0].told.state === 'over'")
+        view.wait("paceline.tracks[0].status.state === 'over'")
         view.wait_for_pixels("lanes-static", "finish")
         view.shoot("race-live-1440")
         for track in (1, 2):
-            view.wait(f"paceline.tracks[{track}].told.state === 'over'")
+            view.wait(f"paceline.tracks[{track}].status.state === 'over'")
         view.wait("paceline.race().mode === 'race'")
         assert {"running,waiting,waiting", "over,running,waiting", "over,over,running"} <= set(
             page.evaluate("[...window.states]")

@@ -56,12 +56,12 @@ export class Charts {
     this.charts = kinds.map(([lines, bands], index) => new uPlot(options(lines, bands), [[0], ...lines.map(() => [0])], this.places[index]));
   }
 
-  // Everything up to `told` is known.
-  draw(stage, now, told, numSlots) {
+  // Everything up to `known` is known.
+  draw(stage, now, known, numSlots) {
     if (!this.charts) this.make();
     this.data = [
       ofSteps(stage.steps, now),
-      ofSeconds(stage.steps, stage.unknown, told, now, this.spanS),
+      ofSeconds(stage.steps, stage.unknown, known, now, this.spanS),
       ofRequests(stage.counts, numSlots, now),
     ];
     this.charts.forEach((chart, index) => {

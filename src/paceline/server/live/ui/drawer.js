@@ -7,13 +7,13 @@ import { phases } from "./waterfall.js";
 const AGAIN_MS = 1000;
 
 export class Drawer {
-  // `pathOf` says where a request is explained, by its number or by the id of its answer. `onStory` is told when the
+  // `pathOf` says where a request is explained, by its number or by the id of its answer. `onStory` is called when the
   // story of another request is known, `onClose` when there is none to see any more.
   constructor(place, stage, names, { pathOf, onStory, onClose }) {
     Object.assign(this, { place, stage, names, pathOf, onStory, onClose });
     this.asked = null; // a number or an id
     this.request = null; // the number of its first branch, once that is known
-    this.told = null;
+    this.explained = null;
     [this.title, this.state, this.falls, this.story] = ["title", "state", "falls", "story"].map((name) => place.querySelector(`#drawer-${name}`));
     place.querySelector("#drawer-close").addEventListener("click", () => this.close());
     addEventListener("keydown", (event) => event.key === "Escape" && this.close());
@@ -31,7 +31,7 @@ export class Drawer {
     if (this.asked === null) this.from = document.activeElement;
     this.asked = asked;
     this.request = this.stage.past.shown = typeof asked === "number" ? asked : null;
-    this.told = null;
+    this.explained = null;
     this.place.hidden = false;
     this.title.textContent = `Request ${this.request === null ? asked : this.names.label(asked)}`;
     this.state.textContent = "";
@@ -45,36 +45,36 @@ export class Drawer {
   // Whether there may be more to tell later.
   async ask(asked) {
     try {
-      const told = await ask(this.pathOf(asked));
+      const explained = await ask(this.pathOf(asked));
       if (this.asked !== asked) return false;
-      const isNew = !this.told;
-      this.told = told;
-      this.request ??= told.branches[0].number ?? null;
+      const isNew = !this.explained;
+      this.explained = explained;
+      this.request ??= explained.branches[0].number ?? null;
       this.stage.past.shown = this.request;
       if (isNew) this.onStory(this.request);
       const words = this.names.known.get(this.request)?.words;
-      this.title.textContent = [`Request ${this.request ?? ""}`.trim(), told.id, words && `“${words}”`].filter(Boolean).join(" · ");
-      const ended = told.branches.every((branch) => branch.state === "ended" || branch.state === "refused");
-      this.state.textContent = told.branches.map((branch) => branch.state).join(", ");
-      this.story.replaceChildren(...told.branches.flatMap((branch) => branch.sentences.map(line)));
+      this.title.textContent = [`Request ${this.request ?? ""}`.trim(), explained.id, words && `“${words}”`].filter(Boolean).join(" · ");
+      const ended = explained.branches.every((branch) => branch.state === "ended" || branch.state === "refused");
+      this.state.textContent = explained.branches.map((branch) => branch.state).join(", ");
+      this.story.replaceChildren(...explained.branches.flatMap((branch) => branch.sentences.map(line)));
       this.draw();
       return !ended;
     } catch (error) {
-      if (this.asked === asked && !this.told) this.story.replaceChildren(line(error.message));
-      return this.asked === asked && !this.told && error.status !== 404;
+      if (this.asked === asked && !this.explained) this.story.replaceChildren(line(error.message));
+      return this.asked === asked && !this.explained && error.status !== 404;
     }
   }
 
   // The decisions about each branch; until the engine tells them, as far as the lanes show them.
   branches() {
-    if (this.told) return this.told.branches;
+    if (this.explained) return this.explained.branches;
     const first = this.stage.wayOf(this.request)[0];
     return first ? [{ number: this.request, decisions: [{ kind: "admit", time_s: first.from, seconds: 0 }] }] : [];
   }
 
   // When the request that is shown came onto a row; null where none is, or never did.
   began() {
-    const times = this.told?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
+    const times = this.explained?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
     return this.asked === null || !times.length ? null : Math.min(...times);
   }
 

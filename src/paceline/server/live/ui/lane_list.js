@@ -1,7 +1,7 @@
 // The rows of the batch as a list beside their lanes: the name of the request on each, for eyes and for the keyboard. One
 // entry can be reached with Tab, the others from it with the arrow keys; Enter opens the request.
 
-const READABLE = 11; // pixels: text in lower lanes is told, not shown
+const READABLE = 11; // pixels: text in lower lanes is spoken, not shown
 
 export class LaneList {
   constructor(place, lanes, stage, names, onPick) {

@@ -28,11 +28,11 @@ const useful = (step) => step.p + step.d - step.padding;
 const decoded = (step) => step.d - step.pr; // by rows that have not had their last token
 
 // Tokens a second, of stretches of the engine's clock that are over: [ago, prompt and decode, decode, these and padding].
-// They are a second each, or half of one where less than half a minute is shown. What is `told` is known up to then;
+// They are a second each, or half of one where less than half a minute is shown. Steps are known up to `known`;
 // `unknown` are stretches that were not seen.
-export function ofSeconds(steps, unknown, told, now, span) {
+export function ofSeconds(steps, unknown, known, now, span) {
   const size = span < 30 ? 0.5 : 1, first = Math.ceil((now - span) / size), found = [];
-  for (let at = first; (at + 1) * size <= told; at++) {
+  for (let at = first; (at + 1) * size <= known; at++) {
     const seen = !unknown.some(({ from, to }) => from < (at + 1) * size && to > at * size);
     found.push([(at + 0.5) * size - now, seen ? 0 : null, seen ? 0 : null, null]);
   }

@@ -1,5 +1,6 @@
 // The page: messages, live or recorded, go into the stage and the figures; pictures are drawn from them once a frame.
 
+import { byId } from "./dom.js";
 import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { Drawer } from "./drawer.js";
@@ -15,7 +16,6 @@ import { KEPT_S, Stage } from "./stage.js";
 import { Steering } from "./steer.js";
 import { Traffic } from "./traffic.js";
 
-const byId = (id) => document.getElementById(id);
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
 const names = new Names();
@@ -110,9 +110,9 @@ function draw(at) {
     if (!lanes.lanes && !player) showLast(now);
     lanes.draw(now, engine.max_num_seqs);
     // Up to when everything is known: a run that is over has no messages where nothing happened.
-    const told = player && stage.isIdle() ? now : stage.snapshot.time_s;
-    if ((fresh || player?.playing) && at - drawn >= REST_MS) drawRest(now, told, at);
-    if (outdated && at - charted >= CHARTS_MS) drawCharts(now, told, at);
+    const known = player && stage.isIdle() ? now : stage.snapshot.time_s;
+    if ((fresh || player?.playing) && at - drawn >= REST_MS) drawRest(now, known, at);
+    if (outdated && at - charted >= CHARTS_MS) drawCharts(now, known, at);
     frames.push(performance.now() - began);
     if (frames.length > 600) frames.shift();
   }
@@ -128,12 +128,12 @@ function showLast(now) {
 }
 
 // Everything that hardly changes between two messages.
-function drawRest(now, told, at) {
+function drawRest(now, known, at) {
   fresh = false;
   outdated = true;
   drawn = at;
-  stage.restUntil(told);
-  figures.restUntil(told);
+  stage.restUntil(known);
+  figures.restUntil(known);
   blocks.draw(stage.snapshot);
   drawGauges(byId("gauges"), figures, stage.snapshot, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
@@ -143,10 +143,10 @@ function drawRest(now, told, at) {
   drawer.draw();
 }
 
-function drawCharts(now, told, at) {
+function drawCharts(now, known, at) {
   outdated = false;
   charted = at;
-  charts.draw(stage, now, told, engine.max_num_seqs);
+  charts.draw(stage, now, known, engine.max_num_seqs);
 }
 
 // Colours or widths are others: what waits for a message would stay as it was, for as long as a replay is paused.

@@ -57,7 +57,7 @@ export class Player {
     this.oldest = this.begin; // what is being collected is not thrown away
     const messages = await this.attempt(this.begin, last);
     if (this.job === job) this.oldest = null;
-    if (this.job !== job || !messages) return; // somebody wants to be elsewhere by now, or there is nothing to show
+    if (this.job !== job || !messages) return; // the viewer is elsewhere by now, or there is nothing to show
     this.next = last + 1;
     this.job = null;
     this.onMessages(messages, true);

@@ -7,7 +7,7 @@ const MOST_TRIES = 6;
 const CONNECTION = "connection_lost", ENDED_EARLY = "ended_early";
 
 export class Answer {
-  // `onChange` is told of every change of the message, `onRequest` the id of the request, once it has one.
+  // `onChange` is called at every change of the message, `onRequest` the id of the request, once it has one.
   constructor(conversation, { onChange, onRequest }) {
     Object.assign(this, { conversation, onChange, onRequest, message: conversation.messages.at(-1) });
     this.control = new AbortController();
@@ -95,13 +95,13 @@ export class Answer {
 }
 
 async function refusalOf(answer) {
-  let told = {};
+  let refusal = {};
   try {
-    told = (await answer.json()).error ?? {};
+    refusal = (await answer.json()).error ?? {};
   } catch {} // a proxy's page
   const retryS = [429, 503].includes(answer.status) ? Number(answer.headers.get("retry-after")) || null : null;
-  const message = told.message || `The server answered ${answer.status}.`;
-  return Object.assign(new Error(message), { code: told.code ?? "", status: answer.status, retryS });
+  const message = refusal.message || `The server answered ${answer.status}.`;
+  return Object.assign(new Error(message), { code: refusal.code ?? "", status: answer.status, retryS });
 }
 
 function problemOf(error) {

@@ -1,6 +1,6 @@
 // The inside of a paragraph as DOM nodes: code, strong, emphasis, strikethrough, links and line breaks.
 
-import { element } from "./dom.js";
+import { element } from "../dom.js";
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const MOST_LETTERS = 20_000; // of a paragraph; a longer one is shown as it is

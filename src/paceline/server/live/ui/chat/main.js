@@ -3,7 +3,7 @@
 import { keyring } from "../feed.js";
 import { Answer } from "./answer.js";
 import { newAnswer, newConversation, titleOf } from "./conversation.js";
-import { button, byId, element } from "./dom.js";
+import { button, byId, element } from "../dom.js";
 import { Markdown } from "./markdown.js";
 import { MessageView } from "./message.js";
 import { Server } from "./server.js";

@@ -4,7 +4,7 @@
 // its nodes only those are replaced whose source has changed. Nodes are made with textContent alone; a link goes to
 // http, https or mailto, or it stays text. Every loop is bounded by the length of what it reads.
 
-import { button, copy, element } from "./dom.js";
+import { copyButton, element } from "../dom.js";
 import { inline } from "./inline.js";
 
 const MOST_LETTERS = 200_000; // a longer text is shown as it is
@@ -260,7 +260,7 @@ function create(block) {
 
 function code({ language, text }) {
   const place = element("code", {}, document.createTextNode(text));
-  const copying = button("Copy", (event) => copy(place.textContent, event.currentTarget));
+  const copying = copyButton(() => place.textContent);
   const head = element("div", { class: "code-head" }, element("span", { text: language || "code" }), copying);
   return element("div", { class: "code" }, head, element("pre", { tabindex: "0" }, place));
 }

@@ -1,7 +1,7 @@
 // The one place where a message is shown. A view is made once for a message and follows it while it changes.
 
 import { isUnderWay } from "./conversation.js";
-import { button, copy, element } from "./dom.js";
+import { button, copyButton, element } from "../dom.js";
 import { Markdown } from "./markdown.js";
 
 const TOO_LONG = new Set(["context_length_exceeded", "kv_capacity"]);
@@ -34,7 +34,7 @@ export class MessageView {
   }
 
   copyButton() {
-    return button("Copy", (event) => copy(this.message.content, event.currentTarget));
+    return copyButton(() => this.message.content);
   }
 
   // Figures change with every token, buttons do not: one that has the focus must keep it.

@@ -5,12 +5,12 @@ import { ask, keyring } from "../feed.js";
 const AGAIN_MS = 1000, LONGEST_MS = 8000;
 
 export class Server {
-  // `onState` is told "ready", "key", "starting" or "lost", with a sentence.
+  // `onState` gets "ready", "key", "starting" or "lost", with a sentence.
   constructor(onState) {
     Object.assign(this, { onState, state: "waiting", model: "", card: {}, trying: null });
   }
 
-  // Asks until there is an answer to go by; one who asks meanwhile waits for the same.
+  // Asks until there is an answer to go by; a caller that asks meanwhile waits for the same.
   connect() {
     this.trying ??= this.try().finally(() => (this.trying = null));
     return this.trying;

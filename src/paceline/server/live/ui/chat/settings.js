@@ -1,6 +1,6 @@
 // The drawer with the system prompt and sampling of a conversation. A field that is empty is not sent.
 
-import { byId, element } from "./dom.js";
+import { byId, element } from "../dom.js";
 
 const FIELDS = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", help: "0 always takes the likeliest token" },

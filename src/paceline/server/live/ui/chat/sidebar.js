@@ -1,7 +1,7 @@
 // The list of conversations: choose, rename, delete.
 
 import { titleOf } from "./conversation.js";
-import { button, element } from "./dom.js";
+import { button, element } from "../dom.js";
 
 export class Sidebar {
   constructor(list, { onChoose, onRename, onDelete }) {

@@ -6,7 +6,7 @@ import { interrupted, restored } from "./conversation.js";
 const PREFIX = "paceline-chat:";
 
 export class Store {
-  // `onProblem` is told a sentence, or null when there is none any more; `onChange` what another tab has changed.
+  // `onProblem` gets a sentence, or null when there is none any more; `onChange` what another tab has changed.
   constructor(onProblem, onChange) {
     Object.assign(this, { onProblem, storage: opened() });
     if (!this.storage) onProblem("This browser gives the page no storage: conversations are lost when the page is closed.");

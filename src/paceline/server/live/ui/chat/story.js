@@ -1,7 +1,7 @@
 // The drawer that explains an answer: its figures, and the engine's decisions about its request in sentences.
 
 import { ask } from "../feed.js";
-import { byId, element } from "./dom.js";
+import { byId, element } from "../dom.js";
 import { laneOf } from "./message.js";
 
 const AGAIN_MS = 1000;

@@ -5,7 +5,7 @@
 
 import { ask, follow } from "../feed.js";
 import { DECODE, PREFILL, REDO, Stage } from "../stage.js";
-import { byId } from "./dom.js";
+import { byId } from "../dom.js";
 
 const WINDOW_S = 15, RATE_S = 3, FRAME_MS = 50;
 const LEAST_LANE = 3, MOST_LANE = 14, LEAST_LANES = 6;
@@ -14,7 +14,7 @@ const MOST_OWN = 64;
 const FOLDED = "paceline-chat-batch"; // name under which it is remembered
 
 export class Strip {
-  // `onLost` is told when the feed has ended: the server may be gone.
+  // `onLost` is called when the feed has ended: the server may be gone.
   constructor(place, onLost) {
     Object.assign(this, { place, onLost });
     this.canvas = byId("lanes");

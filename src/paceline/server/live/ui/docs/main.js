@@ -2,10 +2,9 @@
 // examples and a form that sends a request. Everything the server says is put in as text.
 
 import { ask, keyring } from "../feed.js";
-import { element } from "../dom.js";
+import { byId, element } from "../dom.js";
 import { Operation } from "./operation.js";
 
-const byId = (id) => document.getElementById(id);
 const RETRY_MS = 1000;
 const operations = [];
 

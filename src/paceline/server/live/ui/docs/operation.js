@@ -61,7 +61,7 @@ export class Operation {
     const place = element("div", { className: "examples" });
     const request = curl({ method: this.method, path: this.path, body: this.example, form: this.form !== undefined });
     const opener = element("button", { type: "button", text: "Try it" });
-    const bar = element("div", { className: "bar" }, element("span", { className: "quiet", text: "Request" }), copyButton(() => request), opener);
+    const bar = element("div", { className: "bar" }, element("span", { className: "quiet", text: "Request" }), copyButton(() => request, { class: "plain" }), opener);
     const shown = element("div", {}, bar, element("pre", { text: request }), ...this.answers());
     place.append(shown);
     opener.addEventListener("click", () => {

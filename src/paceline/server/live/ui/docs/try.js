@@ -80,7 +80,7 @@ export class TryIt {
   }
 
   asCommand() {
-    const bar = element("div", { className: "bar" }, element("span", { className: "quiet", text: "The same as a command" }), copyButton(() => this.command.textContent));
+    const bar = element("div", { className: "bar" }, element("span", { className: "quiet", text: "The same as a command" }), copyButton(() => this.command.textContent, { class: "plain" }));
     return element("div", {}, bar, this.command);
   }
 

@@ -1,38 +1,38 @@
 // The race: the tracks of all modes by one clock, which counts seconds since each of them started. While the runs are made
 // the clock is that of the run under way; afterwards, and with recorded runs, it is played, paused and moved by hand.
 
+import { byId } from "../dom.js";
 import { ask } from "../feed.js";
 import { placeName, resultCard } from "./result.js";
 import { Track } from "./track.js";
 
-const byId = (id) => document.getElementById(id);
 const POLL_MS = 400, COUNTERS_MS = 100;
 const LIVE_FRAME_MS = 200; // drawing takes time from the run that is watched
 const SPEEDS = [0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32], WANTED_S = 20; // how long a race should take to watch
 const SOONEST_S = 10; // shown of a first run whose end is not known
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 const tracks = [];
-let told = null, mode = "loading"; // then "live" while runs are made, and "race"
+let status = null, mode = "loading"; // then "live" while runs are made, and "race"
 let time = 0, playing = false, total = 1, before = 0, counted = 0;
 
 // For tests and the curious.
-window.paceline = { tracks, race: () => ({ mode, time, playing, total, told }), stage: null };
+window.paceline = { tracks, race: () => ({ mode, time, playing, total, status }), stage: null };
 
 async function follow() {
   try {
-    told = await ask("/v1/admin/race");
+    status = await ask("/v1/admin/race");
   } catch (error) {
     if (error.status === 404 || error.status === 401) return notice("There is no race here. Start one with “paceline demo --ui”, or play a recorded one with “paceline demo --replay FOLDER”.");
     tell("lost", `no answer: ${error.message}`);
     return setTimeout(follow, 1000);
   }
   if (!tracks.length) {
-    tracks.push(...told.tracks.map((each, index) => new Track(index, each.name)));
+    tracks.push(...status.tracks.map((each, index) => new Track(index, each.name)));
     byId("tracks").replaceChildren(...tracks.map((track) => track.place));
   }
-  byId("what").textContent = [told.what, `${told.tracks[0].rows} rows`, told.num_requests && `${told.num_requests} requests`].filter(Boolean).join(" · ");
-  for (const [index, track] of tracks.entries()) await track.follow(told.tracks[index], told.bundle);
-  const isOver = tracks.every((track) => track.told.state === "over");
+  byId("what").textContent = [status.what, `${status.tracks[0].rows} rows`, status.num_requests && `${status.num_requests} requests`].filter(Boolean).join(" · ");
+  for (const [index, track] of tracks.entries()) await track.follow(status.tracks[index], status.bundle);
+  const isOver = tracks.every((track) => track.status.state === "over");
   if (isOver) return ready();
   live();
   setTimeout(follow, POLL_MS);
@@ -40,10 +40,10 @@ async function follow() {
 
 // Runs are being made.
 function live() {
-  const running = tracks.find((track) => track.told.state === "running");
+  const running = tracks.find((track) => track.status.state === "running");
   mode = "live";
   if (running) tell("live", `${running.name} runs, ${tracks.indexOf(running) + 1} of ${tracks.length}`);
-  else if (tracks.every((track) => track.told.state === "waiting")) tell("waiting", "loading and warming up");
+  else if (tracks.every((track) => track.status.state === "waiting")) tell("waiting", "loading and warming up");
   else tell("waiting", "next mode is loading");
 }
 
@@ -53,7 +53,7 @@ function ready() {
   mode = "race";
   for (const track of tracks) track.fitted = null; // drawn anew: while it ran, some ends came later than what was drawn
   measure();
-  tell("recorded", told.is_live ? "all modes have run" : "recorded");
+  tell("recorded", status.is_live ? "all modes have run" : "recorded");
   const wanted = total / WANTED_S;
   byId("speed").value = SPEEDS.reduce((best, each) => (Math.abs(Math.log(each / wanted)) < Math.abs(Math.log(best / wanted)) ? each : best));
   byId("player").hidden = false;
@@ -78,7 +78,7 @@ function measure() {
   let wanted = longest;
   if (mode === "live") {
     const over = Math.max(0, ...tracks.map((track) => track.finish ?? 0));
-    const now = tracks.find((track) => track.told.state === "running")?.known ?? 0;
+    const now = tracks.find((track) => track.status.state === "running")?.known ?? 0;
     for (wanted = Math.max(over, SOONEST_S); wanted < now; ) wanted *= 1.5;
   }
   total = Math.max(0.1, wanted);
@@ -105,7 +105,7 @@ function again() {
 
 // The clock of the run under way, a little late, so that what it shows has come.
 function liveTime(seconds) {
-  const running = tracks.find((track) => track.told.state === "running");
+  const running = tracks.find((track) => track.status.state === "running");
   if (!running) {
     const over = tracks.filter((track) => track.finish !== null);
     return over.length ? over.at(-1).finish : 0;
@@ -140,11 +140,11 @@ function count(at) {
   tracks.forEach((track, index) => {
     const place = order.indexOf(track);
     let badge = "";
-    if (track.told.state === "waiting") badge = "waits for its turn";
+    if (track.status.state === "waiting") badge = "waits for its turn";
     else if (place >= 0) badge = `${placeName(place)} · ${track.finish.toFixed(1)} s`;
     else if (track === leader?.track) badge = `ahead by ${leader.by.toLocaleString("en")} ${leader.by === 1 ? "token" : "tokens"}`;
     const isLeading = place === 0 || (!order.length && track === leader?.track);
-    track.show(reached[index], told.num_requests, badge, isLeading);
+    track.show(reached[index], status.num_requests, badge, isLeading);
   });
   showPlayer();
   showResult(reached, order);
@@ -152,7 +152,7 @@ function count(at) {
 
 // The track with most tokens, by how many it is ahead of the next one; null where there is none.
 function leading(reached) {
-  const begun = tracks.map((track, index) => ({ track, tokens: reached[index].tokens })).filter((each) => each.track.told.state !== "waiting");
+  const begun = tracks.map((track, index) => ({ track, tokens: reached[index].tokens })).filter((each) => each.track.status.state !== "waiting");
   const [first, second] = begun.sort((one, other) => other.tokens - one.tokens);
   return second && first.tokens > second.tokens ? { track: first.track, by: first.tokens - second.tokens } : null;
 }
@@ -170,7 +170,7 @@ function showResult(reached, order) {
   byId("result").hidden = !isShown;
   if (isShown) {
     const ended = tracks.map((track, index) => ({ name: track.name, finish: track.finish, reached: reached[index] }));
-    byId("result").replaceChildren(...resultCard(ended, told.num_requests));
+    byId("result").replaceChildren(...resultCard(ended, status.num_requests));
   }
 }
 

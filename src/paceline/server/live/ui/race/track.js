@@ -22,7 +22,7 @@ export class Track {
     this.points = []; // { at, tokens, computed, padding } of messages, in seconds since the start
     this.answers = []; // [seconds since the start, seconds since the arrival], in order
     this.have = 0; // messages
-    this.told = { state: "waiting", start_s: null, num_messages: 0, answers: [], rows: 1 };
+    this.status = { state: "waiting", start_s: null, num_messages: 0, answers: [], rows: 1 };
     this.build();
     this.lanes = new Lanes(this.canvas, this.stage, null);
   }
@@ -44,36 +44,36 @@ export class Track {
 
   // Seconds from the start to the last answer; null while it runs.
   get finish() {
-    return this.told.state === "over" && this.answers.length ? this.answers.at(-1)[0] : null;
+    return this.status.state === "over" && this.answers.length ? this.answers.at(-1)[0] : null;
   }
 
   // Up to when everything is known.
   get known() {
-    if (this.told.start_s === null) return 0;
-    return this.finish ?? Math.max(this.told.now_s - this.told.start_s, this.points.at(-1)?.at ?? 0);
+    if (this.status.start_s === null) return 0;
+    return this.finish ?? Math.max(this.status.now_s - this.status.start_s, this.points.at(-1)?.at ?? 0);
   }
 
   // What the server says about the run, and the messages that are new.
-  async follow(told, bundle) {
-    while (this.have < told.num_messages) {
+  async follow(status, bundle) {
+    while (this.have < status.num_messages) {
       const before = this.have;
       const messages = await ask(`/v1/admin/recordings/${this.number}/${Math.floor(this.have / bundle)}`);
-      for (const message of messages) if (message.n === this.have + 1) this.take(message, told);
+      for (const message of messages) if (message.n === this.have + 1) this.take(message, status);
       if (this.have === before) break;
     }
-    this.told = told;
-    this.place.dataset.state = told.state;
-    this.stage.mostRow = Math.max(this.stage.mostRow, told.rows - 1);
-    this.answers = told.answers.map(([at, seconds]) => [at - told.start_s, seconds]);
+    this.status = status;
+    this.place.dataset.state = status.state;
+    this.stage.mostRow = Math.max(this.stage.mostRow, status.rows - 1);
+    this.answers = status.answers.map(([at, seconds]) => [at - status.start_s, seconds]);
     if (this.stage.snapshot) this.lanes.commit();
-    else this.canvas.style.height = `${Math.min(430, 18 * told.rows)}px`; // until there is something to draw
+    else this.canvas.style.height = `${Math.min(430, 18 * status.rows)}px`; // until there is something to draw
   }
 
-  take(message, told) {
+  take(message, status) {
     this.have += 1;
     this.stage.apply(message);
     const { snapshot } = message.engine;
-    this.points.push({ at: snapshot.time_s - told.start_s, tokens: message.server.tokens[0], computed: snapshot.computed_tokens, padding: snapshot.padding_tokens });
+    this.points.push({ at: snapshot.time_s - status.start_s, tokens: message.server.tokens[0], computed: snapshot.computed_tokens, padding: snapshot.padding_tokens });
   }
 
   // What had been reached by a time since the start.
@@ -81,7 +81,7 @@ export class Track {
     const isDone = this.finish !== null && time >= this.finish;
     const point = (isDone ? this.points.at(-1) : last(this.points, time, (each) => each.at)) ?? NOTHING;
     const done = countUntil(this.answers, time, (each) => each[0]);
-    const seconds = this.told.state === "waiting" ? 0 : Math.min(time, this.finish ?? time);
+    const seconds = this.status.state === "waiting" ? 0 : Math.min(time, this.finish ?? time);
     const waits = this.answers.slice(0, done).map((each) => each[1]).sort((one, other) => one - other);
     const middle = waits.length >> 1;
     return {
@@ -97,11 +97,11 @@ export class Track {
 
   // The time all tracks show: from the start to `total` seconds.
   during(total) {
-    const width = this.place.clientWidth, fitted = `${total} ${this.told.start_s} ${width}`;
+    const width = this.place.clientWidth, fitted = `${total} ${this.status.start_s} ${width}`;
     if (fitted === this.fitted) return;
     this.fitted = fitted;
     this.total = total;
-    if (this.told.start_s !== null) this.lanes.during(this.told.start_s, this.told.start_s + total, Infinity);
+    if (this.status.start_s !== null) this.lanes.during(this.status.start_s, this.status.start_s + total, Infinity);
     const every = tick(total, width || 800), marks = [];
     for (let at = 0; at < total - 0.8 * every; at += every) marks.push(at);
     marks.push(total);
@@ -116,7 +116,7 @@ export class Track {
 
   draw(time, isGhostShown) {
     const share = Math.min(1, time / this.total), left = (part) => `calc(${DIGITS}px + (100% - ${DIGITS}px) * ${part})`;
-    this.line.hidden = this.told.state === "waiting";
+    this.line.hidden = this.status.state === "waiting";
     this.line.style.left = left(share);
     const isDone = this.finish !== null && time >= this.finish;
     if (this.flag.hidden === isDone) this.flag.hidden = !isDone;
@@ -125,8 +125,8 @@ export class Track {
       this.flag.classList.toggle("late", this.finish / this.total > 0.95);
     }
     if (!this.stage.snapshot) return;
-    const rows = Math.max(this.told.rows, this.stage.mostRow + 1);
-    this.lanes.draw(this.told.start_s + time, rows, isGhostShown && this.told.state === "over" ? GHOST : 0);
+    const rows = Math.max(this.status.rows, this.stage.mostRow + 1);
+    this.lanes.draw(this.status.start_s + time, rows, isGhostShown && this.status.state === "over" ? GHOST : 0);
   }
 
   // The counters, and how the track stands among the others.

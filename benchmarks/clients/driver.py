@@ -1,4 +1,4 @@
-"""What the drivers of foreign clients share: a virtual environment per client, a server to talk to, and a verdict.
+"""What the drivers of foreign clients share: a virtual environment per client, a server, model folders and a verdict.
 
 Everything that is made lies under --work (out/clients by default, which git ignores). A server is started on a free
 port unless --url names one. The verdict counts requests on the server's side too: what a client hides, /metrics shows.
@@ -6,24 +6,24 @@ port unless --url names one. The verdict counts requests on the server's side to
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from benchmarks.harness import HOST, Given, flag, served
+from paceline.lab.bench.machine import source_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-START_S = 300.0
 _COUNT = re.compile(r':http_requests_total\{handler="([^"]*)",method="[A-Za-z]+",status="(\d+)"\} (\S+)')
 
 
@@ -55,23 +55,19 @@ class Outcome:
     note: str = ""
 
 
-def options_of(description: str | None, **more: Any) -> argparse.Namespace:
-    """The options of every driver; `more` are options of its own with their defaults."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", help="a server that runs already, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", help="the model to serve (default: SmolLM2-135M-Instruct)")
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "out" / "clients", help="folder for everything made"
-    )
-    parser.add_argument("--requests", type=int, default=200, help="requests to make")
-    for name, default in more.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    options = parser.parse_args()
+FLAGS = (
+    flag("--url", None, "a server that runs already, such as http://127.0.0.1:8000"),
+    flag("--model", None, "the model to serve (default: SmolLM2-135M-Instruct)"),
+    flag("--work", ROOT / "out" / "clients", "folder for everything made", kind=Path),
+    flag("--requests", 200, "requests to make"),
+)
+
+
+def prepared(options: Given, name: str, packages: Sequence[str]) -> Path:
+    """The folder of the client's programs; installs the packages the first time."""
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    return options
+    return environment_for(options.work, name, packages)
 
 
 # ---------------------------------------------------------------- environments
@@ -122,57 +118,27 @@ def run_client(command: Sequence[str | Path], log: Path, environment: dict[str, 
 
 
 @contextmanager
-def target(options: argparse.Namespace, *flags: str) -> Iterator[Target]:
-    """The server named by --url, or one of our own that ends with this block."""
+def target(options: Given, *flags: str) -> Iterator[Target]:
+    """The server named by --url, or a separate one that ends with this block."""
     if options.url:
         yield _described(options.url.rstrip("/"))
         return
-    log = options.work / f"{Path(sys.argv[0]).stem}-server.log"
-    # A step may take long on a machine that does other work beside; that is no error of client or server.
-    patient = ("--stuck-after-s", "50")
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *patient, *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *([options.model] if options.model else [])], stdout=subprocess.PIPE, stderr=output
-        )
-    try:
-        yield _described(_printed_url(process, log))
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _printed_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The start card is printed when the server is ready."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        label, _, value = line.decode().strip().partition(": ")
-        if label == "API":
-            return value.removesuffix("/v1")
-    raise Failed(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
+    # A step may take long on a machine with other work; that is no error of client or server.
+    patient = ("--stuck-after-s", "50", *flags, *([options.model] if options.model else []))
+    with served(patient, options.work / "server.log") as server:
+        yield _described(f"http://{HOST}:{server.port}")
 
 
 def _described(url: str) -> Target:
-    until_s = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
-                return Target(url=url, model=json.load(answer)["data"][0]["id"])
-        except urllib.error.URLError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.2)
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        return Target(url=url, model=json.load(answer)["data"][0]["id"])
 
 
 # ---------------------------------------------------------------- verdicts
 
 
 @contextmanager
-def judged(client: str, options: argparse.Namespace, served: Target) -> Iterator[list[Outcome]]:
+def judged(client: str, options: Given, served: Target) -> Iterator[list[Outcome]]:
     """Take the outcome that the block appends, hold it against the server's count, and print one line."""
     before, began_s = served.counts(), time.monotonic()
     outcomes: list[Outcome] = []
@@ -185,7 +151,7 @@ def judged(client: str, options: argparse.Namespace, served: Target) -> Iterator
     line = (
         f"{client}: {outcome.requests} requests, {outcome.errors} errors, {seconds:.0f} s; the server answered "
         f"{answered} and refused {sum(refused.values())}{f' {refused}' if refused else ''}; {outcome.note}"
-        f"commit {_commit()}"
+        f"commit {(source_commit() or 'unknown')[:7]}"
     )
     if (
         outcome.errors
@@ -196,17 +162,46 @@ def judged(client: str, options: argparse.Namespace, served: Target) -> Iterator
     print(f"OK {line}")
 
 
-def finish(main: Any) -> None:
-    """Run a driver; one line and status 1 where it failed."""
-    try:
-        main()
-    except (Failed, subprocess.CalledProcessError) as error:
-        print(f"FAILED {error}")
-        sys.exit(1)
+# ---------------------------------------------------------------- model folders
+
+SMALL = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+def hf_folder(folder: Path) -> Path:
+    """The default model in float32, made if it is not there yet: the numbers of the GGUF file, dequantised."""
+    if folder.exists():
+        return folder
+    from transformers import AutoTokenizer
+
+    from paceline.models.files.fetch import default_model
+    from paceline.models.files.open import open_checkpoint
+    from tests.torch.gguf_reference import transformers_model
+
+    file = default_model()
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)
+    transformers_model(open_checkpoint(str(file))).save_pretrained(unfinished)
+    unfinished.rename(folder)
+    return folder
+
+
+def small_folder(work: Path) -> Path:
+    """Two narrow layers with the default tokenizer, for `--load-format dummy`: clients only count tokens."""
+    folder, whole = work / "small", hf_folder(work / "smollm2-float32")
+    if folder.exists():
+        return folder
+    unfinished = folder.with_name("small.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(whole, unfinished, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((whole / "config.json").read_text())
+    (unfinished / "config.json").write_text(json.dumps(config | SMALL))
+    unfinished.rename(folder)
+    return folder

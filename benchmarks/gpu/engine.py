@@ -1,0 +1,216 @@
+"""The engine on the card: how long the card is idle while rows decode, and what swapping gives and costs.
+
+*idle*: 1 - (union of kernel intervals / wall time), from a profile. Loads a shape with made-up weights, lets rows
+decode through `LLM.generate` and looks at consecutive steps in the middle, gaps inside graphs included. A step is
+what lies between two draws. The profiler takes its share of the time: what a step takes without it is printed too.
+*swap*: how fast blocks go to the host and back, blocks of the 8B and the 0.6B shape, at places behind one another and
+at scattered ones, then a decode step of 64 rows alone and beside copies that never end.
+
+    python -m benchmarks.gpu.engine idle [--shape qwen3-0.6b] [--rows 256] [--steps 200]
+    python -m benchmarks.gpu.engine swap
+"""
+
+from __future__ import annotations
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.harness import Benchmark, Found, Given, flag, row, table
+from paceline import LLM, SamplingParams
+from paceline.core.plan import NO_SWAPS, Swaps
+from paceline.lab.bench.shapes import SHAPES, write_shape
+from paceline.runner.gpu.device_queue import DeviceQueue
+from paceline.runner.gpu.kv_pools import SwapPool
+
+bench = Benchmark(__doc__)
+
+
+# -- idle ----------------------------------------------------------------------------------------------------
+
+BEFORE = 50  # steps that are not looked at: prompts, and what the profiler does first
+DRAW = "_settle_kernel"
+PROMPT_TOKENS = 16
+
+
+class Kernel(NamedTuple):
+    start_ns: int
+    end_ns: int
+    name: str
+
+
+def kernels_of(recorded: Any) -> list[Kernel]:
+    """What ran on the device, copies too, by its beginning."""
+    events = recorded.profiler.kineto_results.events()
+    return sorted(
+        Kernel(event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in events
+        if event.device_type().name == "CUDA"
+    )
+
+
+def window(kernels: list[Kernel], steps: int) -> list[Kernel]:
+    """The kernels of `steps` steps in the middle."""
+    ends = [index for index, kernel in enumerate(kernels) if DRAW in kernel.name]
+    if len(ends) < BEFORE + steps + 1:
+        found = Counter(kernel.name for kernel in kernels).most_common(20)
+        raise SystemExit(
+            f"{len(ends)} steps end with {DRAW}, {BEFORE + steps + 1} are needed; there are {found}"
+        )
+    return kernels[ends[BEFORE] + 1 : ends[BEFORE + steps] + 1]
+
+
+def busy_ns(kernels: list[Kernel]) -> int:
+    """Length of the union of their intervals."""
+    total = reached = 0
+    for kernel in kernels:
+        total += max(0, kernel.end_ns - max(kernel.start_ns, reached))
+        reached = max(reached, kernel.end_ns)
+    return total
+
+
+def run(llm: LLM, rows: int, tokens: int) -> float:
+    """Seconds of a step of this many rows."""
+    draw = random.Random(time.perf_counter_ns())
+    vocabulary = llm.loaded.checkpoint.spec.vocab_size
+    prompts = [[draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    started_s = time.perf_counter()
+    llm.generate(prompts, sampling, use_tqdm=False)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started_s) / tokens
+
+
+@bench.part(flag("--shape", "qwen3-0.6b", choices=tuple(SHAPES)), flag("--rows", 256), flag("--steps", 200))
+def idle(given: Given) -> Found:
+    """The share of time in which the card runs no kernel while rows decode."""
+    tokens = BEFORE + given.steps + 20
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(**write_shape(given.shape, Path(folder)))
+        run(llm, given.rows, tokens)
+        plain_s = run(llm, given.rows, tokens)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            run(llm, given.rows, tokens)
+    kernels = window(kernels_of(recorded), given.steps)
+    wall_ns = max(kernel.end_ns for kernel in kernels) - kernels[0].start_ns
+    idle = 1.0 - busy_ns(kernels) / wall_ns
+    shares: Counter[str] = Counter()
+    for kernel in kernels:
+        shares[kernel.name] += kernel.end_ns - kernel.start_ns
+    return {
+        "shape": given.shape,
+        "rows": given.rows,
+        "steps": given.steps,
+        "idle_share": round(idle, 4),
+        "ms_per_step_profiled": round(wall_ns / given.steps / 1e6, 3),
+        "ms_per_step_without_profiler_prompts_included": round(plain_s * 1e3, 3),
+        "kernels_per_step": round(len(kernels) / given.steps, 1),
+        "shares": {name: round(taken / wall_ns, 4) for name, taken in shares.most_common(12)},
+    }
+
+
+# -- swapping ------------------------------------------------------------------------------------------------
+
+SWAPPED = {"0.6B": (28, 8, 128), "8B": (32, 8, 128)}  # layers, kv heads, head_dim
+BLOCKS = (1, 4, 16, 64, 256)
+TIMES = 7
+PLACES = 512
+
+
+def swaps_of(blocks, places) -> Swaps:
+    zeros = np.zeros(len(blocks), np.int32)
+    return Swaps(
+        ticket=zeros, group=zeros, block=np.array(blocks, np.int32), place=np.array(places, np.int32)
+    )
+
+
+def rates(shape, count: int, *, scattered: bool) -> tuple[float, float, float]:
+    """GB/s out and back, and milliseconds of host time to queue the way out."""
+    layers, heads, dim = shape
+    pool = torch.zeros(2 * layers, PLACES + 1, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
+    steps = DeviceQueue(pool.device)
+    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], PLACES, steps)
+    numbers = list(range(PLACES))
+    if scattered:
+        random.Random(1).shuffle(numbers)
+    swaps = swaps_of(
+        [1 + number for number in numbers[:count]],
+        sorted(numbers[:count]) if not scattered else numbers[-count:],
+    )
+    size = count * pool[:, 0].numel() * pool.itemsize
+    out, back, queued = [], [], []
+    for _ in range(TIMES):
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        places.swap(swaps, NO_SWAPS)
+        queued.append(time.perf_counter() - started_s)
+        places.completed(wait=True)
+        out.append(time.perf_counter() - started_s)
+        started_s = time.perf_counter()
+        places.swap(NO_SWAPS, swaps)
+        places.completed(wait=True)
+        back.append(time.perf_counter() - started_s)
+    return size / min(out) / 1e9, size / min(back) / 1e9, 1e3 * statistics.median(queued)
+
+
+def beside_decoding() -> dict[str, float]:
+    """Milliseconds of a step that reads 16 GB and draws nothing, by itself and beside copies in both directions."""
+    weights = torch.zeros(8 << 30, dtype=torch.bfloat16, device="cuda")
+    layers, heads, dim = SWAPPED["8B"]
+    pool = torch.zeros(2 * layers, 257, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
+    steps = DeviceQueue(pool.device)
+    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], 256, steps)
+    many = swaps_of(range(1, 257), range(256))
+    ring, drawn = (
+        torch.empty(64, dtype=torch.int32, pin_memory=True),
+        torch.zeros(64, dtype=torch.int32, device="cuda"),
+    )
+
+    def steps_ms() -> float:
+        taken = []
+        for _ in range(20):
+            started_s = time.perf_counter()
+            with steps.entered():
+                weights.sum()
+                ring.copy_(drawn, non_blocking=True)
+            steps.mark().wait()
+            taken.append(time.perf_counter() - started_s)
+        return 1e3 * statistics.median(taken)
+
+    steps_ms()
+    figures = {"alone, ms": steps_ms()}
+    for name, pair in (("beside swaps out", (many, NO_SWAPS)), ("beside swaps in", (NO_SWAPS, many))):
+        for _ in range(8):
+            places.swap(*pair)
+        figures[f"{name}, ms"] = steps_ms()
+        torch.cuda.synchronize()
+        places.forget()
+    return figures
+
+
+@bench.part()
+def swap(given: Given) -> Found:
+    """GB/s of blocks to the host and back, and what decoding loses meanwhile."""
+    found: Found = {}
+    table("shape", "blocks", "places", "out GB/s", "back GB/s", "queued ms")
+    for name, shape in SWAPPED.items():
+        for count in BLOCKS:
+            for how in ("in a row", "scattered"):
+                out, back, queued = rates(shape, count, scattered=how == "scattered")
+                found[f"{name}, {count} blocks {how}"] = {"out": out, "back": back, "queued_ms": queued}
+                row(name, count, how, out, back, queued)
+    found["a step of 16 GB"] = beside_decoding()
+    return found
+
+
+if __name__ == "__main__":
+    bench.main()
