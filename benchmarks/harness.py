@@ -32,17 +32,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.bench.load.pool import Target
-from paceline.lab.bench.load.source import COMPLETIONS, PATHS
 from paceline.lab.bench.machine import source_commit
 from paceline.lab.report.record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload.model import Workload
+
+if TYPE_CHECKING:
+    from paceline.lab.bench.load.pool import Target
 
 HOST = "127.0.0.1"
 START_S, STOP_S = 300.0, 60.0
@@ -228,6 +229,10 @@ class Server:
 
     @property
     def completions(self) -> Target:
+        # Here, because a machine with a GPU and the kernels' packages alone may lack those of the client.
+        from paceline.lab.bench.load.pool import Target
+        from paceline.lab.bench.load.source import COMPLETIONS, PATHS
+
         return Target(host=HOST, port=self.port, path=PATHS[COMPLETIONS])
 
     def call(self, path: str, body: object = None) -> tuple[int, bytes]:

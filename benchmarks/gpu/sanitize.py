@@ -3,13 +3,12 @@
     python -m benchmarks.gpu.sanitize                                       # compiles, so that the next is quick
     compute-sanitizer --tool memcheck python -m benchmarks.gpu.sanitize     # also: racecheck, initcheck, synccheck
 
-Results are compared with the definitions as in the tests. A kernel module that nothing here launches is an error.
+Results are compared with the definitions as in the tests. A module whose kernels are not launched here is an error.
 `--only FAMILY,...` runs some; `--device cpu` takes the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -17,19 +16,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"
-)  # each tensor in memory of its own: its end is watched
+# Each tensor in separate memory: its end is watched.
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
 import paceline.runner.gpu.kernels
+from benchmarks.harness import Benchmark, Given, flag
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_expert_cases as expert_cases
 from tests.gpu import kernel_rule_cases as rule_cases
 from tests.gpu import kernel_truncation_cases as truncation_cases
 
+bench = Benchmark(__doc__)
 Family = Callable[["Place"], None]
 
 
@@ -60,7 +60,7 @@ def prefill(place: Place) -> None:
     kernel_cases.check_prefill(place.shape(group=4, head_dim=128), spans[:3])
 
 
-def shared_prefix(place: Place) -> None:
+def shared(place: Place) -> None:
     for by_row in (False, True):
         kernel_cases.check_cascade(place.shape(), 128, [1, 70, 64] * 3, by_row=by_row)
 
@@ -120,16 +120,11 @@ def experts(place: Place) -> None:
 
 
 FAMILIES: dict[str, Family] = {
-    "decode": decode,
-    "prefill": prefill,
-    "shared": shared_prefix,
-    "elementwise": elementwise,
-    "products": products,
-    "rows": rows,
-    "sampling": sampling,
-    "rules": rules,
-    "truncation": truncation,
-    "experts": experts,
+    family.__name__: family
+    for family in (
+        *(decode, prefill, shared, elementwise, products),
+        *(rows, sampling, rules, truncation, experts),
+    )
 }
 
 
@@ -158,27 +153,22 @@ def modules_with_kernels() -> set[str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default=",".join(FAMILIES))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
+@bench.part(flag("--only", ",".join(FAMILIES), "families"), flag("--device", "cuda", choices=("cuda", "cpu")))
+def sanitize(given: Given) -> None:
     torch.manual_seed(0)
-    seen, place = watch_launches(options.device), Place(options.device)
-    chosen = options.only.split(",")
+    seen, place = watch_launches(given.device), Place(given.device)
+    chosen = given.only.split(",")
     for name in chosen:
         started_s = time.perf_counter()
         FAMILIES[name](place)
-        if options.device == "cuda":
+        if given.device == "cuda":
             torch.cuda.synchronize()
         print(f"{name:12} {time.perf_counter() - started_s:6.1f} s", flush=True)
     missed = modules_with_kernels() - seen
     if len(chosen) == len(FAMILIES) and missed:
-        raise SystemExit(f"nothing launched a kernel of {', '.join(sorted(missed))}")
+        raise SystemExit(f"no kernel of {', '.join(sorted(missed))} was launched")
     print(f"{len(seen)} modules with kernels, each result as defined")
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()
