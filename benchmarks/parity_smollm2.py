@@ -79,7 +79,7 @@ def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:
     predicted = size if first else size - 1
     count = -(-given.tokens // predicted)
     windows = [first + ids[index * size : (index + 1) * size] for index in range(count)]
-    assert len(windows[-1]) > 1, "the text is too short for so many tokens"
+    assert len(windows[-1]) > 1, "the text is too short for --tokens"
     return windows
 
 

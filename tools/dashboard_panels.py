@@ -246,7 +246,7 @@ OPERATOR = Board(
 SCHEDULER = Board(
     name="scheduler",
     title="Paceline: scheduler",
-    text="What continuous batching is judged by: rows, blocks, steps and who gives way.",
+    text="What continuous batching is judged by: rows, blocks, steps and preemptions.",
     rows=(
         (
             "Batch",

@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a client says of its own run."""
+    """What a client reports of its run."""
 
     requests: int
     errors: int

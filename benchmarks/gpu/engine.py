@@ -163,7 +163,7 @@ def rates(shape, count: int, *, scattered: bool) -> tuple[float, float, float]:
 
 
 def beside_decoding() -> dict[str, float]:
-    """Milliseconds of a step that reads 16 GB and draws nothing, by itself and beside copies in both directions."""
+    """Milliseconds of a step that reads 16 GB and draws nothing, alone and beside copies in both directions."""
     weights = torch.zeros(8 << 30, dtype=torch.bfloat16, device="cuda")
     layers, heads, dim = SWAPPED["8B"]
     pool = torch.zeros(2 * layers, 257, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
