@@ -63,20 +63,20 @@ def _table_columns(page: Path, wanted: tuple[str, ...]) -> str:
         if not columns:
             columns = [cells.index(name) for name in wanted if name in cells]
         elif not set(line) <= set("|-: "):
-            # The order of flags and of choices is a matter of the help page.
+            # The order of commands, flags and choices is a matter of help pages.
             lines.append(" | ".join(", ".join(sorted(cells[index].split(", "))) for index in columns))
     return "\n".join(_sorted_below_headings(lines))
 
 
 def _sorted_below_headings(lines: list[str]) -> Iterator[str]:
-    block: list[str] = []
-    for line in [*lines, "## "]:
+    blocks: dict[str, list[str]] = {}
+    heading = ""
+    for line in lines:
         if line.startswith("## "):
-            yield from sorted(block)
-            block = []
-            yield line
-        else:
-            block.append(line)
+            heading = line
+        blocks.setdefault(heading, []).append(line)
+    for heading in sorted(blocks):
+        yield from sorted(blocks[heading])
 
 
 def _served(tree: Path, model: Path, environment: Mapping[str, str]) -> dict[str, str]:

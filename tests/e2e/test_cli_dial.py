@@ -83,10 +83,10 @@ def test_the_policy_is_changed_while_requests_come(server: ClientServer, tmp_pat
     changed = steer(server, "policy", "fair", "--tenant-weights", "anybody=2", cache=tmp_path)
     assert changed.returncode == 0, changed.stderr
     assert changed.stdout.startswith("Requests are ordered by fair.\n") and "anybody=2" in changed.stdout
-    assert "replace the weights there were: 1 for everybody." in changed.stdout
+    assert "replace the weights there were: 1 for all tenants." in changed.stdout
     generate(server, 2)
     other = steer(server, "policy", "fair", "--tenant-weights", "somebody=3", cache=tmp_path).stdout
-    assert "  tenant_weights = somebody=3 (1 for everybody else)\n" in other
+    assert "  tenant_weights = somebody=3 (1 for all others)\n" in other
     assert other.endswith("These replace the weights there were: anybody=2.\n")
     kept = steer(server, "policy", "fair", "--ageing-s", "4", cache=tmp_path).stdout
     assert "tenant_weights = somebody=3" in kept and "replace" not in kept, "nothing was said of weights"

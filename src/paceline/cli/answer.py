@@ -1,4 +1,4 @@
-"""An answer as it comes, whoever gives it: a model in this process, or a server."""
+"""An answer as it is generated, by a model in this process or by a server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChatAnswer:
 
 
 class Answering(Protocol):
-    """What a conversation needs of whoever answers it."""
+    """What a conversation needs of the model or server that answers it."""
 
     @property
     def max_model_len(self) -> int: ...

@@ -135,7 +135,7 @@ def _bias_lines(num_requests: int, found: Sequence[GroupComparison]) -> list[str
     odd = [each for each in found if each.chance < UNLIKELY]
     for each in odd:
         more = "more" if each.higher > 0.5 else "less"
-        what = "waiting" if each.measure == "delay_s" else "giving way"
+        what = "waiting" if each.measure == "delay_s" else "preemption"
         lines.append(f"{each.by} {each.group}: {more} {what} than the others, and luck does not explain it")
     return (
         lines

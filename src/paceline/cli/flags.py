@@ -38,7 +38,7 @@ SamplingOptions = make_dataclass(
     ],
     frozen=True,
 )
-# What every command takes that answers prompts of its own with a model.
+# What the commands take that answer a prompt with a model.
 ANSWERING = (SamplingOptions, "Sampling", "Model", "KV cache")
 RANDOM_SEED = {"seed": "random"}
 

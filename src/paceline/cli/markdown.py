@@ -68,7 +68,7 @@ class MarkdownPrinter:
         blocks = _blocks(Markdown(self._text).parsed)
         num_done = len(blocks) - 1
         if num_done > 0 and _UNDECIDED.fullmatch("\n".join(text[blocks[-1][0] :])):
-            num_done -= 1  # what looks like a block of its own may become the next item of the one before
+            num_done -= 1  # what looks like a separate block may become the next item of the one before
         drawings = [_rendered(console, tokens) for _, tokens in blocks]
         for lines in drawings[: max(num_done, 0)]:
             self._replace(lines, size.lines)

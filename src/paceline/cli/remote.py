@@ -58,8 +58,8 @@ class Connection:
         return found
 
     def follow(self, path: str, *, silence_s: float) -> Iterator[dict[str, Any]]:
-        """The events of a stream that has no end of its own; raises `ServerRefused` when it breaks off, or when
-        nothing comes for so many seconds."""
+        """The events of a stream without an end; raises `ServerRefused` when it breaks off, or when
+        nothing arrives for `silence_s` seconds."""
         connection, response = self._open("GET", path, timeout_s=silence_s)
         try:
             yield from _events(response)
@@ -103,7 +103,7 @@ def admin_connection(url: str) -> Connection:
 
 
 class Remote(Connection):
-    """A server as somebody to talk to."""
+    """A server that answers a conversation."""
 
     def __init__(self, url: str, model: str | None) -> None:
         super().__init__(url, os.environ.get("PACELINE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "")
@@ -148,7 +148,7 @@ class Remote(Connection):
                     answer.text += new
                     answer.num_output += 1
                     show(new)
-        except KeyboardInterrupt:  # what there is stays; the server notices that nobody listens
+        except KeyboardInterrupt:  # what there is stays; the server notices that the client has gone
             answer.is_interrupted = True
         finally:
             connection.close()

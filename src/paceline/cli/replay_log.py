@@ -107,7 +107,7 @@ def _replayed(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int], None]]:
-    """Steps so far, on a terminal; how many there are nobody knows before the end."""
+    """Steps so far, on a terminal; their number is not known before the end."""
     if not sys.stderr.isatty():
         yield lambda num_steps: None
         return

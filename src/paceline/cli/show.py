@@ -1,7 +1,7 @@
 """`--ui`: runs on a page, after they are over or while they are under way. Shared by the commands that make runs.
 
 Owns the two flags, when the port is taken and what is printed. What a recording is and how it is served is the
-server's business; nothing heavy is imported before somebody asks for a page.
+server's business; nothing heavy is imported unless a page is wanted.
 """
 
 from __future__ import annotations

@@ -139,10 +139,10 @@ def _weights(found: Mapping[str, Any]) -> str:
 def weight_sentences(now: str, before: str | None) -> list[str]:
     """Which shares tenants have now, and those they had where others took their place; None: nothing was asked for."""
     sentences = [
-        f"  tenant_weights = {now} (1 for everybody else)" if now else "  tenant_weights: 1 for everybody"
+        f"  tenant_weights = {now} (1 for all others)" if now else "  tenant_weights: 1 for all tenants"
     ]
     if before is not None and before != now:
-        sentences.append(f"These replace the weights there were: {before or '1 for everybody'}.")
+        sentences.append(f"These replace the weights there were: {before or '1 for all tenants'}.")
     return sentences
 
 

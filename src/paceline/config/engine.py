@@ -125,12 +125,12 @@ class LearnedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionCosts:
-    """What it takes to bring a request back that gave way, as measured on this machine when it was started."""
+    """What it takes to resume a preempted request, as measured on this machine when it was started."""
 
     token_s: float  # to compute a token of a prompt again, in a large step
     product_s: float = 0.0  # more, for each pair of a token and one before it
     block_s: float = math.inf  # to copy a block to host memory, or back
-    step_s: float = 0.02  # a step in which everybody gets a token
+    step_s: float = 0.02  # a step in which every row gets a token
 
     def __post_init__(self) -> None:
         finite = (self.token_s, self.product_s, self.step_s)
@@ -319,7 +319,7 @@ class SchedulerConfig:
         return max(self.max_num_batched_tokens, self.max_num_prompt_tokens, *more)
 
     def step_tokens(self, decoding: int) -> int:
-        """Most tokens of a step with so many decoding rows, where its duration does not say it."""
+        """Most tokens of a step with this number of decoding rows, where its duration does not decide."""
         alone = 0 if decoding else self.max_num_prompt_tokens
         return max(self.max_num_batched_tokens, alone)
 

@@ -138,9 +138,7 @@ def _online(options: LatencyOptions) -> tuple[list[BenchWorkload], tuple[str, ..
 
     if options.rate is not None:
         if options.workload is not None:
-            raise InputError(
-                "--rate makes a workload of its own and --workload names others; give one of them"
-            )
+            raise InputError("--rate makes a workload and --workload names others; give one of them")
         made = online_fixed(options.rate, options.num, options.prompt_tokens, options.output_tokens)
         return [made], ()
     if options.workload is None and options.trace is None:
@@ -229,7 +227,7 @@ async def _run_all(
 
 
 class _LatencyBar:
-    """Requests that have finished, where somebody looks."""
+    """Progress by finished requests, on a terminal."""
 
     def __init__(self, workload: BenchWorkload) -> None:
         self._bar: Any = None

@@ -45,7 +45,7 @@ class BenchServer:
 
     def __init__(self, url: str, model: str | None, api: str) -> None:
         self._remote = remote = Remote(url, model)
-        # As results may show it: without a password that somebody wrote into it.
+        # As results may show it: without a password in the address.
         self.url = f"http{'s' if remote.is_https else ''}://{remote.address}{remote.base_path}"
         self.model = self._remote.model
         self.key = self._remote.key
@@ -168,7 +168,7 @@ def _check(warmed: list[Seen]) -> None:
 
 
 class _NoBar:
-    """For whoever does not look."""
+    """No progress: the output is no terminal."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
@@ -178,7 +178,7 @@ class _NoBar:
 
 
 class _LoadBar(_NoBar):
-    """Requests that have ended, drawn a few times a second and never by a thread of its own."""
+    """Requests that have ended, drawn a few times a second and never by a separate thread."""
 
     def __init__(self, label: str, plan: LoadPlan) -> None:
         from rich.console import Console

@@ -76,7 +76,7 @@ class ResultFile:
         try:
             self._lock()
             self._by_custom_id: dict[str, int] = {}  # status of a result
-            self._by_id: dict[str, int] = {}  # of results whose line had no custom id of its own
+            self._by_id: dict[str, int] = {}  # of results whose line had no custom id
             self._scan()
         except BaseException:
             self._file.close()

@@ -107,7 +107,7 @@ def show_card(lines: Sequence[Line], stream: TextIO) -> None:
             stream.write(_boxed(lines, width, shutil.get_terminal_size().columns))
         stream.flush()
     except (OSError, ValueError):
-        return  # nobody reads it
+        return  # it is not read
 
 
 def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:

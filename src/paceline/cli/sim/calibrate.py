@@ -100,7 +100,7 @@ def _calibrate(options: SimOptions) -> Machine:
 
 
 def _own_policy(engine: Mapping[str, Any]) -> str:
-    """The policy of one's own that the run had. Everything else about the engine is as it was recorded."""
+    """The user's own policy that the run had, if any. Everything else about the engine is as it was recorded."""
     named = str(engine.get("scheduling_policy", ""))
     flags = {
         spec.name: flag_of(spec)

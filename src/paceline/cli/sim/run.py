@@ -41,7 +41,7 @@ class Run:
     rate: float | None  # mean requests per second; None when all arrive at once
     workload: Workload
     config: SimConfig
-    asked: bool  # False: a point of the sweep behind a plot that nobody asked for by name
+    asked: bool  # False: a point that only the sweep behind a plot needs
     slo: Slo | None
     device_hour_price: float | None
 

@@ -77,7 +77,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
 
 class FeedFollower:
-    """Follows a server's feed in a thread of its own, and goes on when the server comes back."""
+    """Follows a server's feed in a separate thread, and continues when the server comes back."""
 
     def __init__(self, connection: Connection) -> None:
         from paceline.cli.top.picture import ServerPicture
@@ -90,7 +90,7 @@ class FeedFollower:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Follow no further; what is being waited for ends by itself."""
+        """Follow no further; a read that is under way ends automatically."""
         self._stopped.set()
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class FeedFollower:
                 self.state = (
                     "no answer; trying again" if error.status == 0 else f"{error.status}; trying again"
                 )
-            except Exception as error:  # of ours: whoever draws raises it
+            except Exception as error:  # a bug: the thread that draws raises it
                 self.refusal = error
                 return
             self._stopped.wait(pause_s)
@@ -190,7 +190,7 @@ def _show_live(watcher: FeedFollower, options: TopOptions) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Keys as they are pressed, without waiting for the end of a line: "" when none is in so many seconds."""
+    """Keys as they are pressed, without waiting for the end of a line: "" if none comes within the given seconds."""
     if not sys.stdin.isatty():
         yield _no_key
         return

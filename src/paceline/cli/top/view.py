@@ -124,7 +124,7 @@ def _ends(figures: Figures, width: int) -> Text:
     line = _line("total", f"step {figures.step:,}", width)
     told = [
         Text(f"finished {figures.finished:,}"),
-        Text(f"   gave way {figures.preempted:,}"),
+        Text(f"   preempted {figures.preempted:,}"),
         Text(f" ({figures.swapped:,} swapped)", style=DIM),
     ]
     return line.append_text(_first_that_fit(told, width - line.cell_len))
@@ -263,7 +263,7 @@ def _short(number: int) -> str:
 
 
 def lane_values(lanes: Mapping[int, Lane]) -> list[dict[str, object]]:
-    """Rows in use, for those who read JSON."""
+    """Rows in use, for the JSON output."""
     return [
         {
             "row": row,

@@ -48,13 +48,13 @@ ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
 PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
-LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that nobody waits for anybody
+LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that no request waits for another
 AT_ONCE = 4.0
 SEARCH_SHARE = 0.85  # of --seconds
 MOST_DIGITS = 4  # of a share of the SLO, behind the point
 HEADINGS = {  # short: the flags stand below the table
     "max_num_batched_tokens": "tokens",
-    "max_num_prompt_tokens": "tokens, nobody decodes",
+    "max_num_prompt_tokens": "tokens, no decode",
     "max_num_seqs": "rows",
     "long_prefill_share": "prompt share",
     "step_target_ms": "step ms",
@@ -268,7 +268,7 @@ def _start(machine: Machine) -> dict[str, Value]:
 
 
 def _first_rate(task: Task) -> float:
-    """A rate to begin with: so many requests at once as little hardware can take, by the time one takes alone."""
+    """A rate to begin with: the requests that small hardware runs at once, by the time one takes alone."""
     few = replace(task, workload=task.workload.head(FEW_REQUESTS))
     alone = few.simulate(_start(task.machine), LEAST_RATE)
     mean_s = alone.e2e_s.mean
@@ -392,7 +392,7 @@ LIMITS = {  # settings, and what a server calls them where it tells how it is st
 
 def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
     """Send as many requests as fit into the time, and simulate the same ones."""
-    server = BenchServer(options.verify, None, COMPLETIONS)  # says at once where nobody answers
+    server = BenchServer(options.verify, None, COMPLETIONS)  # fails at once where no server answers
     workload = task.at(trial.rate)
     count = int((workload.arrival_s <= options.verify_seconds).sum())
     workload = workload.head(max(2, count))
