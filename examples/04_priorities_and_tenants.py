@@ -1,7 +1,7 @@
 """One row, three tenants: the order in which requests begin under three policies.
 
-By the order of arrival everybody waits behind a tenant that floods. By shares (`fair`) the others come in between; by
-`priority`, the lower number goes first, whoever sends it.
+In the order of arrival all tenants wait behind one that floods. By shares (`fair`) the others come in between; by
+`priority`, the lower number goes first, whichever tenant sends it.
 
     python examples/04_priorities_and_tenants.py [MODEL]
 """
@@ -14,7 +14,7 @@ from paceline.core.service_class import Urgency
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ARRIVALS = [("flood", 1)] * 5 + [("alice", 1), ("bob", 0)]  # tenant and priority
 
-# One row: whoever is first in order runs alone, which makes the order easy to see.
+# One row: the first in order runs alone, which makes the order easy to see.
 llm = LLM(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=1)
 engine, tokenizer = llm.loaded.engine, llm.get_tokenizer()
 

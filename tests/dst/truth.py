@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
-from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.core.inputs import (
     AbortRequest,
     AddRequest,
@@ -93,7 +93,7 @@ class Truth:
         self._results: dict[int, StepResult] = {}
         self._left: list[int] = []  # rows somebody has been taken off since the last plan
         self._holders: dict[bytes, int] = {}  # how many requests have a first key
-        self._let_in: list[int] = [int(NOBODY), int(NOBODY)]  # the last two, who are not the same
+        self._let_in: list[int] = [int(NO_REQUEST), int(NO_REQUEST)]  # the last two, who are not the same
         self._dialled = config.scheduler.has_dial
         limits = Dial(config.scheduler, 1).limits
         self._most_rows = config.scheduler.max_num_seqs if limits is None else limits.rows
@@ -371,7 +371,7 @@ class Truth:
             self._give_way(decision)
             if decision.reason is Rule.PLACE_RECOMPUTE:
                 self._same(decision, "that the other waited", decision.against in rows, False)
-            elif decision.against != NOBODY:
+            elif decision.against != NO_REQUEST:
                 gains = rows.get(decision.against)
                 stays = gains in given or gains not in plan.decode_rows.added
                 self._same(decision, "who got its place", True, gains is not None and stays)

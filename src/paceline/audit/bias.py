@@ -138,7 +138,7 @@ def rank_test(one: Values, other: Values) -> tuple[float, float]:
 
 
 def _corrected(found: list[GroupComparison]) -> list[GroupComparison]:
-    """Holm's correction: so many comparisons find something by luck alone."""
+    """Holm's correction: many comparisons find something by chance alone."""
     corrected, least = [], 0.0
     for index, comparison in enumerate(found):
         least = max(least, min(1.0, comparison.chance * (len(found) - index)))

@@ -1,7 +1,7 @@
 """The newest decisions of one engine, in memory: what is known about requests of a moment ago.
 
 Holds whole batches as the scheduler handed them out, so that keeping them costs a step one append, and looks
-through them only when somebody asks. Bounded by the number of decisions; the oldest go first. Knows no engine.
+through them only on request. Bounded by the number of decisions; the oldest go first. Knows no engine.
 """
 
 from __future__ import annotations

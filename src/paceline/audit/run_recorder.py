@@ -1,4 +1,4 @@
-"""The run log of an engine that serves: a thread of its own encodes and writes it, one file for each run.
+"""The run log of an engine that serves: a separate thread encodes and writes it, one file for each run.
 
 A step pays for one append to a queue. What is written reaches the operating system twice a second, so that a process
 that is killed leaves a log that can be replayed up to that moment. A log has a largest size, for half of one cannot be
@@ -30,7 +30,7 @@ Last = tuple[Inputs, Sequence[Decision]]  # what came after the last plan
 
 
 class RunRecorder:
-    """A `StepRecorder` for a run that nobody knows the end of. `header` goes into the first line."""
+    """A `StepRecorder` for a run whose end is not known. `header` goes into the first line."""
 
     def __init__(
         self,

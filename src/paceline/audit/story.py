@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from paceline.core.dial import told_time
-from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 
 _CAUSES = {
@@ -72,7 +72,7 @@ def decision_values(decision: Decision) -> dict[str, Any]:
         "reason": decision.reason.value,
     }
     silent: dict[str, Any] = {"budget_left": NO_NUMBER, "blocks_free": NO_NUMBER, "blocks_needed": NO_NUMBER}
-    silent |= {"against": NOBODY, "detail": ""}
+    silent |= {"against": NO_REQUEST, "detail": ""}
     if decision.kind is not DecisionKind.ADMIT:
         silent["seconds"] = 0.0
     return {name: value for name, value in values.items() if name not in silent or value != silent[name]}
@@ -95,7 +95,7 @@ def _has_lost_its_beginning(first: Decision) -> bool:
 
 def _admit(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
-    ahead = f", after {_named(decision.against)}" if decision.against != NOBODY else ""
+    ahead = f", after {_named(decision.against)}" if decision.against != NO_REQUEST else ""
     # Who was never asked waited for those before it; who was asked and deferred has said so already.
     was_asked = any(each.kind is DecisionKind.DEFER for each in past)
     how = " in all" if was_asked else " for its turn" if ahead else ""
@@ -132,9 +132,13 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
     who, named = decision.against, _named(decision.against)
     waits = f" (no request was preempted for it: {decision.detail})" if decision.detail else ""
     if decision.reason is Rule.ROWS:
-        return f"{start}all rows were taken{f', the last by {named}' if who != NOBODY else ''}{waits}"
+        return f"{start}all rows were taken{f', the last by {named}' if who != NO_REQUEST else ''}{waits}"
     if decision.reason is Rule.BUDGET:
-        by = f"the prompt of {named} took the last of them" if who != NOBODY else "running requests took them"
+        by = (
+            f"the prompt of {named} took the last of them"
+            if who != NO_REQUEST
+            else "running requests took them"
+        )
         return f"{start}the step had no tokens left, {by}"
     if decision.reason is Rule.PREFIX:
         return f"{start}{named} was computing a beginning that it can share"
@@ -144,7 +148,7 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}the rows that are left are kept for tenants with less to do than its own"
     whom = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
     kept = f" ({decision.value:,} kept for {whom})" if decision.value else ""
-    ahead = f", {named} was ahead" if who != NOBODY else ""
+    ahead = f", {named} was ahead" if who != NO_REQUEST else ""
     what = "needed for its full length" if decision.reason is Rule.RESERVE else "needed"
     return (
         f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
@@ -172,7 +176,7 @@ def _stall(run: list[Decision], past: list[Decision]) -> str:
         if last.step == decision.step
         else f"from step {decision.step} to step {last.step}"
     )
-    ahead = f", {_named(decision.against)} got one before it" if decision.against != NOBODY else ""
+    ahead = f", {_named(decision.against)} got one before it" if decision.against != NO_REQUEST else ""
     return f"stood still {when}: a block was needed, {_free(decision.blocks_free)}{ahead}"
 
 
@@ -183,7 +187,7 @@ def _preempt(run: list[Decision], past: list[Decision]) -> str:
 
 def _preempted(decision: Decision) -> str:
     cause, kind = decision.reason.value.split(":")
-    to = f" for {_named(decision.against)}" if decision.against != NOBODY else ""
+    to = f" for {_named(decision.against)}" if decision.against != NO_REQUEST else ""
     why = _CAUSES[cause]
     if cause == "blocks":
         why = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"

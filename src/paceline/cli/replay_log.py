@@ -1,7 +1,7 @@
 """`paceline replay`: run a recorded schedule again and say whether it comes out the same.
 
 Owns the flags, what is printed and the exit code: 0 when every plan is identical, 1 when one is not, 2 when the
-file is no log that can be replayed. The replay itself is in `sim.replay`.
+file is no log that can be replayed. The replay itself is in `lab.sim.replayer`.
 """
 
 from __future__ import annotations

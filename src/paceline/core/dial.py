@@ -13,8 +13,6 @@ from enum import Enum
 from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerConfig
 from paceline.errors import InvalidRequest
 
-# How a time is told in a sentence.
-
 
 def told_time(seconds: float) -> str:
     """`250 ms`, `1.5 s`: three digits, or tenths of a second from one second on."""
@@ -29,13 +27,13 @@ class DialKind(Enum):
 
 
 class DialWord(Enum):
-    """How it stands with the dial, in a word."""
+    """The state of the dial, in a word."""
 
     OFF = "off"
     FIXED = "fixed"  # at the place it was given
-    STARTING = "starting"  # too little was seen to judge
+    STARTING = "starting"  # too little was observed to judge
     HOLDING = "holding"
-    SLACK = "slack"  # the target is kept with room to spare, and no limit of the dial stands in anybody's way
+    SLACK = "slack"  # the target is kept with room to spare, and no limit of the dial is in effect
     CORRECTING = "correcting"
     UNREACHABLE = "unreachable"
 
@@ -91,7 +89,7 @@ class DialStatus:
     word: DialWord = DialWord.OFF
     reason: str = ""  # why a target cannot be held
     position: float = 1.0  # where it stands between 0 and 1, set by hand or by the controller
-    itl_p99_ms: float | None = None  # of the window it judges by; None while nothing was seen
+    itl_p99_ms: float | None = None  # of the window it judges by; None while nothing was observed
     ttft_p99_ms: float | None = None
     # How long a step with prompts may take; None where no costs are known.
     step_target_ms: float | None = None

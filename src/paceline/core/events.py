@@ -87,7 +87,7 @@ NOT_FINITE = (
 
 
 class Rule(StrEnum):
-    """Why a decision was made: the whole set, so that whoever reads a decision knows every reason there is."""
+    """Why a decision was made: the whole set, so that a reader of decisions knows every reason there is."""
 
     # admit, resume, fork
     FITS = "fits"
@@ -145,18 +145,26 @@ class Rule(StrEnum):
 
 
 NO_NUMBER = -1  # a figure that does not bear on a decision
-NOBODY = RequestId(-1)  # no request has this number
+NO_REQUEST = RequestId(-1)  # no request has this number
 
 
 class Decision(NamedTuple):
     """One scheduling decision and what explains it. A figure that does not bear on it is `NO_NUMBER`.
 
-    `value` is the number the kind speaks of: tokens found computed (admit, resume, fork), computed before it gave
-    way (preempt), scheduled (chunk, stall), put out (finish), asked for (refuse); blocks kept back for others
-    (defer); thousandths of the dial (dial, which is about nobody, has what was seen in `seconds` and the rest in
-    `detail`). `against` is who else was let in last (admit, resume; defer for rows or blocks), who took the last
-    tokens (defer for budget), who computes what it can share (defer for a prefix, fork) and who got its place
-    (preempt, stall). `seconds` is how long it had waited (admit), or what giving way is expected to cost (preempt).
+    What three of the fields hold depends on the kind:
+
+    | kind           | value                          | against, another request           | seconds             |
+    |----------------|--------------------------------|------------------------------------|---------------------|
+    | admit, resume  | tokens found computed          | the one admitted before it         | waited (admit)      |
+    | fork           | tokens found computed          | its parent                         |                     |
+    | defer          | blocks kept back for others    | the one admitted last (rows,       |                     |
+    |                |                                | blocks), that took the last tokens |                     |
+    |                |                                | (budget), that computes what it    |                     |
+    |                |                                | can share (prefix)                 |                     |
+    | chunk, stall   | tokens scheduled               | the one that got a block (stall)   |                     |
+    | preempt        | tokens computed so far         | the one that got its place         | expected cost       |
+    | finish, refuse | tokens generated; requested    |                                    |                     |
+    | dial           | thousandths of the dial        |                                    | the p99 observed    |
     """
 
     kind: DecisionKind
@@ -168,7 +176,7 @@ class Decision(NamedTuple):
     budget_left: int = NO_NUMBER  # tokens
     blocks_free: int = NO_NUMBER  # that it might have, in the layer group that is shortest
     blocks_needed: int = NO_NUMBER
-    against: RequestId = NOBODY
+    against: RequestId = NO_REQUEST
     seconds: float = 0.0
     # What the rule leaves open: the name of an error, the word of an abort, what each way costs.
     detail: str = ""

@@ -1,7 +1,7 @@
 """The seam between the engine and the run log: one record per completed step.
 
 A record holds everything the scheduler was told before the step (`inputs`), what it decided and what came back.
-The engine fills it in; who writes it where, and how, is the recorder's business.
+The engine fills it in; where and how it is written is the recorder's business.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunWatcher(StepWatcher, Protocol):
     """Observes a run from its first step to its last, live or replayed."""
 
     def told(self, events: StepEvents) -> None:
-        """What became known to those who asked."""
+        """Events of the step, as callers get them."""
         ...
 
     def close(self, decisions: Sequence[Decision], time_s: float) -> None:
@@ -60,7 +60,7 @@ class RunWatcher(StepWatcher, Protocol):
 
 
 class BothRecorders:
-    """Tells two."""
+    """Hands records to two recorders."""
 
     def __init__(self, one: StepRecorder, other: StepRecorder) -> None:
         self._one, self._other = one, other

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: requests that come, stream and go, with the engine in a thread of its own.
+"""`AsyncLLM`: requests that come, stream and go, with the engine in a separate thread.
 
 `generate` is an async iterator, and the lifetime of the request is the iterator's: leaving it in any way aborts the
 request and frees its blocks. Outputs are handed over once per step; a slow reader finds the newest state, not a queue.
@@ -133,7 +133,7 @@ class Placing:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the event loop is closed: nobody listens
+    with suppress(RuntimeError):  # the event loop is closed: there is no reader
         loop.call_soon_threadsafe(function)
 
 
@@ -263,7 +263,7 @@ class AsyncLLM(ModelHolder):
         if self._held is None:
             return
         self._loop.stop()
-        with suppress(Exception):  # everybody is told below; what is left is the rest of a log
+        with suppress(Exception):  # readers get the error below; only the rest of a log can fail here
             self._engine.close()
         self._held = None
         self._on_failure(EngineFailed("the engine was shut down"))

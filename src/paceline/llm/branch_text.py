@@ -1,7 +1,7 @@
 """One branch of a request as it grows: tokens in, text out, and how it ended.
 
 Shared by everything that turns the engine's tokens into outputs. A stop string cuts the branch at the token that
-completed it, and whatever comes behind is dropped; who owns the branch tells the engine. Knows no events.
+completed it, and later tokens are dropped; the owner of the branch tells the engine. Knows no events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BranchText:
         self.output = CompletionOutput(index=index)
         if sampling.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        self.cut_at: int | None = None  # a stop string ended the branch after so many tokens
+        self.cut_at: int | None = None  # the number of tokens after which a stop string ended the branch
         self._tokenizer = tokenizer
         self._stop_ids = sampling.stop_token_ids
         self._stream: TextStream | None = None

@@ -21,7 +21,7 @@ from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.text.tokenizer import Tokenizer
 
-# Tokens of branches nobody reads before they end
+# Tokens of branches that are not read before they end
 
 
 I32 = NDArray[np.int32]
@@ -151,7 +151,7 @@ class Collector:
     ) -> RequestOutput:
         """Follow a request the engine has accepted under `ids`, one for each branch.
 
-        `only_whole`: nobody looks at it before it has finished, which spares a look at each of its tokens.
+        `only_whole`: it is not read before it has finished, so that its tokens need not be read one by one.
         """
         sampling = prepared.sampling
         output = RequestOutput(

@@ -128,7 +128,7 @@ def _feed(
     refused: list[RequestOutput] = []
     queue = front.engine.scheduler.state.queue
     config = front.loaded.config.scheduler
-    enough = math.inf  # other orders and modes want to see everybody who waits
+    enough = math.inf  # other orders and modes need to see all waiting requests
     if (config.mode, config.scheduling_policy) == ("continuous", "fcfs"):
         enough = steps_fed * config.max_num_batched_tokens
         if steps_fed == FIRST_FED:

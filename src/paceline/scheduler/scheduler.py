@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core import inputs
 from paceline.core.dial import DialSetting
-from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule, StepEvents
+from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
@@ -211,7 +211,7 @@ class Scheduler:
             self.composer.pace = make_pace(self.state.config, dialled=True)
 
     def preempt(self, request_id: RequestId, *, swap: bool | None = False) -> bool:
-        """Force a running request to give way; with `swap` None what is cheaper becomes of its KV.
+        """Preempt a running request; with `swap` None its KV is swapped or recomputed, whichever is cheaper.
 
         False when it does not run, is reserved, or has ended.
         """
@@ -321,7 +321,7 @@ class Scheduler:
         return full_plan(self.state, self.composer.decode_rows())
 
     def recover(self) -> StepPlan:
-        """A step has failed: no result will come. Every row gives way, and the runner starts from a clean plan."""
+        """A step has failed: no result will come. Every row is preempted, and the runner starts from a clean plan."""
         self._input(inputs.StepFailed())
         start_over(self.state)
         self.composer.forget()
@@ -357,7 +357,7 @@ class Scheduler:
             self.state.counters.added += 1
             self.state.counters.rejected += 1
             self._note(inputs.AddRequest.of(request, len(requests)))
-            figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NOBODY)
+            figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NO_REQUEST)
             self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total, figures)
 
     def _accept(self, request: Request, together: int) -> None:

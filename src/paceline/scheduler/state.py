@@ -18,7 +18,7 @@ from paceline.config.engine import SchedulerConfig
 from paceline.core.clock import Clock
 from paceline.core.events import (
     NO_NUMBER,
-    NOBODY,
+    NO_REQUEST,
     Decision,
     DecisionKind,
     Finished,
@@ -83,7 +83,7 @@ MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
 _FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # see core.fast
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
-NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NOBODY)
+NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)
 _USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
 _FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
 _ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES)}
@@ -172,8 +172,8 @@ class SchedulerState:
         self.output_stats = OutputStats()
         self.events = EventBuffer()
         self.decisions: list[Decision] = []
-        self.last_admitted: RequestId = NOBODY  # who was given a row last
-        self.admitted_before: RequestId = NOBODY  # the last one before that who is somebody else
+        self.last_admitted: RequestId = NO_REQUEST  # who was given a row last
+        self.admitted_before: RequestId = NO_REQUEST  # the last one before that who is somebody else
         self.journal: Journal = []
         self.now_s = -math.inf
         self.forgives_failure = False  # the next failed step is held against nobody

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.dial import DialSetting, DialWord
-from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.state import Flight, SchedulerState
@@ -76,7 +76,7 @@ def _decide(
     """Put on record what is about no request."""
     decision = Decision(
         kind=kind,
-        request=NOBODY,
+        request=NO_REQUEST,
         reason=rule,
         value=value,
         step=state.kv.submitted + 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.events import NO_NUMBER, NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -20,7 +20,7 @@ def test_an_admission_says_what_was_needed_and_what_was_there() -> None:
     [admitted] = decisions(bench, DecisionKind.ADMIT, first)
     assert (admitted.reason, admitted.step, admitted.time_s) == (Rule.FITS, 1, 0.5)
     assert (admitted.blocks_needed, admitted.blocks_free, admitted.budget_left) == (3, 10, 64)
-    assert (admitted.against, admitted.seconds) == (NOBODY, 0.5)
+    assert (admitted.against, admitted.seconds) == (NO_REQUEST, 0.5)
     [admitted] = decisions(bench, DecisionKind.ADMIT, second)
     assert (admitted.blocks_needed, admitted.blocks_free, admitted.budget_left) == (1, 7, 55)
     assert admitted.against == first

@@ -21,7 +21,7 @@ from paceline.core.dial import (
     chosen_setting,
     status_sentences,
 )
-from paceline.core.events import NOBODY, Decision, DecisionKind, Rule
+from paceline.core.events import NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.scheduler.dial.control import ROWS_PART, Range
 from paceline.scheduler.dial.engine_dial import NUM_SLICES, Dial, Window
@@ -328,7 +328,7 @@ def test_every_change_is_on_record() -> None:
     bench.add(prompt(4), max_tokens=2)
     bench.run()
     [dial] = dials(bench)
-    assert (dial.request, dial.reason, dial.value) == (NOBODY, Rule.OPERATOR, 250)
+    assert (dial.request, dial.reason, dial.value) == (NO_REQUEST, Rule.OPERATOR, 250)
     assert dial.detail == "position=0.25 from=1 to=0.25 tokens=8 share=0.4375 rows=8"
     [policy] = [decision for decision in bench.watch.decisions if decision.kind is DecisionKind.POLICY]
     assert (policy.reason, policy.detail) == (Rule.OPERATOR, "shortest ageing_s=3.0")

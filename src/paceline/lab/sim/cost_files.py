@@ -31,7 +31,7 @@ class TimedStep:
 
     work: StepWork
     seconds: float  # by the runner's clock
-    host_s: float | None  # what the host needed before it; None: there was nothing to do, or nobody can tell
+    host_s: float | None  # what the host needed before it; None: there was nothing to do, or it is not known
     wake_s: float | None  # it was the first after nothing to do: from the arrival of who came to its start
 
 

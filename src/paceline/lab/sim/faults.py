@@ -21,7 +21,7 @@ from paceline.lab.workload.model import Workload
 from paceline.scheduler.scheduler import Scheduler
 
 BURST_SIZE = 32
-STALL_FACTORS = (2.0, 50.0)  # a stalled step takes between so many times as long
+STALL_FACTORS = (2.0, 50.0)  # a stalled step takes a multiple between these
 IMPATIENT_S = 2.0  # an abort by time comes within so long after arrival
 BY_TIME_SHARE = 0.25  # of the aborts; the others come at a token of the output
 NEVER = np.iinfo(np.int64).max

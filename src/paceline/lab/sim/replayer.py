@@ -85,8 +85,8 @@ def replay(
 ) -> ReplayReport:
     """Run a log again and compare. `output` takes the log of the replay: the same bytes if nothing differs.
 
-    `policy` is for a run that was given a policy of its own instead of one its config names. `watch` makes somebody
-    who looks on, as far as the replay gets.
+    `policy` is for a run that was given a policy object instead of one its config names. `watch` makes a watcher of the
+    run, as far as the replay gets.
     """
     log.check_decisions()
     replayer = _Replayer(log, policy, watch)
@@ -201,7 +201,7 @@ class _Replayer:
             self._watcher.submitted(plan, decisions, self._state.now_s)
 
     def _begin(self, watch: Watch, logged: LoggedStep) -> None:
-        """Who looks on does so from the run's beginning; where the log does not say, from the first thing in it."""
+        """A watcher begins with the run; where the log does not say when that is, with the first entry in it."""
         times = [logged.t_plan, *(entry[1] for entry in logged.inputs[:1]), self._began_s]
         known = [time_s for time_s in times if isinstance(time_s, int | float) and math.isfinite(time_s)]
         self._clock.advance_to(min(known, default=0.0))
@@ -285,7 +285,7 @@ class _Replayer:
         self._tell()
 
     def _tell(self) -> None:
-        """Events go to whoever looks on; they are taken all the same: they must not pile up."""
+        """Events go to the watcher; without one they are taken all the same, so that they do not pile up."""
         events = self._scheduler.take_events()
         if self._watcher is not None:
             self._watcher.told(events)

@@ -101,7 +101,7 @@ class Replica:
         self._step = self.engine.step_overlapped if self.engine.depth else self.engine.step
 
     def watch(self, watcher: RunWatcher) -> None:
-        """Let somebody look on, from before the first step."""
+        """Attach a watcher before the first step."""
         self._watcher = self.engine.watcher = watcher
 
     def add(self, request: Request, now_s: float) -> None:

@@ -50,7 +50,7 @@ class Wants:
     on_infeasible: str = "try"
 
     def of(self, output_len: int) -> tuple[int | None, ...]:
-        """Deadline, first token and between tokens, of a request of so many tokens."""
+        """Deadline, first token and between tokens, of a request of this length."""
         if self.deadline_s is None:
             return None, self.ttft_slo_ms, self.itl_slo_ms
         start_s, token_s = self.deadline_s

@@ -2,7 +2,7 @@
 
 Owns the device's timeline: a step starts when the host has planned it and the device is free, and ends when
 the cost model says. Knows of each row only how many known tokens it has still to compute and how many tokens
-it may still get. Tokens are all zero, since nobody reads them. It decides nothing.
+it may still get. Tokens are all zero, since they are never read. It decides nothing.
 """
 
 from __future__ import annotations

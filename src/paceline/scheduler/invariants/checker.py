@@ -13,7 +13,7 @@ from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import blocks, fairness, progress, rows_and_requests
 from paceline.scheduler.invariants.half_steps import (
-    NOBODY,
+    NO_REQUEST,
     SEVERAL,
     Blocks,
     BlocksInUse,
@@ -221,7 +221,7 @@ class InvariantChecker:
     def _in_flight(self) -> Sequence[Planned | BlocksInUse]:
         if not self._copying:
             return tuple(self._underway)
-        touched = np.full(self._starts[-1], NOBODY, np.int64)
+        touched = np.full(self._starts[-1], NO_REQUEST, np.int64)
         # Not even its own row may write there until the copy is done.
         touched[np.concatenate(list(self._copying.values()))] = SEVERAL
         return (*self._underway, BlocksInUse(touched))

@@ -26,7 +26,7 @@ from paceline.scheduler.state import Flight, SchedulerState
 
 
 Index = NDArray[np.int64]
-NOBODY, SEVERAL = -1, -2  # instead of a row, in `BlocksInUse.touched`
+NO_REQUEST, SEVERAL = -1, -2  # instead of a row, in `BlocksInUse.touched`
 
 
 @dataclass(slots=True, eq=False)

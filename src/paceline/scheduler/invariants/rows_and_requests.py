@@ -10,7 +10,7 @@ import numpy as np
 from paceline.core.fast import count_set
 from paceline.core.request import NO_ROW, RequestState
 from paceline.scheduler.invariants.half_steps import (
-    NOBODY,
+    NO_REQUEST,
     SAYS,
     SEVERAL,
     Entries,
@@ -244,7 +244,7 @@ def deadlines_have_been_kept(context: CheckContext) -> str | None:
 def remember(frames: Frames) -> None:
     """Note which row of each plan touches which block, for the plans that are made while it runs."""
     writes, starts = frames.writes, frames.block_starts
-    touched = np.full((len(writes.plans), starts[-1]), NOBODY, np.int64)
+    touched = np.full((len(writes.plans), starts[-1]), NO_REQUEST, np.int64)
     flat = touched.reshape(-1)
     for group, start in zip(frames.groups, starts.tolist(), strict=False):
         entries = Entries(group, writes.picture, writes.row)
@@ -265,7 +265,7 @@ def no_block_changes_hands_under_a_step(frames: Frames) -> Findings:
     underway = dict.fromkeys(chain.from_iterable(planned.in_flight for planned in writes.plans))
     if not underway:
         return
-    nobody = np.full(starts[-1], NOBODY, np.int64)
+    nobody = np.full(starts[-1], NO_REQUEST, np.int64)
     touched = np.array([nobody, *(one.touched for one in underway)])
     place = {one: at for at, one in enumerate(underway, start=1)}
     for lag in range(max(len(planned.in_flight) for planned in writes.plans)):
@@ -274,7 +274,7 @@ def no_block_changes_hands_under_a_step(frames: Frames) -> Findings:
         for group, start in zip(frames.groups, starts.tolist(), strict=False):
             for blocks in writes.blocks_of(group, frames.state.kv.block_size):
                 owner = touched[at, start + blocks]
-                for wrong in in_time(writes.step, (owner != NOBODY) & (owner != writes.row)):
+                for wrong in in_time(writes.step, (owner != NO_REQUEST) & (owner != writes.row)):
                     what = f"row {writes.row[wrong]} writes a block that a step under way still uses"
                     yield int(writes.step[wrong]), what
     for step, planned in zip(writes.steps, writes.plans, strict=True):
@@ -282,7 +282,7 @@ def no_block_changes_hands_under_a_step(frames: Frames) -> Findings:
         if not len(copies.row) and not len(swaps.block):
             continue
         fresh = np.concatenate([starts[copies.group] + copies.target, starts[swaps.group] + swaps.block])
-        if any(np.count_nonzero(one.touched[fresh] != NOBODY) for one in planned.in_flight):
+        if any(np.count_nonzero(one.touched[fresh] != NO_REQUEST) for one in planned.in_flight):
             yield step, "a copy goes into a block that a step under way still uses"
 
 

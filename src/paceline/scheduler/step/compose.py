@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.core.events import NOBODY, DecisionKind, Rule
+from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
@@ -222,7 +222,7 @@ class Composer:
                 return
             if not self._admit_in_turn(draft, [request], cap):
                 return
-            computes = state.prefilling.get(draft.passed.get(request.id, NOBODY))
+            computes = state.prefilling.get(draft.passed.get(request.id, NO_REQUEST))
             if computes is not None and computes.row in behind and computes.row not in draft.spans:
                 self._span(
                     draft, computes.row, min(draft.left, cap)
@@ -292,7 +292,7 @@ class Composer:
                 draft.left,
                 state.kv.room(row),
                 state.kv.missing(row, rows.num_known.item(row)),
-                NOBODY,
+                NO_REQUEST,
             )
             state.decide(DecisionKind.CHUNK, request, reason, count, figures)
             return
@@ -342,7 +342,7 @@ class Composer:
         for request in batch:
             if draft.left < 1 and not request.host_places:  # to be copied back takes no token
                 last = next(reversed(draft.spans), None)
-                took = NOBODY if last is None else RequestId(self._state.rows.request_id.item(last))
+                took = NO_REQUEST if last is None else RequestId(self._state.rows.request_id.item(last))
                 self.admission.defer(request, Verdict(NO_BUDGET, compared_with=took), draft)
                 return False
             verdict = self._guarded(draft, request, self.admission.admit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import NOBODY, DecisionKind, Rule
+from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.request import Request, RequestId
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.preemption import estimate, first_in_order, seconds_until
@@ -31,7 +31,7 @@ def stall(
     """
     kv, rows = state.kv, state.rows
     room = [group.free_for(None) - kept for group in kv.groups]
-    served = NOBODY
+    served = NO_REQUEST
     for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
         # In some groups a block may be set aside for it; what slid out of a window is not set aside again.
         own = [row not in copying and int(group.reserved_for[row]) > 0 for group in kv.groups]
@@ -50,7 +50,7 @@ def stall(
 def first_to_gain(state: SchedulerState, victim: Request, needy: set[int]) -> RequestId:
     """The first in order of those who need a block: the victim gives way to it."""
     ordered = state.in_order(np.array(sorted(needy - {victim.row}), np.int64))
-    return RequestId(state.rows.request_id.item(ordered[0])) if len(ordered) else NOBODY
+    return RequestId(state.rows.request_id.item(ordered[0])) if len(ordered) else NO_REQUEST
 
 
 def worth_waiting(state: SchedulerState, victim: Request, needy: set[int], short: int) -> str:
