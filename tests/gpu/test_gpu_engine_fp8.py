@@ -100,7 +100,7 @@ def test_twice_as_many_blocks_fit() -> None:
 
 
 def test_nothing_is_compiled_while_serving() -> None:
-    from paceline.runner.gpu.graphs import late_compilations
+    from paceline.runner.gpu.compile import late_compilations
 
     llm = engine()
     before = len(late_compilations)

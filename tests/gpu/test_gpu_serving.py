@@ -199,7 +199,7 @@ def test_blocks_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
 SERVE = """
 import json, sys
 from paceline import LLM, SamplingParams
-from paceline.runner.gpu.graphs import late_compilations
+from paceline.runner.gpu.compile import late_compilations
 folder, options, prompts, kinds = json.loads(sys.stdin.read())
 llm = LLM(folder, **options)
 for kind in kinds:

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
-from triton import knobs
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
 
 SLOT_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,
@@ -131,56 +125,3 @@ class StepGraphs:
             return False
         graph.replay()
         return True
-
-
-# Compiling all kernels of a model at once, before the first step runs.
-
-
-MAX_THREADS = 16
-
-
-late_compilations: list[str] = []  # kernels that were compiled after everything should have been
-
-
-def watch_compilations() -> None:
-    """From now on log every kernel that is compiled: its step takes a second or more."""
-
-    def compiled(*, repr: str, **_: Any) -> None:
-        late_compilations.append(repr)
-        _logger.warning("a kernel was compiled while serving: %s", repr)
-
-    knobs.runtime.jit_post_compile_hook = compiled
-
-
-class _Loading(ThreadPoolExecutor):
-    """Kernels are loaded where they are compiled: Triton would run a C compiler at the first launch of each."""
-
-    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def compile_and_load() -> Any:
-            kernel = compile_kernel(*args, **kwargs)
-            kernel.run  # noqa: B018 - asking for it makes it
-            return kernel
-
-        return super().submit(compile_and_load)
-
-
-@contextmanager
-def compiling_only() -> Iterator[None]:
-    """Inside, a kernel that is launched is compiled, several at a time, and not run."""
-    knobs.runtime.jit_post_compile_hook = None
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
-    threads = _Loading(
-        min(MAX_THREADS, os.cpu_count() or 1),
-        initializer=torch.cuda.set_device,
-        initargs=(torch.cuda.current_device(),),
-    )
-    try:
-        with threads, AsyncCompileMode(threads):
-            yield
-    finally:
-        JITFunction.run = run

@@ -22,6 +22,7 @@ from paceline.config.engine import EngineConfig
 from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefix
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
@@ -33,12 +34,10 @@ from paceline.runner.gpu.graphs import (
     Key,
     MixedKey,
     StepGraphs,
-    compiling_only,
     decode_keys,
     mixed_key,
     mixed_keys,
     slot_bucket,
-    watch_compilations,
 )
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_plan import Spans

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from paceline.runner.gpu.kernels.narrow_kv import as_factor, split_pairs
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
-from paceline.runner.gpu.kernels.paged_kv import PagedKV, as_factor, read_blocks, split_pairs
+from paceline.runner.gpu.kernels.paged_kv import PagedKV, read_blocks
 
 _LOG2E = 1.4426950408889634
 _QUERY_ROWS = 16  # least number of rows of a matrix instruction

@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.runner.gpu.kernels import BLOCK_SIZE
-from paceline.runner.gpu.kernels.paged_kv import PagedKV, as_factor, read_blocks
+from paceline.runner.gpu.kernels.narrow_kv import as_factor
+from paceline.runner.gpu.kernels.paged_kv import PagedKV, read_blocks
 from paceline.runner.gpu.kernels.prefill_plan import TILE_WIDTH, PrefillPlan
 
 _LOG2E = 1.4426950408889634

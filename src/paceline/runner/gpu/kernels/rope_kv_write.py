@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.narrow_kv import as_stored
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
-from paceline.runner.gpu.kernels.paged_kv import as_stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
