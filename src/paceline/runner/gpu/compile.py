@@ -7,6 +7,7 @@ thus starts in a fraction of the time. Apart from `graphs`, whose sizes are used
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
