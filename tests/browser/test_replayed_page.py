@@ -133,7 +133,7 @@ def test_a_run_that_rests_is_shown_at_rest_and_a_story_stays_whole(viewer: Viewe
         assert view.value("stage.rows.size") == 1
         page.evaluate("() => { paceline.drawer.show(0); }")
         way_is_whole(view)
-        ended_s = view.value("paceline.drawer.told.branches[0].decisions.at(-1).time_s")
+        ended_s = view.value("paceline.drawer.explained.branches[0].decisions.at(-1).time_s")
         play_until(view, ended_s + 62)
         way_is_whole(view)
         assert view.value("stage.past.parts.size") == 1
