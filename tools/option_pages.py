@@ -34,10 +34,10 @@ def commands(group: CommandGroup, path: str = "") -> Iterator[tuple[str, Command
 COMMANDS = dict(commands(PACELINE))
 HEAD = (
     "# Options\n\n"
-    "Made from the declarations in `paceline/config` and of the commands; `make options` makes it again. Numbers may "
-    "be written with k, m or g (thousands), or K, M or G (powers of 1,024); underscores in a flag's name are as good "
-    "as dashes. For `serve`, every flag is also a key of the `--config` file (`port: 9000`) and an environment "
-    "variable (`PACELINE_PORT=9000`); the command line counts first, then the environment, then the file.\n"
+    "Generated from `paceline/config` and the commands by `make options`. Numbers may be written with k, m or g "
+    "(thousands), or K, M or G (powers of 1,024); dashes and underscores in a flag's name are equivalent. For `serve`, "
+    "every flag is also a key of the `--config` file (`port: 9000`) and an environment variable "
+    "(`PACELINE_PORT=9000`); the command line comes first, then the environment, then the file.\n"
 )
 
 
