@@ -237,6 +237,11 @@ class Request:
         return math.inf if wish_ms is None else wish_ms / 1e3
 
     @property
+    def started(self) -> bool:
+        """Whether it has been admitted, though it may wait again."""
+        return self.admitted_s is not None
+
+    @property
     def is_terminal(self) -> bool:
         return self.state in (RequestState.FINISHED, RequestState.REJECTED)
 

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.plan import StepTimes, StepWork
-from paceline.core.request import NO_ROW, Request
+from paceline.core.request import Request
 from paceline.costs.step_speed import StepSpeed
 from paceline.policy import RequestView
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.view_columns import waiting_values, with_one_more
 
 Cost = Callable[[float, float], float]  # seconds of a step, of its decoding rows and its tokens of prompts
 Budget = Callable[[int], int]  # tokens of a step with prompts, of its decoding rows
@@ -271,33 +272,10 @@ def _ahead(state: SchedulerState, request: Request) -> tuple[RequestView, Ints]:
     view = state.queue.view(state.now_s)
     if not len(state.queue):
         return view, np.zeros(0, np.int64)
-    scores = state.policy.order(_with(view, state, request))
+    values = waiting_values(request, int(view.order.max()) + 1, state.known_tenant(request.tenant))
+    if not math.isfinite(request.arrival_s):
+        values["arrival_s"] = state.now_s
+    scores = state.policy.order(with_one_more(view, values))
     before = np.flatnonzero(scores[:-1] <= scores[-1])
     ordered: Ints = before[np.lexsort((view.order[before], scores[before]))]
     return view, ordered
-
-
-def _with(view: RequestView, state: SchedulerState, request: Request) -> RequestView:
-    """The waiting requests and one more behind them."""
-
-    def more(column: Ints, value: int) -> Ints:
-        return np.append(column, value)
-
-    arrival_s = request.arrival_s if math.isfinite(request.arrival_s) else state.now_s
-    return RequestView(
-        now_s=state.now_s,
-        row=more(view.row, NO_ROW),
-        order=more(view.order, int(view.order.max()) + 1),
-        arrival_s=np.append(view.arrival_s, arrival_s),
-        priority=more(view.priority, request.priority),
-        tenant=more(view.tenant, state.known_tenant(request.tenant)),
-        num_prompt=more(view.num_prompt, request.num_prompt),
-        num_tokens=more(view.num_tokens, request.num_tokens),
-        max_total=more(view.max_total, request.max_total),
-        preemptions=more(view.preemptions, 0),
-        deadline_s=np.append(view.deadline_s, request.due_s),
-        first_due_s=np.append(view.first_due_s, request.first_due_s),
-        num_computed=more(view.num_computed, 0),
-        peak_computed=more(view.peak_computed, 0),
-        started=more(view.started, 0),
-    )

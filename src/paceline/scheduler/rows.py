@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +19,22 @@ from paceline.core.request import NO_ROW, Request
 # Row counters are 64 bit: they are used as indices, and numpy is fastest with its own index type.
 Count = NDArray[np.int64]
 Flag = NDArray[np.bool_]
-# The columns of each kind, in the order they lie behind one another.
-COUNTS = (
-    "request_id",
-    "num_prompt",
-    "num_known",
-    "num_tokens",
-    "computed",
-    "scheduled",
-    "max_len",
-    "pad",
-    "pad_left",
-    "order",
-    "priority",
-    "tenant",
-    "preemptions",
-    "peak_computed",
-    "displaced_at",
-)
+# What is counted of each row. `take` gives the first four their values, the others are read off the request that joins.
+_FROM_REQUEST = {
+    "request_id": "id",
+    "num_prompt": "num_prompt",
+    "num_known": "num_tokens",
+    "num_tokens": "num_tokens",
+    "computed": "joined_at",
+    "scheduled": "joined_at",
+    "max_len": "max_total",
+    "priority": "priority",
+    "preemptions": "preemptions",
+    "peak_computed": "peak_computed",
+    "displaced_at": "displaced_at",
+}
+COUNTS = ("order", "tenant", "pad", "pad_left", *_FROM_REQUEST)
+_counts_of = attrgetter(*_FROM_REQUEST.values())
 FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
 
 
@@ -106,24 +105,8 @@ class Rows:
         if request.itl_s != np.inf:
             self.itl_s[row] = request.itl_s
             self.num_itl += 1
-        known = request.num_tokens
-        self._counts[:, row] = (
-            request.id,
-            request.num_prompt,
-            known,
-            known,
-            num_computed,
-            num_computed,
-            request.max_total,
-            0,
-            0,
-            order,
-            request.priority,
-            tenant,
-            request.preemptions,
-            request.peak_computed,
-            request.displaced_at,
-        )
+        request.joined_at = num_computed
+        self._counts[:, row] = (order, tenant, 0, 0, *_counts_of(request))
         self._flags[:, row] = False
         self.live[row] = True
         if request.needs_host:
@@ -132,7 +115,6 @@ class Rows:
         self.requests[row] = request
         self.num_live += 1
         request.row = row
-        request.joined_at = num_computed
         return row
 
     def collect(self, request: Request) -> bool:

@@ -49,6 +49,7 @@ from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.step_sizes import StepSizes
 from paceline.scheduler.tenants import TenantAccounting
+from paceline.scheduler.view_columns import row_view
 from paceline.scheduler.waiting_queue import WaitingQueue, first
 
 # What a request has cost so far, brought up to date when it leaves a row and when it has caught up with
@@ -224,24 +225,7 @@ class SchedulerState:
 
     def row_view(self, rows: NDArray[np.int64]) -> RequestView:
         """Running requests as a policy sees them."""
-        table = self.rows
-        return RequestView(
-            now_s=self.now_s,
-            row=rows,
-            order=table.order[rows],
-            arrival_s=table.arrival_s[rows],
-            priority=table.priority[rows],
-            tenant=table.tenant[rows],
-            num_prompt=table.num_prompt[rows],
-            num_tokens=table.num_tokens[rows],
-            max_total=table.max_len[rows],
-            preemptions=table.preemptions[rows],
-            deadline_s=table.deadline_s[rows],
-            first_due_s=table.first_due_s[rows],
-            num_computed=(computed := table.computed[rows]),
-            peak_computed=np.maximum(table.peak_computed[rows], computed),
-            started=np.ones(len(rows), np.int64),
-        )
+        return row_view(self.rows, rows, self.now_s)
 
     def in_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """`rows` with the one that goes first in front."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import LogprobEvent, TokenEvents
-from paceline.core.fast import all_set, any_set, count_set, has_byte
+from paceline.core.fast import all_set, any_set, count_set, has_either
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler import steering
@@ -83,7 +83,7 @@ def _deliver(
                 state.dial.first_token(state.now_s - request.arrival_s)
     if state.dial.watches:
         steering.delivered(state, flight, at, place)
-    if flight.at_length or has_byte(finished, STOPPED) or has_byte(finished, AT_LENGTH):
+    if flight.at_length or has_either(finished, STOPPED, AT_LENGTH):
         stopped = finished == STOPPED
         ended = after >= rows.max_len[at]
         ended |= stopped

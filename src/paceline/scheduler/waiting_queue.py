@@ -7,19 +7,17 @@ arrival is kept in `order`: a preempted request comes back with the number it ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, KeysView
-from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.core.request import Request, RequestId
 from paceline.errors import ConfigError
 from paceline.policy import RequestView
+from paceline.scheduler.view_columns import COUNTS, TIMES, counts_of, part_of, times_of
 
-# The counts of a request: order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, row, num_computed,
-# peak_computed, started. Its times: arrival, deadline.
-NUM_COUNTS, PRIORITY, TENANT = 11, 1, 2
-NUM_TIMES, DEADLINE, FIRST_DUE = 3, 1, 2
+PRIORITY, TENANT, DEADLINE = COUNTS.index("priority"), COUNTS.index("tenant"), TIMES.index("deadline_s")
 
 
 class WaitingQueue:
@@ -29,13 +27,14 @@ class WaitingQueue:
         self._requests: list[Request] = []
         self._place: dict[RequestId, int] = {}
         # One line per request: requests come and go far more often than a policy looks at a whole column.
-        self._counts: NDArray[np.int64] = np.zeros((64, NUM_COUNTS), np.int64)
-        self._times: NDArray[np.float64] = np.zeros((64, NUM_TIMES), np.float64)
+        self._counts: NDArray[np.int64] = np.zeros((64, len(COUNTS)), np.int64)
+        self._times: NDArray[np.float64] = np.zeros((64, len(TIMES)), np.float64)
         self.num_tokens = 0
-        self.tenants: dict[int, int] = {}  # how many requests of each wait; nobody has none
-        self._last_tenant: int | None = None  # who was the last to have nothing waiting any more
-        self._columns: tuple[NDArray[np.int64], ...] | None = None  # of the last view, while they still hold
-        self._view: RequestView | None = None  # the same, while it still holds
+        self.tenants: dict[int, int] = {}  # waiting requests by tenant; one without any is not listed
+        self._last_tenant: int | None = None  # the last whose queue became empty
+        # Columns of the last view by name, and that view, for as long as they hold.
+        self._columns: dict[str, Any] | None = None
+        self._view: RequestView | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -61,23 +60,9 @@ class WaitingQueue:
         self._requests.append(request)
         self.tenants[tenant] = self.tenants.get(tenant, 0) + 1
         self._place[request.id] = place
-        num_tokens = request.num_tokens
-        numbers = (
-            order,
-            request.priority,
-            tenant,
-            request.num_prompt,
-            num_tokens,
-            request.max_total,
-            request.preemptions,
-            NO_ROW,
-            request.num_computed,
-            request.peak_computed,
-            request.admitted_s is not None,
-        )
-        self._counts[place] = numbers
-        self._times[place] = (request.arrival_s, request.due_s, request.first_due_s)
-        self.num_tokens += num_tokens
+        self._counts[place] = counts_of(request, order, tenant)
+        self._times[place] = times_of(request)
+        self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
@@ -100,7 +85,7 @@ class WaitingQueue:
         self.num_tokens -= request.num_tokens
 
     def backlog(self, beside: Collection[int]) -> Collection[int]:
-        """The tenants that wait beside some; the last that did when nobody does."""
+        """The tenants that wait besides some; if there are none, the last one that did."""
         last = () if self._last_tenant is None else (self._last_tenant,)
         return self.tenants.keys() - beside or set(last).difference(beside)
 
@@ -113,42 +98,18 @@ class WaitingQueue:
     def view(self, now_s: float) -> RequestView:
         if self._view is not None and self._view.now_s == now_s:
             return self._view
-        count = len(self._requests)
         if self._columns is None:
-            counts = self._counts[:count].T
-            counts.flags.writeable = False
-            self._columns = tuple(counts)
-        times = self._times[:count]
-        times.flags.writeable = False
-        order, priority, tenant, num_prompt, num_tokens, max_total, preemptions, *rest = self._columns
-        row, num_computed, peak_computed, started = rest
-        self._view = RequestView(
-            now_s=now_s,
-            row=row,
-            order=order,
-            arrival_s=times[:, 0],
-            priority=priority,
-            tenant=tenant,
-            num_prompt=num_prompt,
-            num_tokens=num_tokens,
-            max_total=max_total,
-            preemptions=preemptions,
-            deadline_s=times[:, DEADLINE],
-            first_due_s=times[:, FIRST_DUE],
-            num_computed=num_computed,
-            peak_computed=peak_computed,
-            started=started,
-        )
+            count = len(self._requests)
+            counts, times = self._counts[:count].T, self._times[:count].T
+            counts.flags.writeable = times.flags.writeable = False
+            self._columns = dict(zip((*COUNTS, *TIMES), (*counts, *times), strict=True))
+        self._view = RequestView(now_s=now_s, **self._columns)
         return self._view
 
     def view_of(self, request: Request, now_s: float) -> RequestView:
         """One of them alone."""
-        view, place = self.view(now_s), self._place[request.id]
-        columns = {name: getattr(view, name)[place : place + 1] for name in _COLUMNS}
-        return RequestView(now_s=now_s, **columns)
-
-
-_COLUMNS = [spec.name for spec in fields(RequestView) if spec.name != "now_s"]
+        place = self._place[request.id]
+        return part_of(self.view(now_s), slice(place, place + 1))
 
 
 def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:

@@ -12,6 +12,7 @@ from paceline.scheduler.invariants.registry import CONTINUOUS_ONLY, PLANNED, Che
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.step.admission import PASSABLE
 from paceline.scheduler.step.preemption import first_in_order
+from paceline.scheduler.view_columns import view_of_requests, waiting_values
 from paceline.scheduler.waiting_queue import first
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
@@ -196,25 +197,15 @@ def _view_of(context: CheckContext, requests: list[Request], *, as_waited: bool 
     """Requests as a policy sees them, with the place in the order of arrival they came with. `as_waited`: before they
     were admitted, with nothing found in the prefix cache."""
     state = context.scheduler.state
-    computed = [_computed(state.rows, request, as_waited) for request in requests]
-    arrived = [context.arrived[request.id] for request in requests]
-    return RequestView(
-        now_s=state.now_s,
-        row=np.array([request.row for request in requests], np.int64),
-        order=np.array([order for _, order in arrived], np.int64),
-        arrival_s=np.array([arrival_s for arrival_s, _ in arrived]),
-        priority=np.array([request.priority for request in requests], np.int64),
-        tenant=np.array([state.tenant_index(request.tenant) for request in requests], np.int64),
-        num_prompt=np.array([request.num_prompt for request in requests], np.int64),
-        num_tokens=np.array([_num_tokens(state.rows, request) for request in requests], np.int64),
-        max_total=np.array([request.max_total for request in requests]),
-        preemptions=np.array([request.preemptions for request in requests], np.int64),
-        deadline_s=np.array([request.due_s for request in requests], np.float64),
-        first_due_s=np.array([request.first_due_s for request in requests], np.float64),
-        num_computed=np.array(computed, np.int64),
-        peak_computed=np.maximum([request.peak_computed for request in requests], computed).astype(np.int64),
-        started=np.array([request.admitted_s is not None for request in requests], np.int64),
-    )
+    seen = []
+    for request in requests:
+        arrival_s, order = context.arrived[request.id]
+        values = waiting_values(request, order, state.tenant_index(request.tenant))
+        computed = _computed(state.rows, request, as_waited)
+        values |= {"arrival_s": arrival_s, "num_tokens": _num_tokens(state.rows, request)}
+        values |= {"num_computed": computed, "peak_computed": max(request.peak_computed, computed)}
+        seen.append(values)
+    return view_of_requests(seen, state.now_s)
 
 
 def _computed(rows: Rows, request: Request, as_waited: bool) -> int:

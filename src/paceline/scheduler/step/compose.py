@@ -33,7 +33,7 @@ class Composer:
         self.admission = Admission(state)
         self.displacement = Displacement(state, self.admission)
         self.pace = make_pace(state.config)
-        self.last_draft = StepDraft(budget=0, left=0)  # of the last `compose`, for checks
+        self.last_draft = StepDraft(budget=0)  # of the last `compose`, for checks
         self._last_mask = NO_MASK  # plain decode rows of the last plan
         self._last_context = 0  # tokens of KV they read
         self._full = False  # all rows were taken while a request waited, and that is recorded
@@ -41,7 +41,7 @@ class Composer:
     def compose(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
-        draft = self.last_draft = StepDraft(budget=state.most_decoding, left=state.most_decoding)
+        draft = self.last_draft = StepDraft(state.most_decoding)
         self._promote()
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
