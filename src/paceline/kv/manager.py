@@ -1,8 +1,29 @@
 """The KV cache of all rows: match, adopt, extend, publish, share, copy on write, swap, release.
 
 One manager owns the layer groups and everything that changes their tables, and notes each change in `delta`
-for the next plan. References that steps in flight may still use are given back only when those steps have
-completed (fences). Integers only: it never sees a token or a request object, and reads no clock.
+for the next plan. Integers only: it never sees a token or a request object, and reads no clock.
+
+A block table, with blocks of 4 tokens. Row 1 was forked from row 0 after 6 tokens:
+
+    row 0   tokens  a b c d | e f g .        table  [ 3, 7 ]
+    row 1   tokens  a b c d | e f x .        table  [ 3, 9 ]
+
+    block 3   a b c d   refs 2   full, shared for good
+    block 7   e f g .   refs 1   part-filled; refs was 2 until row 1 wrote x: it copied the block to 9 first
+    block 9   e f x .   refs 1   (copy on write)
+    block 0                      null block: takes writes that are never read
+
+Fences. A row that is released while steps are in flight may still be read by them; its references go back only when
+the last step submitted by then has completed. Three steps in flight, row 0 released after plan 7:
+
+    submitted = 7, completed = 4     in flight: 5, 6, 7
+    release(row 0)                   Fence(seq=7, blocks of row 0)
+    complete(5), settle()            7 > 5: the blocks stay taken
+    complete(7), settle()            7 <= 7: one reference less each; at 0 a block is free, or evictable if cached
+
+`settle` is called once at the end of whatever lets go of blocks: an update, a preemption, a request that fails while a
+step is composed, an input that ends requests. All blocks of one such move are freed in one sweep, because their order
+on the free list is part of what a replay repeats.
 """
 
 from __future__ import annotations

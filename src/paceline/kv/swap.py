@@ -2,6 +2,7 @@
 
 A copy is asynchronous: the blocks and places it touches stay taken until its ticket comes back, whatever happens
 to the request in between. Blocks are given back on completion, never on issue.
+Decision: docs/decisions/0020-preemption.md.
 """
 
 from __future__ import annotations

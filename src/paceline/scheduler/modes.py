@@ -3,6 +3,7 @@
 `continuous` admits whenever there is room and lets each row leave at once. `dynamic` and `static` are
 request-level batching as it was before: a batch is formed while nothing runs, padded to its longest prompt, its
 KV reserved for the padded rectangle, and all its rows leave together. The scheduler has no other notion of modes.
+Decision: docs/decisions/0004-modes-are-request-level.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """After a failed step, and for a runner that starts anew: plans that stand on nothing before them.
 
-What a failed step left on the device is not to be trusted: every row gives way and computes again, cached
-prefixes are forgotten, and copies to the host that may not have happened are forgotten with them.
+What a failed step left on the device is not to be trusted: every row is preempted and computes again, cached
+prefixes are forgotten, and so are copies to the host that may not have happened.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Only questions: nothing here changes the scheduler's state, so that who asks what would become of a request and who
 sends it are told the same. What to do with the answer is the business of `scheduler`.
+Decision: docs/decisions/0023-honest-admission.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,24 @@
 
 A running request owns a row. One step of plain decode is a handful of operations over whole columns, whatever
 the number of rows. A freed row is handed out again only when every step submitted before has completed, and its
-generation is raised, so that a late result finds nobody.
+generation is raised, so that a late result is dropped instead of reaching the row's next owner. The counters of a row
+are always in this order (invariant S9):
+
+    computed <= scheduled          what results have confirmed; what plans have asked for
+    computed <= num_tokens         prompt and delivered output
+    num_known <= num_tokens <= max_len
+
+    position   0         8         12   14                     20
+               |---------|----------|----|----------------------|
+               prompt ................... output ............... max_len
+                         ^computed  ^scheduled
+                                         ^num_known (prefilling)
+
+    prefilling: scheduled < num_known     a plan schedules a span of known tokens
+    decoding:   scheduled >= num_known    each plan schedules one token; with steps in flight `scheduled` runs ahead of
+                                          num_tokens, and results bring computed and num_tokens after it
+
+Decision: docs/decisions/0001-rows-as-columns.md.
 """
 
 from __future__ import annotations
@@ -39,7 +56,7 @@ FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserv
 
 
 class Rows:
-    """Columns of all rows. `scheduled` counts what has been scheduled, `computed` what is known to be done."""
+    """Columns of all rows."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
@@ -156,7 +173,7 @@ class Rows:
         self.num_reserved += 1
 
     def share(self, rows: list[int]) -> None:
-        """The rows may write into a block that others read, until somebody finds that they do not."""
+        """The rows may write into a block that others read, until a check finds that they do not."""
         self.sharing[rows] = True
         self.any_sharing = True
 

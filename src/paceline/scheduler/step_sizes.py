@@ -5,6 +5,7 @@ measured at the start gives the shape, what steps took gives one factor. The siz
 stay between what they should take and about three times that; beyond, the size is the one that keeps the bound.
 Learns from the times the runner tells, which the run log has, and from the scheduler's time, so that a replay learns
 the same. It never looks at a clock.
+Decision: docs/decisions/0031-a-busy-machine.md.
 """
 
 from __future__ import annotations

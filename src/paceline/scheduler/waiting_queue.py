@@ -2,6 +2,7 @@
 
 Owns nothing but places in the queue; a request that waits has no row and no blocks on the device. Order of
 arrival is kept in `order`: a preempted request comes back with the number it had.
+Decision: docs/decisions/0002-one-queue.md.
 """
 
 from __future__ import annotations

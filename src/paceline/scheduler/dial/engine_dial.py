@@ -3,6 +3,7 @@
 Told of every delivery of tokens while it is on, and asked once a step whether it is time to move. Knows times only as
 numbers it is given: the engine's clock, so that a replay sees and moves the same. Who puts a move on record, and who
 keeps the limits, is the business of `steer` and of those that compose steps.
+Decision: docs/decisions/0024-the-dial.md.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A step's seconds follow from its size, the context its rows read and how far its prompts are; the table of these is
 part of the config. Steps that have run correct it: what the runner says they took is in the run log, so that a replay
 learns the same. Asked once a step, it does a fixed number of operations. It never looks at a clock.
+Decision: docs/decisions/0016-steps-keep-a-pace.md.
 """
 
 from __future__ import annotations

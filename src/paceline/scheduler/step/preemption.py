@@ -3,6 +3,7 @@
 Spot work goes first, then the last in order, the first in order never does, and a request that has given way
 `max_preemptions` times is reserved its full length and left alone from then on. A victim's KV is recomputed
 later, or swapped to host places when these are configured and free, whichever is cheaper unless the config says one.
+Decision: docs/decisions/0020-preemption.md.
 """
 
 from __future__ import annotations
