@@ -270,7 +270,7 @@ class SchedulerConfig:
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
     watermark: float = option(
-        0.01, "share of KV blocks kept free when admitting requests", low=0.0, high=0.9, panel="Tuning"
+        0.01, "keep this share of KV blocks free when admitting", low=0.0, high=0.9, panel="Tuning"
     )
     preemption: str = option(
         "auto",
