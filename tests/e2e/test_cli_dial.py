@@ -101,7 +101,7 @@ def test_mistakes_are_told_by_name(server: ClientServer, tmp_path: Path) -> None
         (("dial", "0.5", "--off"), "give one of VALUE, --itl-p99-ms, --ttft-p99-ms and --off"),
         (("dial", "3"), "VALUE must be at most 1.0"),
         (("policy", "--ageing-s", "3"), "name the policy whose options are to change"),
-        (("policy", "sideways"), "the server answered 400: policy must be one of fcfs, priority, fair"),
+        (("policy", "sideways"), "the server answered 400: policy must be one of fcfs, deadline, fair"),
         (("policy", "fair", "--ageing-s", "-1"), "the server answered 400: --ageing-s must be at least"),
     ):
         done = steer(server, *arguments, cache=tmp_path)
