@@ -37,9 +37,9 @@ from benchmarks.harness import (
     streamed,
     table,
 )
+from paceline.core.events import Forecast
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.model import Workload
-from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
 
 bench = Benchmark(__doc__)

@@ -17,7 +17,6 @@ import socket
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.channel import Channel
-from paceline.process.client import BranchNews, Ending, EngineState, EngineStats, Prospect
+from paceline.process.client import BranchUpdate
 from paceline.process.outbox import Outbox
 from paceline.process.streams import Stream
 from paceline.process.supervisor import Link
@@ -41,8 +40,8 @@ from paceline.server.api.routes import routes
 from paceline.server.call import Call, Events
 from paceline.server.generate.service import ServedModel, Service
 from paceline.text.tokenizer import Tokenizer
+from tests.fake_engine import IdleClient, IdleStream, engine_info, finished
 from tests.pure.text.text_helpers import tokenizer as small_tokenizer
-from tests.serve_fake import INFO
 
 bench = Benchmark(__doc__)
 
@@ -58,13 +57,13 @@ async def token_costs(rows: int, steps: int) -> Found:
     client = AsyncEngine(config)
 
     def on_frame(frame: frames.FromEngine) -> None:
-        assert isinstance(frame, frames.News)
-        client.take(frame)
+        assert isinstance(frame, frames.Update)
+        client.on_update(frame)
 
     link = Link(1, config.max_frame_bytes, client.rejects, on_frame)
     await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
     client.attach(link)
-    client.ready(INFO)
+    client.ready(engine_info())
     sampling = SamplingParams(max_tokens=steps)
     streams = [client.submit([1], sampling, tenant="a") for _ in range(rows)]
     readers = [asyncio.create_task(_read(stream, steps)) for stream in streams]
@@ -101,8 +100,8 @@ async def token_costs(rows: int, steps: int) -> Found:
 
 async def _read(stream: Stream, count: int) -> None:
     while count > 0:
-        for news in await stream.take():
-            count -= len(news.tokens)
+        for update in await stream.take():
+            count -= len(update.tokens)
 
 
 def column_costs(rows: int) -> Found:
@@ -111,8 +110,8 @@ def column_costs(rows: int) -> Found:
     decode_lists = msgspec.msgpack.Decoder(tuple[float, list[int], list[int]]).decode
 
     def as_bytes() -> None:
-        frame = frames.decode_from_engine(frames.encode(frames.News(1.0, ids.tobytes(), tokens.tobytes())))
-        assert isinstance(frame, frames.News)
+        frame = frames.decode_from_engine(frames.encode(frames.Update(1.0, ids.tobytes(), tokens.tobytes())))
+        assert isinstance(frame, frames.Update)
         np.frombuffer(frame.branches, frames.ID).tolist()
         np.frombuffer(frame.tokens, frames.TOKEN).tolist()
 
@@ -155,55 +154,31 @@ KINDS: dict[str, tuple[str, Found]] = {
 }
 
 
-class ReadyStream:
+class ReadyStream(IdleStream):
     """Updates that are there before they are requested, a token at a time."""
 
-    prospect: Prospect | None = None
-
     def __init__(self, tokens: Sequence[int], prompt: int, sampling: SamplingParams) -> None:
-        self._news = [BranchNews(branch=0, tokens=[token], time_s=1.0) for token in tokens]
+        self._updates = [BranchUpdate(branch=0, tokens=[token], time_s=1.0) for token in tokens]
         if sampling.logprobs is not None:
-            for index, news in enumerate(self._news):
-                news.logprobs = [_logprobs(prompt + index, news.tokens[0], sampling.logprobs)]
-        self._news[-1].ending = Ending(
-            reason="length",
-            detail="",
-            num_prompt=prompt,
-            num_output=len(tokens),
-            num_cached=0,
-            preemptions=0,
-            queue_s=0.0,
-            time_s=1.0,
-        )
+            for index, update in enumerate(self._updates):
+                update.logprobs = [_logprobs(prompt + index, update.tokens[0], sampling.logprobs)]
+        self._updates[-1].ending = finished(1, "length", len(tokens), num_prompt=prompt)
         self._next = 0
 
-    async def take(self) -> list[BranchNews]:
+    async def take(self) -> list[BranchUpdate]:
         self._next += 1
-        return [self._news[self._next - 1]]
-
-    def finish_at(self, branch: int, num_output: int) -> None:
-        raise AssertionError("no stop string is in the text")
-
-    def close(self) -> None:
-        pass
+        return [self._updates[self._next - 1]]
 
 
-class ReadyClient:
+class ReadyClient(IdleClient):
     """An engine that answers every request with the same tokens."""
-
-    state = EngineState.READY
-    stats = EngineStats()
-    heartbeat_age_s = 0.0
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         self._tokens = tokens
-        self.info = replace(INFO, vocab_size=vocab_size, max_model_len=1 << 20, max_num_seqs=256)
+        self.info = engine_info(vocab_size=vocab_size, max_model_len=1 << 20, max_num_seqs=256)
 
     def submit(self, tokens: Sequence[int], sampling: SamplingParams, **_: Any) -> ReadyStream:
         return ReadyStream(self._tokens, len(tokens), sampling)
-
-    async def ask(self, tokens: Sequence[int], sampling: SamplingParams, **_: Any) -> Prospect:
-        raise AssertionError("no forecast is requested")
 
 
 @bench.part(

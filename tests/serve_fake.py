@@ -11,21 +11,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 import uvloop
 
 from paceline.config.server import ServerConfig
-from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, Urgency
-from paceline.process.client import (
-    EngineInfo,
-    EngineState,
-    EngineStats,
-    EngineStream,
-    EngineUnavailable,
-    Prospect,
-)
+from paceline.process.client import EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.keys_file import read_keys
 from paceline.server.api.frames import openai_error_frame
 from paceline.server.api.route import Route
@@ -34,58 +25,21 @@ from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.http.listener import Listener, bind_tcp
 from paceline.server.lifecycle import Server
 from paceline.server.logs import set_up_logs
-
-INFO = EngineInfo(
-    vocab_size=100,
-    max_model_len=64,
-    block_size=16,
-    num_blocks=8,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_num_prompt_tokens=0,
-    device="none",
-    dtype="none",
-    kv_dtype="none",
-    weight_bytes=0,
-    kv_bytes=0,
-    load_s=0.0,
-)
+from tests.fake_engine import IdleClient, engine_info
 
 
-class FakeClient:
+class FakeClient(IdleClient):
     """An engine that is only looked at."""
 
     def __init__(self) -> None:
         self.state = EngineState.STARTING
         self.stats = EngineStats(running=2, blocks_used=3, blocks_total=8)
-        self.heartbeat_age_s = 0.1
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:  # type: ignore[override]
         if self.state is EngineState.STARTING:
             raise EngineUnavailable("loading", code="starting")
-        return INFO
-
-    def submit(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        tenant: str,
-        urgency: Urgency = PLAIN,
-        timeout_s: float | None = None,
-    ) -> EngineStream:
-        raise NotImplementedError
-
-    async def ask(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        tenant: str,
-        urgency: Urgency = PLAIN,
-    ) -> Prospect:
-        raise NotImplementedError
+        return engine_info()
 
 
 class FakeEngine:

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from paceline.config.server import ObserveConfig, ServerConfig
+from paceline.core.counters import Counters
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
-from paceline.process.client import EngineInfo, EngineState, EngineStats
+from paceline.process.client import EngineState, EngineStats
 from paceline.server.access.auth import Keyring
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches
@@ -23,6 +24,7 @@ from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.record import RequestRecord
 from paceline.server.metrics.tracing import SpanCounts, Tracing
 from paceline.server.open_api import admission_gauges
+from tests.fake_engine import engine_info
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 MODEL = "a-model"
@@ -56,20 +58,8 @@ class DescribedEngine:
     heartbeat_age_s = 0.1
 
     def __init__(self) -> None:
-        self.info = EngineInfo(
-            vocab_size=100,
-            max_model_len=64,
-            block_size=16,
-            num_blocks=8,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            max_num_prompt_tokens=0,
+        self.info = engine_info(
             device="NVIDIA H200",
-            dtype="bfloat16",
-            kv_dtype="bfloat16",
-            weight_bytes=1,
-            kv_bytes=1,
-            load_s=0.0,
             work=ModelWork(
                 token_flops=2e9, product_flops=1e3, logit_flops=1e6, kv_token_bytes=1e3, step_bytes=1e9
             ),
@@ -82,8 +72,7 @@ class DescribedEngine:
             running=3,
             steps=10,
             busy_s=0.5,
-            computed_tokens=100,
-            occupied_rows=20,
+            counters=Counters(computed_tokens=100, occupied_rows=20),
             fairness_gap=1.0,
             next_place_s=1.0,
             dial=DialStatus(),

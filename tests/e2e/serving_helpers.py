@@ -13,9 +13,10 @@ from typing import Any
 
 from paceline.config.engine import ModelConfig
 from paceline.config.process import ProcessConfig
+from paceline.core.events import Finished
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.process.client import Ending, EngineState, EngineStream
+from paceline.process.client import EngineState, EngineStream
 from paceline.process.supervisor import EngineProcess
 
 TIMEOUT_S = 60
@@ -57,7 +58,7 @@ class Read:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
-    ending: Ending | None = None
+    ending: Finished | None = None
 
 
 async def read(stream: EngineStream, num_branches: int = 1) -> list[Read]:
@@ -80,7 +81,7 @@ async def ask(
     """The whole answer to a prompt, which must come to a good end."""
     stream = engine.client.submit(tokens, sampling, tenant="test")
     (branch,) = await read(stream)
-    assert branch.ending is not None and branch.ending.reason in ("stop", "length"), branch.ending
+    assert branch.ending is not None and branch.ending.reason.value in ("stop", "length"), branch.ending
     return branch.tokens
 
 

@@ -16,6 +16,8 @@ import pytest
 import uvloop
 
 from paceline import LLM
+from paceline.core.events import LogprobEvent
+from paceline.core.request import RequestId
 from paceline.errors import InvalidRequest, NeverFits
 from paceline.process import frames
 from paceline.process.channel import make_header
@@ -34,7 +36,9 @@ from tests.e2e.serving_helpers import (
     running,
     until,
 )
+from tests.fake_engine import finished
 from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
+from tests.pure.serving.test_serving_frames import LOGPROBS
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -124,7 +128,7 @@ def test_an_ending_says_how_the_request_went(engine: EngineProcess, run: Run) ->
         (other,) = await read(engine.client.submit(prompt, GREEDY, tenant="other"))
         for ending, num_cached in ((branch.ending, 32), (other.ending, 0)):  # tenants share nothing
             assert ending is not None
-            assert (ending.reason, ending.detail, ending.num_prompt) == ("length", "", 40)
+            assert (ending.reason.value, ending.detail, ending.num_prompt) == ("length", "", 40)
             assert (ending.num_output, ending.num_cached, ending.preemptions) == (24, num_cached, 0)
             assert 0 <= ending.queue_s < 5 and abs(ending.time_s - time.monotonic()) < 5
 
@@ -198,8 +202,8 @@ def test_a_stop_found_outside_ends_a_branch_there(engine: EngineProcess, run: Ru
         stream.finish_at(1, 5)
         branches = await read(stream, 2)
         endings = [branch.ending for branch in branches]
-        assert endings[0] is not None and (endings[0].reason, endings[0].num_output) == ("length", 200)
-        assert endings[1] is not None and (endings[1].reason, endings[1].num_output) == ("stop", 5)
+        assert endings[0] is not None and (endings[0].reason.value, endings[0].num_output) == ("length", 200)
+        assert endings[1] is not None and (endings[1].reason.value, endings[1].num_output) == ("stop", 5)
         stream.finish_at(0, 3)  # too late: nothing happens
 
     run(test())
@@ -211,7 +215,7 @@ def test_a_deadline_ends_a_request(engine: EngineProcess, run: Run, fault: Path)
         (branch,) = await read(engine.client.submit(PROMPT, LONG, tenant="a", timeout_s=0.3))
         fault.write_text("")
         assert branch.ending is not None
-        assert (branch.ending.reason, branch.ending.detail) == ("abort", "deadline")
+        assert (branch.ending.reason.value, branch.ending.detail) == ("abort", "deadline")
         assert 0 < len(branch.tokens) < 50
 
     run(test())
@@ -230,12 +234,12 @@ def test_a_slow_reader_finds_everything_in_one_piece(engine: EngineProcess, run:
 def test_e1_a_step_that_fails_once_is_noticed_by_nobody(engine: EngineProcess, run: Run, fault: Path) -> None:
     async def test() -> None:
         expected = await ask(engine)
-        failed = engine.client.stats.failed_steps
+        failed = engine.client.stats.counters.failed_steps
         stream = engine.client.submit(PROMPT, GREEDY, tenant="a")
         fault.write_text("raise 1")
         assert (await read(stream))[0].tokens == expected
         engine.client.ping()
-        await until(lambda: engine.client.stats.failed_steps == failed + 1)
+        await until(lambda: engine.client.stats.counters.failed_steps == failed + 1)
 
     run(test())
 
@@ -269,7 +273,7 @@ def test_e10_frames_that_make_no_sense_are_counted_by_the_engine(engine: EngineP
         link = engine._life.link
         assert link._transport is not None
         link.send(b"\xff no msgpack")
-        link.send(frames.encode(frames.News(1.0)))  # of the other direction
+        link.send(frames.encode(frames.Update(1.0)))  # of the other direction
         link.send(b"")
         link._transport.write(make_header(bytes(5 << 20), link._incarnation) + bytes(5 << 20))
         link._transport.write(make_header(b"x", link._incarnation + 1) + b"x")
@@ -295,26 +299,26 @@ def test_e10_frames_that_make_no_sense_are_counted_by_the_client(engine: EngineP
         assert engine._life is not None
         link = engine._life.link
         before, unknown = client.rejects.total, client.rejects.unknown_branch
-        ending = frames.BranchEnding(10**9, "stop", "", 1.0, 1, 1, 0, 0, 0.0)
-        odd = frames.News(
+        ending = finished(10**9)
+        odd = frames.Update(
             1.0,
             (10**9).to_bytes(8, "little"),
             bytes(4),
-            [frames.BranchLogprobs(10**9, 0, 0, 0.0, 1, (), ())],
+            [LogprobEvent(request=RequestId(10**9), logprobs=LOGPROBS)],
             [ending, ending],
-            [frames.Refusal(10**9, "?", "?", None)],
+            [frames.Rejected(10**9, "?", "?", None)],
         )
         payloads = [
             b"\xff",
             frames.encode(frames.Ping()),
-            frames.encode(frames.News(1.0, bytes(16), bytes(4))),
+            frames.encode(frames.Update(1.0, bytes(16), bytes(4))),
             frames.encode(odd),
         ]
         # Between two reads of the loop nothing of the engine's own is cut in half here: data comes in whole frames.
         await until(lambda: not link._reader._buffer)
         for payload in payloads:
             link.data_received(make_header(payload, link._incarnation) + payload)
-        stale = frames.encode(frames.News(1.0, stream.first.to_bytes(8, "little"), bytes(4)))
+        stale = frames.encode(frames.Update(1.0, stream.first.to_bytes(8, "little"), bytes(4)))
         link.data_received(make_header(stale, link._incarnation - 1) + stale)
         assert client.rejects.total == before + 4
         assert client.rejects.unknown_branch == unknown + 5

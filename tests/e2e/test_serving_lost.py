@@ -110,7 +110,7 @@ def test_e2_an_engine_that_fails_again_and_again_answers_everybody_and_is_replac
             fault.write_text("raise 3")
             for stream in streams:
                 (branch,) = await read(stream)
-                assert branch.ending is not None and branch.ending.reason == "error"
+                assert branch.ending is not None and branch.ending.reason.value == "error"
                 assert branch.ending.detail in ("engine_failed", "internal_error")
             await until(lambda: engine.pid not in (pid, None))
             await is_clean(engine)
@@ -206,7 +206,7 @@ def test_e9_the_end_of_the_channel_ends_the_engine(folder: Path) -> None:
         _say(child.sock, configure)
         _hear(child.sock, frames.Ready)
         _say(child.sock, frames.Add(1, bytes(16), frames.Sampling.of(LONG), "a", 0, time.monotonic(), None))
-        _hear(child.sock, frames.News)
+        _hear(child.sock, frames.Update)
         child.sock.close()
         _wait_for_end(child.pid, 2.0)
         exit_code = child._process.wait(2.0)  # threads may take a moment longer

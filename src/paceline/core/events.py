@@ -7,7 +7,7 @@ request that comes or goes inside a step, and a tuple costs less than half of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -59,6 +59,28 @@ class StepEvents(NamedTuple):
     tokens: tuple[TokenEvents, ...] = ()
     logprobs: tuple[LogprobEvent, ...] = ()
     finished: tuple[Finished, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """When a request is expected to have its first and last token, in seconds from now on."""
+
+    first_token_s: float
+    finish_s: float
+    ahead: int  # requests that wait and go before it
+    waited_s: float  # since its arrival
+    soonest_first_s: float  # if it went first
+    soonest_finish_s: float
+    alone_first_s: float  # if no other request were here
+    alone_finish_s: float
+    between_s: float  # two of its tokens, if no other request were here
+    num_cached: int  # tokens of its prompt that are in the cache now
+    num_output: float  # tokens it is expected to generate
+
+    def since_arrival(self) -> Forecast:
+        """The same, with its first and last token counted from the arrival of the request."""
+        first_s, finish_s = self.waited_s + self.first_token_s, self.waited_s + self.finish_s
+        return replace(self, first_token_s=first_s, finish_s=finish_s)
 
 
 class DecisionKind(StrEnum):

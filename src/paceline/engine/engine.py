@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.audit.ring import DecisionRing
 from paceline.core.clock import Clock
-from paceline.core.events import Decision, StepEvents
+from paceline.core.events import Decision, Forecast, StepEvents
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
@@ -33,7 +33,6 @@ from paceline.core.request import (
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import PLAIN, Urgency
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
-from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.scheduler import Scheduler
 
 OnForecast = Callable[[RequestId, Forecast | None], object]

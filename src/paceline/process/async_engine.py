@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.config.process import ProcessConfig
 from paceline.core.dial import DialSetting
+from paceline.core.events import Finished, Forecast, LogprobEvent
 from paceline.core.request import Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import PLAIN, Urgency
@@ -25,20 +26,18 @@ from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
 from paceline.process.client import (
-    Ending,
     EngineInfo,
     EngineState,
     EngineStats,
     EngineUnavailable,
+    Explanation,
     PolicyChange,
-    Prospect,
     Steering,
-    Told,
 )
 from paceline.process.frames import error_of
 from paceline.process.streams import Branch, Stream
 
-# Questions to the engine that get an answer of their own
+# Questions to the engine that are answered in a frame of their kind
 
 
 MOST_QUESTIONS = 32  # under way at a time
@@ -76,13 +75,13 @@ class Questions:
         finally:
             del self._waiting[question]
 
-    def answer(self, told: frames.Answer) -> None:
-        """An answer has come; one that nobody waits for any more is passed over."""
-        waiting = self._waiting.get(told.question)
+    def answer(self, answer: frames.Answer) -> None:
+        """An answer has come; one that is too late is dropped."""
+        waiting = self._waiting.get(answer.question)
         if waiting is not None and not waiting.done():
-            waiting.set_result(told)
+            waiting.set_result(answer)
 
-    def give_up(self, message: str) -> None:
+    def fail_all(self, message: str) -> None:
         """No answer will come."""
         for waiting in self._waiting.values():
             if not waiting.done():
@@ -104,14 +103,14 @@ class AsyncEngine:
         self._sender: Sender | None = None
         self._streams: dict[int, Stream] = {}  # by their first branch
         self._branches: dict[int, Branch] = {}  # those that have not ended
-        self._asked: dict[int, asyncio.Future[Prospect]] = {}  # who waits for a forecast
-        self._undelivered: list[Stream] = []  # with news of the frame that is being read
+        self._forecasts: dict[int, asyncio.Future[Forecast | None]] = {}  # that are waited for
+        self._undelivered: list[Stream] = []  # with updates in the frame that is being read
         self._questions = Questions()
         self._dial: DialSetting | None = None  # as it was set while serving
         self._policy: PolicyChange | None = None
         self._weights = ""  # of tenants, as `--tenant-weights` would say them
         self._next_id = 1
-        self._heard_s = time.monotonic()
+        self._heartbeat_s = time.monotonic()
         self._is_draining = False
 
     # -- EngineClient --------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class AsyncEngine:
 
     @property
     def heartbeat_age_s(self) -> float:
-        return time.monotonic() - self._heard_s
+        return time.monotonic() - self._heartbeat_s
 
     @property
     def num_open(self) -> int:
@@ -162,67 +161,63 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
-    async def explain(self, number: int) -> Told:
-        """See `ExplainingClient`."""
+    async def explain(self, number: int) -> Explanation:
         sender = self._ready_sender()
-        told = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
-        assert isinstance(told, frames.Explained)
-        return Told([decision.decision() for decision in told.decisions], told.is_live)
+        answer = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        assert isinstance(answer, frames.Explained)
+        return answer.explanation
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
-        """See `SteeringClient`."""
         sender = self._ready_sender()
-        told = await self._questions.ask(sender, lambda question: frames.Steer.of(question, dial, policy))
-        assert isinstance(told, frames.Steered)
-        if told.refusal is not None:
-            raise error_of(told.refusal)
+        answer = await self._questions.ask(sender, lambda question: frames.Steer(question, dial, policy))
+        assert isinstance(answer, frames.Steered)
+        if answer.rejected is not None:
+            raise error_of(answer.rejected)
         self._dial, self._policy = dial or self._dial, policy or self._policy
-        return told.steering
+        return answer.steering
 
-    async def look(self) -> bytes:
-        """See `WatchedClient`."""
-        seen = await self._questions.ask(self._ready_sender(), frames.Look)
-        assert isinstance(seen, frames.Seen)
-        return seen.body
+    async def snapshot(self) -> bytes:
+        answer = await self._questions.ask(self._ready_sender(), frames.Watch)
+        assert isinstance(answer, frames.Watched)
+        return answer.body
 
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
-        """See `ChangingClient`."""
-        parts = (tuple(numbers), change.priority, change.until_s, change.paused)
-        told = await self._questions.ask(
-            self._ready_sender(), lambda question: frames.Change(question, *parts)
+        branches = tuple(numbers)
+        answer = await self._questions.ask(
+            self._ready_sender(), lambda question: frames.ChangeBranches(question, branches, change)
         )
-        assert isinstance(told, frames.Changed)
-        return told.outcomes
+        assert isinstance(answer, frames.Changed)
+        return answer.outcomes
 
-    def answered(self, answer: frames.Answer) -> None:
+    def on_answer(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
-        self.heard()
+        self.on_heartbeat()
         self._questions.answer(answer)
 
-    async def ask(
+    async def forecast(
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
         *,
         tenant: str,
         urgency: Urgency = PLAIN,
-    ) -> Prospect:
+    ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
         sender = self._ready_sender()
-        if len(self._asked) >= MOST_QUESTIONS:
+        if len(self._forecasts) >= MOST_QUESTIONS:
             raise QueueFull("too many estimates are being made at once; try again later")
-        payload = self._payload(tokens, sampling, tenant, urgency, None, asks=True)
+        payload = self._payload(tokens, sampling, tenant, urgency, None, only_forecast=True)
         number = self._next_id
         self._next_id += 1
-        answer: asyncio.Future[Prospect] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        answer: asyncio.Future[Forecast | None] = asyncio.get_running_loop().create_future()
+        self._forecasts[number] = answer
         try:
             sender.send(payload)
             return await asyncio.wait_for(answer, PATIENCE_S)
         except TimeoutError:
             raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
         finally:
-            del self._asked[number]
+            del self._forecasts[number]
 
     def _payload(
         self,
@@ -232,23 +227,23 @@ class AsyncEngine:
         urgency: Urgency,
         timeout_s: float | None,
         *,
-        asks: bool = False,
+        only_forecast: bool = False,
     ) -> bytes:
-        """A request under the next number, as the engine is told of it."""
+        """The frame of a request under the next number."""
         sender = self._ready_sender()
         if sender.num_unsent_bytes > self._config.max_unsent_bytes:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
         urgency.check()
         add = frames.Add(
-            self._next_id,
-            _column(tokens),
-            frames.Sampling.of(sampling),
-            tenant,
-            urgency.priority,
-            time.monotonic(),
-            timeout_s,
-            asks,
-            urgency.service_class,
+            first=self._next_id,
+            tokens=_column(tokens),
+            sampling=frames.Sampling.of(sampling),
+            tenant=tenant,
+            priority=urgency.priority,
+            submitted_s=time.monotonic(),
+            timeout_s=timeout_s,
+            only_forecast=only_forecast,
+            service_class=urgency.service_class,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
@@ -261,28 +256,28 @@ class AsyncEngine:
         """An engine has been started and will load its model."""
         self._sender = sender
         self._state = EngineState.STARTING
-        self._heard_s = time.monotonic()
+        self._heartbeat_s = time.monotonic()
 
     def ready(self, info: EngineInfo) -> None:
         self._info = info
         self._state = EngineState.READY
-        self.heard()
+        self.on_heartbeat()
         self._send_weights("")
         if self._sender is not None and (self._dial or self._policy):  # an engine in the place of another
-            self._sender.send(frames.encode(frames.Steer.of(0, self._dial, self._policy)))
+            self._sender.send(frames.encode(frames.Steer(0, self._dial, self._policy)))
 
-    def heard(self) -> None:
-        """A sign of life."""
-        self._heard_s = time.monotonic()
+    def on_heartbeat(self) -> None:
+        """The engine is alive."""
+        self._heartbeat_s = time.monotonic()
         if self._state is EngineState.STUCK:
             self._state = EngineState.READY
 
-    def forgive(self, seconds: float) -> None:
-        """This process itself did not run for so long: the engine's silence may be our own."""
-        self._heard_s = min(self._heard_s + seconds, time.monotonic())
+    def extend_deadline(self, seconds: float) -> None:
+        """This process itself did not run for `seconds`: heartbeats may wait unread."""
+        self._heartbeat_s = min(self._heartbeat_s + seconds, time.monotonic())
 
     def mark_stuck(self) -> None:
-        """Alive, but silent for too long; if it comes back, what it was asked for is aborted first."""
+        """Alive, but silent for too long; if it comes back, its requests are aborted first."""
         if self._state is not EngineState.READY:
             return
         self._state = EngineState.STUCK
@@ -290,11 +285,11 @@ class AsyncEngine:
             self.fail_all(EngineUnavailable("the engine does not answer"))
 
     def detach(self, message: str) -> None:
-        """The engine is lost: everybody who waits hears it now."""
+        """The engine is lost: every request fails now."""
         self._sender = None
         self._state = EngineState.LOST
         self._stats = EngineStats()
-        self._questions.give_up(message)
+        self._questions.fail_all(message)
         self.fail_all(EngineUnavailable(message))
 
     def stopped(self) -> None:
@@ -309,23 +304,22 @@ class AsyncEngine:
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """The shares of tenants from now on, for this engine and for those that take its place."""
         before, is_ready = self._weights, self._state is EngineState.READY
-        told = ",".join(f"{name}={weight:g}" for name, weight in sorted(weights.items()))
-        self._weights = told if any(weight != 1 for weight in weights.values()) else ""
+        written = ",".join(f"{name}={weight:g}" for name, weight in sorted(weights.items()))
+        self._weights = written if any(weight != 1 for weight in weights.values()) else ""
         if is_ready:
             self._send_weights(before)
 
     def _send_weights(self, before: str) -> None:
         if self._sender is not None and self._weights != before:
             change = PolicyChange(name="", options={"tenant_weights": self._weights})
-            self._sender.send(frames.encode(frames.Steer.of(0, None, change)))
+            self._sender.send(frames.encode(frames.Steer(0, None, change)))
 
     def refuse_new(self) -> None:
-        """From now on only what is under way goes on."""
+        """From now on only requests under way continue."""
         self._is_draining = True
-        self.let_all_go_on()
+        self.resume_all()
 
-    def let_all_go_on(self) -> None:
-        """See `DrainingClient`."""
+    def resume_all(self) -> None:
         if self._sender is not None and self._state is EngineState.READY:
             self._sender.send(frames.encode(frames.Drain()))
 
@@ -336,66 +330,59 @@ class AsyncEngine:
             self._forget(stream)
             # One for each: an error collects the places it was raised at.
             stream.fail(EngineUnavailable(str(error), code=error.code))
-        for answer in self._asked.values():
+        for answer in self._forecasts.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable(str(error), code=error.code))
 
     # -- frames of the engine ------------------------------------------------------------------------------
 
-    def take(self, news: frames.News) -> None:
-        """Hand news to their streams. Nothing in it can raise: numbers nobody knows are counted and passed over."""
-        self.heard()
-        if len(news.branches) * frames.TOKEN.itemsize != len(news.tokens) * frames.ID.itemsize:
+    def on_update(self, update: frames.Update) -> None:
+        """Hand an update to its streams. Nothing in it can raise: unknown numbers are counted and dropped."""
+        self.on_heartbeat()
+        if len(update.branches) * frames.TOKEN.itemsize != len(update.tokens) * frames.ID.itemsize:
             self.rejects.undecodable += 1
             return
-        for entry in news.logprobs:
-            self._take_logprobs(entry)
-        if news.tokens:
-            self._take_tokens(news)
-        for ending in news.endings:
+        for event in update.logprobs:
+            self._take_logprobs(event)
+        if update.tokens:
+            self._take_tokens(update)
+        for ending in update.endings:
             self._take_ending(ending)
-        for told in news.told:
-            self._take_told(told)
-        for refusal in news.refusals:
-            self._take_refusal(refusal)
-        if news.stats is not None:
-            self._stats = news.stats
-        # Not before the end: a token and the news that it was the last one belong together.
+        for first, forecast in update.forecasts:
+            self._take_forecast(first, forecast)
+        for rejected in update.rejections:
+            self._take_rejection(rejected)
+        if update.stats is not None:
+            self._stats = update.stats
+        # Not before the end: a token and the ending that follows it belong together.
         undelivered = self._undelivered.copy()
         self._undelivered.clear()
         for stream in undelivered:
             self._deliver(stream)
 
-    def _take_told(self, told: frames.Told) -> None:
-        prospect = Prospect(
-            first_token_s=told.first_token_s,
-            finish_s=told.finish_s,
-            ahead=told.ahead,
-            num_cached=told.num_cached,
-            num_output=told.num_output,
-        )
-        stream, answer = self._streams.get(told.first), self._asked.get(told.first)
+    def _take_forecast(self, first: int, forecast: Forecast | None) -> None:
+        stream, answer = self._streams.get(first), self._forecasts.get(first)
         if stream is not None:
-            stream.prospect = prospect
+            stream.forecast = forecast
         elif answer is not None and not answer.done():
-            answer.set_result(prospect)
+            answer.set_result(forecast)
 
-    def _take_refusal(self, refusal: frames.Refusal) -> None:
-        stream, answer = self._streams.get(refusal.first), self._asked.get(refusal.first)
+    def _take_rejection(self, rejected: frames.Rejected) -> None:
+        stream, answer = self._streams.get(rejected.first), self._forecasts.get(rejected.first)
         if stream is not None:
             self._drop(stream)
-            stream.fail(error_of(refusal))
+            stream.fail(error_of(rejected))
         elif answer is not None:
             if not answer.done():
-                answer.set_exception(error_of(refusal))
+                answer.set_exception(error_of(rejected))
         else:
             self.rejects.unknown_branch += 1
 
-    def _take_tokens(self, news: frames.News) -> None:
+    def _take_tokens(self, update: frames.Update) -> None:
         """The hottest lines of the HTTP process: a lookup and an append for each token."""
-        ids = np.frombuffer(news.branches, frames.ID).tolist()
-        tokens = np.frombuffer(news.tokens, frames.TOKEN).tolist()
-        time_s, find = news.time_s, self._branches.get
+        ids = np.frombuffer(update.branches, frames.ID).tolist()
+        tokens = np.frombuffer(update.tokens, frames.TOKEN).tolist()
+        time_s, find = update.time_s, self._branches.get
         for branch_id, token in zip(ids, tokens, strict=True):
             branch = find(branch_id)
             if branch is None:
@@ -406,31 +393,21 @@ class AsyncEngine:
             if not branch.is_touched:
                 self._touch(branch)
 
-    def _take_logprobs(self, entry: frames.BranchLogprobs) -> None:
-        branch = self._branches.get(entry.branch)
+    def _take_logprobs(self, event: LogprobEvent) -> None:
+        branch = self._branches.get(event.request)
         if branch is None:
             self.rejects.unknown_branch += 1
             return
-        branch.logprobs.append(entry.of_row(branch.index))
+        branch.logprobs.append(event.logprobs)
         if not branch.is_touched:
             self._touch(branch)
 
-    def _take_ending(self, ending: frames.BranchEnding) -> None:
-        branch = self._branches.pop(ending.branch, None)
-        if branch is None:  # closed meanwhile, or told twice
+    def _take_ending(self, ending: Finished) -> None:
+        branch = self._branches.pop(ending.request, None)
+        if branch is None:  # closed meanwhile, or sent twice
             self.rejects.unknown_branch += 1
             return
-        branch.ending = Ending(
-            reason=ending.reason,
-            detail=ending.detail,
-            num_prompt=ending.num_prompt,
-            num_output=ending.num_output,
-            num_cached=ending.num_cached,
-            preemptions=ending.preemptions,
-            queue_s=ending.queue_s,
-            time_s=ending.time_s,
-            cost=ending.cost,
-        )
+        branch.ending = ending
         stream = branch.stream
         stream.num_open -= 1
         if not stream.num_open:
@@ -439,21 +416,21 @@ class AsyncEngine:
             self._touch(branch)
 
     def _touch(self, branch: Branch) -> None:
-        """Note that a branch has news. A mistake there is told to its reader, and the rest of the news goes on."""
+        """Note that a branch has an update. An error there ends its request alone."""
         try:
             branch.touch()
         except Exception:
             self._fail(branch.stream)
 
     def _deliver(self, stream: Stream) -> None:
-        """Give a reader its news; a mistake there costs no other reader its own."""
+        """Give a reader its updates; an error there ends its request alone."""
         try:
             stream.deliver()
         except Exception:
             self._fail(stream)
 
     def _fail(self, stream: Stream) -> None:
-        _logger.exception("request %d could not be told its news", stream.first)
+        _logger.exception("request %d could not be given its updates", stream.first)
         self._forget(stream)
         stream.fail(PacelineError("the request failed inside the server"))
 
@@ -478,7 +455,7 @@ class AsyncEngine:
             stream.fail(PacelineError("the stream was closed by its owner"))
 
     def _forget(self, stream: Stream) -> None:
-        """Nobody waits for it any more: the engine frees what it holds."""
+        """Its reader is gone: the engine frees what it holds."""
         open_ids = tuple(branch.id for branch in stream.branches if branch.ending is None)
         self._drop(stream)
         if self._sender is not None:

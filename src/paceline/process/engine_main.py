@@ -147,7 +147,7 @@ def _first_frame(channel: Channel) -> frames.Configure | None:
 
 def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
     one_line = " ".join(message.split())[:1024]
-    _send(channel, frames.LoadFailed(one_line, exit_code))
+    _send(channel, frames.LoadFailure(one_line, exit_code))
     return exit_code
 
 

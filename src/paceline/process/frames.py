@@ -1,8 +1,29 @@
-"""What the two processes say to each other, as typed values in msgpack.
+"""The frames between the HTTP process and the engine's process: typed values in msgpack.
 
-Everything is decoded with its types checked; nothing is ever unpickled. Columns of numbers travel as little-endian
-bytes: a token costs a step no Python object on either side of the engine. Requests are numbered by the HTTP process,
-a branch by its request's number and its place (`first + branch`); numbers only go up.
+Everything is decoded with its types checked; nothing is ever unpickled. What the engine itself makes (`Finished`,
+`Forecast`, `LogprobEvent`, `Decision`) is encoded as it is. Columns of numbers travel as little-endian bytes: a token
+costs a step no Python object in the engine. Requests are numbered by the HTTP process, a branch by its request's number
+and its place (`first + branch`); numbers only go up.
+
+The frames of a streamed answer with n=2, from left to right in time; one Update carries the events of a step for all
+requests, so that these share theirs with others:
+
+    HTTP process   Add(first=7, n=2)                                FinishAt(8, 3)
+    ------------------|------------------------------------------------^--|------------------------------------->
+                      |                                                |  |   stop string found in branch 8
+                      v                                                |  v
+    engine process    step            step                step            step                 step
+    ---------------------|---------------|-------------------|---------------|--------------------|-------------->
+                         v               v                   v               v                    v
+                   Update          Update              Update          Update               Update
+                   forecasts (7)   branches 7 8        branches 7 8    branches 7           branches 7
+                                   tokens   a b        tokens   c d    tokens   e           tokens   f
+                                                                       endings (8: stop)    endings (7: length)
+
+    rejected:      Add ---> Update(rejections=(7)), and nothing else about 7
+    client left:   Abort((7, 8)); Updates that were on their way are dropped by number
+    slow socket:   the Outbox joins the events of several steps into one Update
+    idle engine:   an empty Update is a heartbeat
 """
 
 from __future__ import annotations
@@ -13,10 +34,9 @@ import msgspec
 import numpy as np
 
 from paceline.config.engine import ModelConfig
-from paceline.core.dial import DialKind, DialSetting
-from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.plan import RowLogprobs
-from paceline.core.request import NO_COST, ChangeOutcome, Cost
+from paceline.core.dial import DialSetting
+from paceline.core.events import Finished, Forecast, LogprobEvent
+from paceline.core.request import Change, ChangeOutcome
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import (
@@ -27,7 +47,7 @@ from paceline.errors import (
     PacelineError,
     QueueFull,
 )
-from paceline.process.client import EngineInfo, EngineStats, PolicyChange, Steering
+from paceline.process.client import EngineInfo, EngineStats, Explanation, PolicyChange, Steering
 
 ID = np.dtype("<i8")
 TOKEN = np.dtype("<i4")
@@ -85,7 +105,7 @@ else:
 
 
 class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
-    """The first frame: which model to load, and how often to give a sign of life."""
+    """The first frame: which model to load, and how often to send a heartbeat."""
 
     model: ModelConfig
     given: Given
@@ -104,18 +124,18 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: Priority
     submitted_s: float  # monotonic: the clock of the machine, the same in both processes
     timeout_s: float | None
-    asks: bool = False  # only to be told when it would be served
+    only_forecast: bool = False  # it is not to be served, only the forecast is wanted
     service_class: ServiceClass = DEFAULT_CLASS
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """Nobody reads these branches any more."""
+    """The reader of these branches is gone."""
 
     branches: tuple[RequestNumber, ...]
 
 
 class FinishAt(msgspec.Struct, tag="finish_at", array_like=True, frozen=True):
-    """A stop string was found: the branch ends after so many tokens of output."""
+    """A stop string was found: the branch ends after `num_output` tokens of output."""
 
     branch: RequestNumber
     num_output: Count
@@ -132,35 +152,26 @@ class Steer(msgspec.Struct, tag="steer", array_like=True, frozen=True):
     """Sets the dial, changes the policy, or asks how they stand. `question` comes back with the answer."""
 
     question: Count
-    dial: tuple[DialKind, float] | None = None
-    policy: tuple[str, dict[str, float | str]] | None = None
-
-    @classmethod
-    def of(cls, question: int, dial: DialSetting | None, policy: PolicyChange | None) -> Steer:
-        """What is asked of an engine, or nothing but how it stands."""
-        setting = None if dial is None else (dial.kind, dial.value)
-        change = None if policy is None else (policy.name, dict(policy.options))
-        return cls(question, setting, change)
+    dial: DialSetting | None = None
+    policy: PolicyChange | None = None
 
 
-class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
-    """Asks what happened since the last look. Who stops looking is forgotten after a few seconds."""
+class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
+    """Asks for a snapshot. The engine stops recording for it a few seconds after the last one."""
 
     question: Count
 
 
-class Change(msgspec.Struct, tag="change", array_like=True, frozen=True):
-    """Changes live branches; what is None stays as it is. `question` comes back with the answer."""
+class ChangeBranches(msgspec.Struct, tag="change", array_like=True, frozen=True):
+    """Changes live branches. `question` comes back with the answer."""
 
     question: Count
     branches: tuple[RequestNumber, ...]
-    priority: Priority | None
-    until_s: float | None  # monotonic; infinity for no deadline
-    paused: bool | None
+    change: Change
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
-    """Nobody new will come: whoever is paused goes on, and nobody is paused any more."""
+    """No request will follow: paused requests continue, and none is paused any more."""
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
@@ -171,14 +182,14 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Look | Change | Drain | Ping | Stop
+ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Watch | ChangeBranches | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
-    """A sign of life while the model is being loaded, and how far it is; 0 of 0 where that is not known."""
+    """A heartbeat while the model is being loaded, and its progress; 0 of 0 where that is not known."""
 
     stage: str = ""
     done: Count = 0
@@ -189,51 +200,15 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     info: EngineInfo
 
 
-class LoadFailed(msgspec.Struct, tag="load_failed", array_like=True, frozen=True):
+class LoadFailure(msgspec.Struct, tag="load_failed", array_like=True, frozen=True):
     """The model cannot be served; one sentence says why. The process exits with `exit_code`."""
 
     message: str
     exit_code: int
 
 
-class BranchLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """`RowLogprobs` of a branch instead of a row."""
-
-    branch: int
-    position: int
-    token: int
-    logprob: float
-    rank: int
-    top_tokens: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-    def of_row(self, row: int) -> RowLogprobs:
-        return RowLogprobs(
-            row=row,
-            position=self.position,
-            token=self.token,
-            logprob=self.logprob,
-            rank=self.rank,
-            top_tokens=self.top_tokens,
-            top_logprobs=self.top_logprobs,
-        )
-
-
-class BranchEnding(msgspec.Struct, array_like=True, frozen=True):
-    branch: int
-    reason: str
-    detail: str
-    time_s: float
-    num_prompt: int
-    num_output: int
-    num_cached: int
-    preemptions: int
-    queue_s: float
-    cost: Cost = NO_COST
-
-
-class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A request the engine did not take. `kind` is a key of `refusals.KINDS`."""
+class Rejected(msgspec.Struct, array_like=True, frozen=True):
+    """A request that the engine did not accept. `kind` is a key of `KINDS`."""
 
     first: int
     kind: str
@@ -242,19 +217,8 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     retry_after_s: float | None = None
 
 
-class Told(msgspec.Struct, array_like=True, frozen=True):
-    """When a request will have its first and last token as things stood when it came; None: nobody knows yet."""
-
-    first: int
-    first_token_s: float | None
-    finish_s: float | None
-    ahead: int
-    num_cached: int = 0
-    num_output: float | None = None
-
-
-class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
-    """Everything that became known since the last one; an empty one is a sign of life.
+class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
+    """Everything that became known since the last one; an empty one is a heartbeat.
 
     Read in this order: logprobs, tokens, endings. A token never comes before its logprobs.
     """
@@ -262,51 +226,24 @@ class News(msgspec.Struct, tag="news", array_like=True, frozen=True):
     time_s: float  # of the newest token, on the engine's clock
     branches: bytes = b""  # ID; entry i has token i
     tokens: bytes = b""  # TOKEN
-    logprobs: list[BranchLogprobs] = []
-    endings: list[BranchEnding] = []
-    refusals: list[Refusal] = []
+    logprobs: list[LogprobEvent] = []
+    endings: list[Finished] = []
+    rejections: list[Rejected] = []
     stats: EngineStats | None = None
-    told: list[Told] = []
-
-
-class ToldDecision(msgspec.Struct, array_like=True, frozen=True):
-    """A `Decision`, field by field."""
-
-    kind: DecisionKind
-    request: int
-    reason: Rule
-    value: int
-    step: int
-    time_s: float
-    budget_left: int
-    blocks_free: int
-    blocks_needed: int
-    against: int
-    seconds: float
-    detail: str
-
-    @classmethod
-    def of(cls, decision: Decision) -> ToldDecision:
-        return cls(*decision)
-
-    def decision(self) -> Decision:
-        return Decision(*(getattr(self, name) for name in self.__struct_fields__))
+    forecasts: list[tuple[RequestNumber, Forecast | None]] = []
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
-    """The newest decisions about a branch, oldest first; none when nothing is known any more."""
-
-    question: int
-    decisions: list[ToldDecision]
-    is_live: bool = False  # it has not ended
+    question: Count
+    explanation: Explanation
 
 
 class Steered(msgspec.Struct, tag="steered", array_like=True, frozen=True):
-    """How the engine is steered now, and why it did not take what was asked for, if so."""
+    """How the engine is steered now, and why it did not take the change, if so."""
 
     question: int
     steering: Steering
-    refusal: Refusal | None
+    rejected: Rejected | None
 
 
 class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
@@ -317,7 +254,7 @@ class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The engine gives up; every request has been answered. The process exits with 70."""
+    """The engine has failed; every request has been answered. The process exits with 70."""
 
     message: str
 
@@ -330,25 +267,25 @@ class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     traceback: str = ""
 
 
-class Seen(msgspec.Struct, tag="seen", array_like=True, frozen=True):
-    """What happened since the last look and how things stand: JSON that nobody on the way has to understand."""
+class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
+    """What happened since the last snapshot and how things stand: JSON that is passed on unread."""
 
-    question: int
+    question: Count
     body: bytes
 
 
-Answer = Explained | Steered | Seen | Changed  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailed | News | Explained | Steered | Seen | Changed | Failed | Log
+Answer = Explained | Steered | Watched | Changed  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailure | Update | Explained | Steered | Watched | Changed | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 # What decoding raises for bytes that are no frame of ours.
-BadFrame = (msgspec.DecodeError, ValueError, TypeError)
+BadFrame = (msgspec.DecodeError, ValueError, TypeError, InvalidRequest)
 
 
-# Errors a request may be refused with, as they cross from the engine's process to the other.
+# Errors that a request is rejected with, as they cross from the engine's process to the other.
 
 
 MAX_MESSAGE_CHARS = 512
@@ -361,21 +298,26 @@ KINDS: dict[str, type[PacelineError]] = {
 }
 
 
-def refusal_of(first: int, error: PacelineError, place_s: float | None = None) -> Refusal:
+def rejected_with(error: PacelineError, first: int = 0, *, place_s: float | None = None) -> Rejected:
     """`place_s`: until there is a place again, where that is what is missing."""
     kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "invalid")
-    message, param = str(error)[:MAX_MESSAGE_CHARS], getattr(error, "param", None)
-    return Refusal(first, kind, message, param, getattr(error, "retry_after_s", place_s))
+    return Rejected(
+        first=first,
+        kind=kind,
+        message=str(error)[:MAX_MESSAGE_CHARS],
+        param=getattr(error, "param", None),
+        retry_after_s=getattr(error, "retry_after_s", place_s),
+    )
 
 
-def error_of(refusal: Refusal) -> PacelineError:
-    if refusal.kind == "never_fits":
-        return NeverFits(refusal.message, param=refusal.param)
-    if refusal.kind == "deadline_impossible":
-        return DeadlineImpossible(refusal.message, param=refusal.param)
-    if refusal.kind == "deadline_infeasible":
-        retry_after_s = refusal.retry_after_s or 0.0
-        return DeadlineInfeasible(refusal.message, param=refusal.param, retry_after_s=retry_after_s)
-    if refusal.kind == "queue_full":
-        return QueueFull(refusal.message, retry_after_s=refusal.retry_after_s)
-    return InvalidRequest(refusal.message, param=refusal.param)
+def error_of(rejected: Rejected) -> PacelineError:
+    if rejected.kind == "never_fits":
+        return NeverFits(rejected.message, param=rejected.param)
+    if rejected.kind == "deadline_impossible":
+        return DeadlineImpossible(rejected.message, param=rejected.param)
+    if rejected.kind == "deadline_infeasible":
+        retry_after_s = rejected.retry_after_s or 0.0
+        return DeadlineInfeasible(rejected.message, param=rejected.param, retry_after_s=retry_after_s)
+    if rejected.kind == "queue_full":
+        return QueueFull(rejected.message, retry_after_s=rejected.retry_after_s)
+    return InvalidRequest(rejected.message, param=rejected.param)

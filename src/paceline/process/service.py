@@ -1,7 +1,7 @@
 """The engine's main loop in its own process: take what arrived, step, tell what became known.
 
 One thread does everything. Between two steps it looks at the socket once without waiting; while there is nothing to
-do it sleeps on it. A sign of life goes out with the news of a step, by itself when there are none, and between the
+do it sleeps on it. A heartbeat goes out with the events of a step, alone when there are none, and between the
 layers of a long step: it comes from the thread that computes, so that a step that hangs is noticed and one that only
 takes long is not. A request that raises is answered alone.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.dial import DialSetting
-from paceline.core.events import NOT_FINITE, StepEvents
-from paceline.core.request import Change, RequestId
+from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
+from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import Urgency
 from paceline.engine.engine import Engine, apply_change, resume_all
@@ -29,13 +27,12 @@ from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFu
 from paceline.factory import LoadedModel
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
-from paceline.process.client import EngineStats, Steering
+from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.engine_logs import LogQueue
-from paceline.process.frames import refusal_of
+from paceline.process.frames import rejected_with
 from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
 from paceline.runner.machine_load import LoadNews
-from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
@@ -44,24 +41,19 @@ from paceline.scheduler.scheduler import Scheduler
 # stands.
 
 
-def steer(scheduler: Scheduler, asked: frames.Steer) -> frames.Steered:
-    """Do what is asked, if anything is, and answer."""
-    refusal = None
+def steer(scheduler: Scheduler, request: frames.Steer) -> frames.Steered:
+    """Make the changes of a request, if it has any, and answer."""
+    rejected = None
     try:
-        if asked.dial is not None:
-            kind, value = asked.dial
-            scheduler.set_dial(DialSetting(kind=kind, value=value))
-        if asked.policy is not None:
-            name, options = asked.policy
-            _change_policy(scheduler, name, options)
+        if request.dial is not None:
+            scheduler.set_dial(request.dial)
+        if request.policy is not None:
+            # Without a name, other options of the policy there is.
+            name = request.policy.name or scheduler.state.config.scheduling_policy
+            scheduler.set_policy(name, **request.policy.options)
     except PacelineError as error:
-        refusal = refusal_of(0, error)
-    return frames.Steered(asked.question, steering_of(scheduler), refusal)
-
-
-def _change_policy(scheduler: Scheduler, name: str, options: Mapping[str, float | str]) -> None:
-    """Without a name, other options of the policy there is."""
-    scheduler.set_policy(name or scheduler.state.config.scheduling_policy, **options)
+        rejected = rejected_with(error)
+    return frames.Steered(request.question, steering_of(scheduler), rejected)
 
 
 def steering_of(scheduler: Scheduler) -> Steering:
@@ -73,15 +65,15 @@ def steering_of(scheduler: Scheduler) -> Steering:
     )
 
 
-FAREWELL_S = 1.0  # how long the last news may take to leave
+FLUSH_S = 1.0  # how long the last frames may take to leave
 OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
-MOST_TOLD = 256  # newest decisions in one answer: it has to fit into a frame
+MOST_DECISIONS = 256  # newest decisions in one answer: it has to fit into a frame
 NUMERICAL_ERROR = "numerical_error"
 # In a row, and for all their rows: then damaged weights are loaded again.
 MOST_STEPS_WITHOUT_A_NUMBER = 2
 
-_SIGN_OF_LIFE = frames.encode(frames.News(0.0))
+_HEARTBEAT = frames.encode(frames.Update(0.0))
 _logger = logging.getLogger("paceline")
 
 
@@ -102,35 +94,35 @@ class EngineService:
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
         self._live_view = LiveView(engine)
-        self._stepper = Stepper(engine, self._tell)
-        engine.on_forecast = self._foretell
+        self._stepper = Stepper(engine, self._on_events)
+        engine.on_forecast = self._send_forecast
         self._steps_without_a_number = 0
         self._heartbeat_s = configure.heartbeat_s
         self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
-        self._next_report_s = self._next_sign_s = 0.0
-        loaded.pulse.on_beat = self._sign_of_life
+        self._next_report_s = self._next_heartbeat_s = 0.0
+        loaded.pulse.on_beat = self._send_heartbeat
         self._free = loaded.free
         load = None if loaded.free is None else loaded.free.load
         self._load_news = None if load is None else LoadNews(load, said_busy=load.is_busy)
         self._busy_s = 0.0
         self._was_busy = False
         self._stopping = False
-        self._draining = False  # nobody may be paused any more
+        self._draining = False  # no request may be paused any more
 
     def run(self) -> int:
-        """Serve until told to stop or left alone; returns the exit code of the process."""
+        """Serve until a Stop frame comes or the socket ends; returns the exit code of the process."""
         try:
             while not self._stopping:
                 self._turn()
-            self._say_farewell()
+            self._flush_and_close()
             return 0
-        except ChannelClosed:  # nobody is left to answer
+        except ChannelClosed:  # the HTTP process is gone
             self._abort_all()
             return 0
         except Exception as error:
             _logger.exception("the engine gives up")
             self._stepper.tell_rest()
-            self._say_farewell(frames.Failed(_one_line(error)))
+            self._flush_and_close(frames.Failed(_one_line(error)))
             return 70
 
     def _turn(self) -> None:
@@ -152,7 +144,7 @@ class EngineService:
             self._report(now_s)  # at the end of work at once: an idle engine has gauges of zero
         self._deliver()
 
-    def _tell(self, events: StepEvents) -> None:
+    def _on_events(self, events: StepEvents) -> None:
         """Hand on what a step made known. Raises EngineFailed when the model computes nothing but nonsense."""
         self._outbox.put(events)
         if events.tokens:
@@ -166,25 +158,25 @@ class EngineService:
         left_s = max(0.0, self._next_report_s - time.monotonic())
         self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
 
-    def _sign_of_life(self) -> None:
-        """Called while a step computes. Only an empty message: the news of a step are complete when it is."""
+    def _send_heartbeat(self) -> None:
+        """Called while a step computes. Only an empty update: the events of a step are complete when it is."""
         now_s = time.monotonic()
-        if now_s < self._next_sign_s:
+        if now_s < self._next_heartbeat_s:
             return
-        self._next_sign_s = now_s + self._heartbeat_s
+        self._next_heartbeat_s = now_s + self._heartbeat_s
         with suppress(ChannelClosed):  # found again between two steps
             if self._channel.is_free:
-                self._channel.send(_SIGN_OF_LIFE)
+                self._channel.send(_HEARTBEAT)
 
     def _report(self, now_s: float) -> None:
         is_busy = self._was_busy = self._engine.has_requests
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
-        self._tell_of_load()
+        self._check_load()
         rejected = self._channel.rejects.total
         stats = stats_of(self._engine, self._busy_s, rejected)
         self._outbox.put_stats(replace(stats, watch_cpu_s=self._live_view.cpu_s, cpu_s=time.process_time()))
 
-    def _tell_of_load(self) -> None:
+    def _check_load(self) -> None:
         """Look at the machine, also while there is nothing to do: the next request finds its threads right."""
         if self._free is None or self._load_news is None:
             return
@@ -219,15 +211,16 @@ class EngineService:
             self._engine.scheduler.finish_at(RequestId(message.branch), message.num_output)
         elif isinstance(message, frames.Explain):
             branch = RequestId(message.branch)
-            known = self._engine.decisions_of(branch)[-MOST_TOLD:]
-            told = [frames.ToldDecision.of(decision) for decision in known]
-            is_live = branch in self._engine.scheduler.state.requests
-            self._answers.append(frames.Explained(message.question, told, is_live))
+            explanation = Explanation(
+                decisions=list(self._engine.decisions_of(branch)[-MOST_DECISIONS:]),
+                is_live=branch in self._engine.scheduler.state.requests,
+            )
+            self._answers.append(frames.Explained(message.question, explanation))
         elif isinstance(message, frames.Steer):
             self._answers.append(steer(self._engine.scheduler, message))
-        elif isinstance(message, frames.Look):
-            self._answers.append(frames.Seen(message.question, self._live_view.look()))
-        elif isinstance(message, frames.Change):
+        elif isinstance(message, frames.Watch):
+            self._answers.append(frames.Watched(message.question, self._live_view.look()))
+        elif isinstance(message, frames.ChangeBranches):
             self._change(message)
         elif isinstance(message, frames.Drain):
             self._draining = True
@@ -248,9 +241,9 @@ class EngineService:
             if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
             urgency = Urgency(add.service_class, add.priority)
-            if add.asks:
+            if add.only_forecast:
                 forecast = self._engine.forecast(tokens, sampling, tenant=add.tenant, urgency=urgency)
-                self._foretell(add.first, forecast)
+                self._send_forecast(add.first, forecast)
                 return
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
@@ -266,36 +259,23 @@ class EngineService:
             )
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
-            self._outbox.put_refusal(refusal_of(add.first, error, place_s))
+            self._outbox.put_rejection(rejected_with(error, add.first, place_s=place_s))
         except Exception:
             _logger.exception("request %d could not be added", add.first)
-            if add.asks:
-                self._foretell(add.first, None)
+            if add.only_forecast:
+                self._send_forecast(add.first, None)
             else:
                 self._fail(add)
 
-    def _foretell(self, first: int, forecast: Forecast | None) -> None:
-        if forecast is None:
-            self._outbox.put_told(frames.Told(first, None, None, 0))
-            return
-        # Counted from when the other process sent it: whoever waits counts from there too.
-        first_s, finish_s = forecast.first_token_s, forecast.finish_s
-        told = frames.Told(
-            first,
-            forecast.waited_s + first_s,
-            forecast.waited_s + finish_s,
-            forecast.ahead,
-            forecast.num_cached,
-            forecast.num_output,
-        )
-        self._outbox.put_told(told)
+    def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
+        # Counted from when the HTTP process sent the request: the client counts from there too.
+        self._outbox.put_forecast(first, None if forecast is None else forecast.since_arrival())
 
-    def _change(self, message: frames.Change) -> None:
-        paused = None if message.paused and self._draining else message.paused
-        change = Change(priority=message.priority, until_s=message.until_s, paused=paused)
-        outcomes = [
-            apply_change(self._engine.scheduler, RequestId(branch), change) for branch in message.branches
-        ]
+    def _change(self, message: frames.ChangeBranches) -> None:
+        change, scheduler = message.change, self._engine.scheduler
+        if change.paused and self._draining:
+            change = replace(change, paused=None)
+        outcomes = [apply_change(scheduler, RequestId(branch), change) for branch in message.branches]
         self._answers.append(frames.Changed(message.question, outcomes))
 
     def _tokens(self, column: bytes) -> NDArray[np.int32]:
@@ -310,10 +290,18 @@ class EngineService:
 
     def _fail(self, add: frames.Add) -> None:
         """Something of ours broke while a request was added: it ends alone."""
-        for branch in range(add.first, add.first + max(1, add.sampling.n)):
-            if not self._engine.abort(RequestId(branch)):
-                sizes = (len(add.tokens) // frames.TOKEN.itemsize, 0, 0, 0)
-                ending = frames.BranchEnding(branch, "error", "internal_error", time.monotonic(), *sizes, 0.0)
+        for branch in map(RequestId, range(add.first, add.first + max(1, add.sampling.n))):
+            if not self._engine.abort(branch):
+                ending = Finished(
+                    request=branch,
+                    reason=FinishReason.ERROR,
+                    detail="internal_error",
+                    time_s=time.monotonic(),
+                    num_prompt=len(add.tokens) // frames.TOKEN.itemsize,
+                    num_output=0,
+                    num_cached=0,
+                    preemptions=0,
+                )
                 self._outbox.put_ending(ending)
 
     # -- the end -------------------------------------------------------------------------------------------
@@ -322,9 +310,9 @@ class EngineService:
         for request_id in list(self._engine.scheduler.state.requests):
             self._engine.abort(request_id)
 
-    def _say_farewell(self, last: frames.Failed | None = None) -> None:
-        """Let the last news leave, for a moment."""
-        until_s = time.monotonic() + FAREWELL_S
+    def _flush_and_close(self, last: frames.Failed | None = None) -> None:
+        """Let the last frames leave, for a moment."""
+        until_s = time.monotonic() + FLUSH_S
         try:
             if last is None:
                 self._abort_all()
@@ -342,10 +330,9 @@ class EngineService:
 
 
 def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineStats:
-    """The gauges of this moment."""
-    state = engine.scheduler.state
+    """The gauges of this moment. The counters are the scheduler's own, read when the frame is encoded."""
+    state, checker = engine.scheduler.state, engine.checker
     pools = [group.pool for group in state.kv.groups]
-    checker, counters = engine.checker, state.counters
     return EngineStats(
         running=state.rows.num_live,
         waiting=len(state.queue),
@@ -353,19 +340,9 @@ def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineS
         blocks_total=sum(pool.usable for pool in pools),
         steps=engine.num_submitted,
         busy_s=busy_s,
-        steps_by_tokens=tuple(counters.steps_by_tokens),
-        computed_tokens=counters.computed_tokens,
-        padding_tokens=counters.padding_tokens,
-        occupied_rows=counters.occupied_rows,
-        decode_context=counters.decode_context,
-        context_products=counters.context_products,
-        logit_rows=counters.logit_rows,
-        preemptions=counters.preempted,
-        prefix_queries=counters.prompt_tokens if state.kv.caching else 0,
-        prefix_hits=counters.cached_tokens if state.kv.caching else 0,
+        counters=state.counters,
+        caches_prefixes=state.kv.caching,
         violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
-        failed_steps=counters.failed_steps,
-        preempted_by=dict(counters.preempted_by),
         fairness_gap=state.accounting.gap(),
         next_place_s=engine.scheduler.next_place_s(),
         rejected_frames=rejected_frames,

@@ -1,4 +1,4 @@
-"""One request under way, as its reader sees it: news pile up in place, and are delivered once for all of a frame.
+"""One request under way, as its reader sees it: updates collect in place, and are delivered once for each frame.
 
 The dispatcher (`async_engine`) appends to branches and calls `touch`, and `deliver` when it is through with a frame. A
 reader that waits is woken, or is spared that: `divert`. Everything belongs to one event loop.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.errors import PacelineError
-from paceline.process.client import BranchNews, Ending, OnNews, Prospect
+from paceline.process.client import BranchUpdate, OnUpdates
 
 
 class Branch:
@@ -26,19 +27,19 @@ class Branch:
         self.tokens: list[int] = []
         self.logprobs: list[RowLogprobs] = []
         self.time_s = 0.0
-        self.ending: Ending | None = None
+        self.ending: Finished | None = None
         self.is_touched = False
 
     def touch(self) -> None:
-        """There is news. Called for the first of them only."""
+        """There is an update. Called for the first of them only."""
         self.is_touched = True
         stream = self.stream
         if not stream.touched:
             stream.undelivered.append(stream)
         stream.touched.append(self)
 
-    def take(self) -> BranchNews:
-        news = BranchNews(
+    def take(self) -> BranchUpdate:
+        update = BranchUpdate(
             branch=self.index,
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -49,15 +50,15 @@ class Branch:
         if self.logprobs:
             self.logprobs = []
         self.is_touched = False
-        return news
+        return update
 
 
 class Stream:
     """Implements `EngineStream`."""
 
     __slots__ = (
-        *("_close", "_finish_at", "_on_news", "_waiter", "branches", "error", "first", "num_open"),
-        *("prospect", "touched", "undelivered"),
+        *("_close", "_finish_at", "_on_updates", "_waiter", "branches", "error", "first", "num_open"),
+        *("forecast", "touched", "undelivered"),
     )
 
     def __init__(
@@ -74,14 +75,14 @@ class Stream:
         self.num_open = count  # branches that have not ended
         self.touched: list[Branch] = []
         self.undelivered = undelivered  # the dispatcher's: streams that were touched by the frame at hand
-        self._on_news: OnNews | None = None
+        self._on_updates: OnUpdates | None = None
         self.error: PacelineError | None = None
-        self.prospect: Prospect | None = None
+        self.forecast: Forecast | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._close = close
         self._finish_at = finish_at
 
-    async def take(self) -> list[BranchNews]:
+    async def take(self) -> list[BranchUpdate]:
         if not self.touched:
             if self.error is None:
                 await self._wait()
@@ -89,8 +90,8 @@ class Stream:
                 raise self.error
         return self._take_touched()
 
-    def divert(self, on_news: OnNews) -> None:
-        self._on_news = on_news
+    def divert(self, on_updates: OnUpdates) -> None:
+        self._on_updates = on_updates
 
     def finish_at(self, branch: int, num_output: int) -> None:
         if self.error is None and self.branches and self.branches[branch].ending is None:
@@ -99,14 +100,14 @@ class Stream:
     def close(self) -> None:
         self._close(self)
         # Branches and reader refer back to here: without this, every request would wait for the collector.
-        self.branches, self.touched, self._on_news = [], [], None
+        self.branches, self.touched, self._on_updates = [], [], None
 
     def deliver(self) -> None:
-        """A frame was read to its end and had news; a reader that does not wait finds them when it looks."""
+        """A frame was read to its end and had updates; a reader that does not wait finds them in its next `take`."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        if self._on_news is None or not self._on_news(self._take_touched()):
+        if self._on_updates is None or not self._on_updates(self._take_touched()):
             waiter.set_result(None)
 
     async def _wait(self) -> None:
@@ -118,7 +119,7 @@ class Stream:
         finally:
             self._waiter = None
 
-    def _take_touched(self) -> list[BranchNews]:
+    def _take_touched(self) -> list[BranchUpdate]:
         touched, self.touched = self.touched, []
         return [branch.take() for branch in touched]
 

@@ -131,7 +131,7 @@ class Life:
     child: EngineChild
     link: Link
     started_s: float
-    failure: frames.LoadFailed | frames.Failed | None = None
+    failure: frames.LoadFailure | frames.Failed | None = None
     was_ready: bool = False
 
 
@@ -302,7 +302,7 @@ class EngineProcess:
             if life.child.exit_code is not None:
                 return None
             now_s = time.monotonic()
-            client.forgive(max(0.0, now_s - looked_s - 2 * config.heartbeat_s))
+            client.extend_deadline(max(0.0, now_s - looked_s - 2 * config.heartbeat_s))
             if not life.was_ready:
                 if now_s - life.started_s > config.ready_timeout_s:
                     return f"the model was not loaded within {config.ready_timeout_s:g} s"
@@ -315,16 +315,16 @@ class EngineProcess:
                 client.mark_stuck()
 
     def _on_frame(self, frame: frames.FromEngine) -> None:
-        if isinstance(frame, frames.News):
-            self.client.take(frame)
+        if isinstance(frame, frames.Update):
+            self.client.on_update(frame)
             return
         if isinstance(frame, frames.Answer):
-            self.client.answered(frame)
+            self.client.on_answer(frame)
             return
         if isinstance(frame, frames.Log):
             _engine_logger.log(frame.level, "%s", frame.message, extra={"traceback": frame.traceback})
             return
-        self.client.heard()
+        self.client.on_heartbeat()
         if self.on_loading is not None:
             self.on_loading(frame if isinstance(frame, frames.Loading) else None)
         life = self._life
@@ -336,7 +336,7 @@ class EngineProcess:
             assert self._ready is not None
             if not self._ready.done():
                 self._ready.set_result(None)
-        elif isinstance(frame, frames.LoadFailed | frames.Failed):
+        elif isinstance(frame, frames.LoadFailure | frames.Failed):
             life.failure = frame
 
     def _fail_ready(self, reason: str, exit_code: int) -> None:
@@ -352,7 +352,7 @@ class EngineProcess:
 
 def _sentence(life: Life, reason: str | None, ended: str) -> tuple[str, int]:
     """What became of a life, and the exit code that stands for it."""
-    if isinstance(life.failure, frames.LoadFailed):
+    if isinstance(life.failure, frames.LoadFailure):
         return life.failure.message, life.failure.exit_code
     if reason is None:
         while_loading = "" if life.was_ready else " while loading the model"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.events import Forecast
 from paceline.core.plan import StepTimes, StepWork
 from paceline.core.request import Request
 from paceline.costs.step_speed import StepSpeed
@@ -104,23 +104,6 @@ MOST_WALKED = 256  # waiting requests that are looked at one by one; those behin
 BETWEEN = 0.03  # weight of the last step in how long steps with decoding rows take
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Seconds from now on."""
-
-    first_token_s: float
-    finish_s: float
-    ahead: int  # requests that wait and go before it
-    waited_s: float  # since its arrival
-    soonest_first_s: float  # if it went first
-    soonest_finish_s: float
-    alone_first_s: float  # if no other request were here
-    alone_finish_s: float
-    between_s: float  # two of its tokens, if no other request were here
-    num_cached: int  # tokens of its prompt that are in the cache now
-    num_output: float  # tokens it is thought to generate
 
 
 class Forecaster:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.core.events import Rule
+from paceline.core.events import Forecast, Rule
 from paceline.core.request import Request, RequestState
 from paceline.errors import (
     DeadlineImpossible,
@@ -20,7 +20,6 @@ from paceline.errors import (
     PacelineError,
     QueueFull,
 )
-from paceline.scheduler.forecast import Forecast
 
 if TYPE_CHECKING:
     from paceline.scheduler.state import SchedulerState

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core import inputs
 from paceline.core.dial import DialSetting
-from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule, StepEvents
+from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Forecast, Rule, StepEvents
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
@@ -27,7 +27,7 @@ from paceline.core.request import (
 )
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import steering
-from paceline.scheduler.forecast import Forecast, Forecaster
+from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of

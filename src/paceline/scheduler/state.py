@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
 from paceline.core.clock import Clock
+from paceline.core.counters import Counters
 from paceline.core.events import (
     NO_NUMBER,
     NO_REQUEST,
@@ -42,7 +43,6 @@ from paceline.core.request import (
 )
 from paceline.kv.manager import KVManager
 from paceline.policy import Policy, RequestView
-from paceline.scheduler.counters import Counters
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats

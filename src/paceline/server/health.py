@@ -79,7 +79,7 @@ def health_routes(status: ServerStatus) -> list[Route]:
             "steps": stats.steps,
             "running": stats.running,
             "waiting": stats.waiting,
-            "failed_steps": stats.failed_steps,
+            "failed_steps": stats.counters.failed_steps,
             "violations": stats.violations,
         }
         return _answer(200 if status.is_ready else 503, facts)

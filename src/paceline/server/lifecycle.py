@@ -23,7 +23,7 @@ from typing import Protocol
 
 from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
-from paceline.process.client import DrainingClient, EngineClient, EngineInfo
+from paceline.process.client import EngineClient, EngineInfo
 from paceline.server.access.auth import Keyring
 from paceline.server.app import Api, Application, Background
 from paceline.server.health import Phase
@@ -214,8 +214,7 @@ class Server:
 
     async def _drain(self) -> None:
         """Let what is under way end, as long as it may take; a pause must not hold that up."""
-        if isinstance(self._engine.client, DrainingClient):
-            self._engine.client.let_all_go_on()
+        self._engine.client.resume_all()
         until_s = time.monotonic() + self._config.drain_timeout_s
         while self._app.num_under_way and time.monotonic() < until_s and not self._forced.is_set():
             await asyncio.sleep(0.02)

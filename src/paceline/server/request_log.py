@@ -165,7 +165,7 @@ class StatsLine:
         elapsed_s = max(1e-9, now_s - last_s)
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
-        preempted = f"Preemptions: {stats.preemptions}, " if stats.preemptions else ""
+        preempted = f"Preemptions: {stats.counters.preempted}, " if stats.counters.preempted else ""
         log(
             f"Engine 000: Avg prompt throughput: {(prompt - last_prompt) / elapsed_s:.1f} tokens/s, "
             f"Avg generation throughput: {(output - last_output) / elapsed_s:.1f} tokens/s, "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.events import Decision, DecisionKind, Forecast, Rule
 from paceline.core.request import FinishReason, Request, RequestId, sooner
 from paceline.core.sampling import MAX_WISH_MS, SamplingParams
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, PacelineError
@@ -16,7 +16,6 @@ from paceline.lab.report.record import OUTCOMES, RunRecord
 from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.replayer import replay
 from paceline.lab.workload.model import Workload
-from paceline.scheduler.forecast import Forecast
 from paceline.scheduler.policy.deadline import HOPELESS_S
 from paceline.scheduler.rejections import CERTAIN, LATE, late_rejection
 from paceline.scheduler.scheduler import Scheduler

@@ -11,46 +11,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import PLAIN, Urgency
 from paceline.errors import NeverFits
 from paceline.models.files.sampling_defaults import GenerationDefaults
-from paceline.process.client import (
-    BranchNews,
-    Ending,
-    EngineInfo,
-    EngineState,
-    EngineStats,
-    EngineUnavailable,
-    Prospect,
-)
+from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.caller import Caller
 from paceline.server.api.routes import Route, routes
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.generate.record import RequestRecord
 from paceline.server.generate.service import ServedModel, Service, ServiceSettings
 from paceline.text.tokenizer import Tokenizer
+from tests.fake_engine import IdleClient, IdleStream, engine_info, finished
 from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
 
-INFO = EngineInfo(
-    vocab_size=VOCAB_SIZE,
-    max_model_len=CONTEXT,
-    block_size=16,
-    num_blocks=64,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    max_num_prompt_tokens=0,
-    device="cpu",
-    dtype="float32",
-    kv_dtype="float32",
-    weight_bytes=1,
-    kv_bytes=1,
-    load_s=0.1,
-)
+INFO = engine_info(vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, num_blocks=64, max_num_seqs=8)
 DEFAULT_CALLER = Caller()
 EOS = 3
-Script = Callable[[Sequence[int], SamplingParams], list[list[BranchNews] | Exception]]
+Script = Callable[[Sequence[int], SamplingParams], list[list[BranchUpdate] | Exception]]
 
 
 @cache
@@ -63,29 +43,20 @@ def ids(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False)
 
 
-def ending(reason: str = "stop", num_output: int = 1, detail: str = "", num_cached: int = 0) -> Ending:
-    return Ending(
-        reason=reason,
-        detail=detail,
-        num_prompt=1,
-        num_output=num_output,
-        num_cached=num_cached,
-        preemptions=0,
-        queue_s=0.25,
-        time_s=2.0,
-    )
+def ending(reason: str = "stop", num_output: int = 1, detail: str = "", num_cached: int = 0) -> Finished:
+    return finished(1, reason, num_output, detail=detail, num_cached=num_cached)
 
 
 def says(*pieces: str, reason: str = "length", num_cached: int = 0, with_eos: bool = False) -> Script:
     """Every branch says these pieces, a piece in each news; a branch's number takes the place of `#`."""
 
-    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchNews] | Exception]:
-        steps: list[list[BranchNews] | Exception] = []
+    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
+        steps: list[list[BranchUpdate] | Exception] = []
         sent = [0] * sampling.n
         for number, piece in enumerate(pieces):
             step = []
             for branch in range(sampling.n):
-                news = BranchNews(branch=branch, tokens=ids(piece.replace("#", str(branch))), time_s=1.0)
+                news = BranchUpdate(branch=branch, tokens=ids(piece.replace("#", str(branch))), time_s=1.0)
                 is_last = number == len(pieces) - 1
                 if is_last and with_eos:
                     news.tokens.append(EOS)
@@ -126,15 +97,15 @@ def logprobs_of(
     ]
 
 
-class FakeStream:
-    def __init__(self, steps: list[list[BranchNews] | Exception]) -> None:
+class FakeStream(IdleStream):
+    def __init__(self, steps: list[list[BranchUpdate] | Exception]) -> None:
         self._steps = steps
         self.finished_at: list[tuple[int, int]] = []
         self.is_closed = False
         self.gate: asyncio.Event | None = None
-        self.prospect: Prospect | None = None
+        self.forecast: Forecast | None = None
 
-    async def take(self) -> list[BranchNews]:
+    async def take(self) -> list[BranchUpdate]:
         if not self._steps:
             await asyncio.Event().wait()  # an engine that has nothing to say
         await asyncio.sleep(0)
@@ -150,30 +121,27 @@ class FakeStream:
         self.is_closed = True
 
 
-class FakeClient:
+class FakeClient(IdleClient):
     def __init__(self, script: Script) -> None:
         self.state = EngineState.READY
         self.script = script
         self.submitted: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
-        self.prospect: Prospect | None = None  # of every request; None: unknown, and whoever asks is refused
+        # Of every request; an error is raised where a forecast is asked for.
+        self.outlook: Forecast | Exception | None = NeverFits("it is too long", param="max_tokens")
         self.streams: list[FakeStream] = []
         self.has_info = True
         self.next_place_s: float | None = None
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:  # type: ignore[override]
         if not self.has_info:
             raise EngineUnavailable("the model is being loaded", code="starting")
         return INFO
 
     @property
-    def stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:  # type: ignore[override]
         return EngineStats(next_place_s=self.next_place_s)
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        return 0.0
 
     def submit(
         self,
@@ -185,33 +153,25 @@ class FakeClient:
         timeout_s: float | None = None,
     ) -> FakeStream:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
-        self.submitted.append(
-            {
-                **given,
-                "timeout_s": timeout_s,
-            }
-        )
+        self.submitted.append({**given, "timeout_s": timeout_s})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
-        self.streams[-1].prospect = self.prospect
+        if isinstance(self.outlook, Forecast):
+            self.streams[-1].forecast = self.outlook
         return self.streams[-1]
 
-    async def ask(
+    async def forecast(
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
         *,
         tenant: str,
         urgency: Urgency = PLAIN,
-    ) -> Prospect:
+    ) -> Forecast | None:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
-        self.asked.append(
-            {
-                **given,
-            }
-        )
-        if isinstance(self.prospect, Prospect):
-            return self.prospect
-        raise NeverFits("it is too long", param="max_tokens")
+        self.asked.append(given)
+        if isinstance(self.outlook, Exception):
+            raise self.outlook
+        return self.outlook
 
 
 class Listener:

@@ -41,7 +41,7 @@ class ChangingFake(FakeClient):
 
     def submit(self, *given: Any, **more: Any) -> FakeStream:
         stream = super().submit(*given, **more)
-        stream.first = 10 * len(self.streams)  # type: ignore[attr-defined]
+        stream.first = 10 * len(self.streams)
         return stream
 
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:

@@ -17,6 +17,7 @@ from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineUnavailable
 from paceline.server.call import Events
 from paceline.server.errors import GenerationFailed
+from tests.fake_engine import finished
 from tests.pure.server_api.api_helpers import INFO, Api, chunks, ids
 
 CHAT = "/v1/chat/completions"
@@ -70,9 +71,9 @@ class Reader:
         numbers = ids(text)
         ends = []
         if reason:
-            ends.append(frames.BranchEnding(branch, reason, "", 2.0, 1, 99, 0, 0, 0.5))
-        self.engine.take(
-            frames.News(
+            ends.append(finished(branch, reason, 99))
+        self.engine.on_update(
+            frames.Update(
                 1.0,
                 np.full(len(numbers), branch, frames.ID).tobytes(),
                 np.array(numbers, frames.TOKEN).tobytes(),
@@ -198,7 +199,7 @@ def test_what_goes_wrong_is_its_readers_alone(how: str, code: str) -> None:
             reader.say("b", reason="error")
         elif how == "ours":
             news = np.array([1], frames.ID).tobytes(), np.array([10**6], frames.TOKEN).tobytes()
-            reader.engine.take(frames.News(1.0, *news))  # an id that is not in the vocabulary
+            reader.engine.on_update(frames.Update(1.0, *news))  # an id that is not in the vocabulary
         else:
             reader.engine.detach("it is gone")
 

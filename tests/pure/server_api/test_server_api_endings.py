@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError, QueueFull
-from paceline.process.client import BranchNews, EngineState, EngineUnavailable
+from paceline.process.client import BranchUpdate, EngineState, EngineUnavailable
 from paceline.server.access.caller import Caller
 from paceline.server.call import Events
 from paceline.server.errors import problem_of
@@ -23,14 +23,14 @@ TEXT = {"model": "tiny", "prompt": "hi"}
 
 
 def steps(*given: Any) -> Script:
-    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchNews] | Exception]:
+    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
         return list(given)
 
     return script
 
 
-def news(text: str = "", **more: Any) -> list[BranchNews]:
-    return [BranchNews(branch=0, tokens=ids(text), **more)]
+def news(text: str = "", **more: Any) -> list[BranchUpdate]:
+    return [BranchUpdate(branch=0, tokens=ids(text), **more)]
 
 
 def problem(api: Api, route: str = CHAT, body: dict[str, Any] | None = None, **more: Any) -> tuple[int, str]:
@@ -63,9 +63,9 @@ def ended(api: Api) -> tuple[str, str]:
         (steps(EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
         (steps(news("a"), EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
         (steps(QueueFull("no place")), 429, "queue_full", "error"),
-        (steps([BranchNews(branch=0, tokens=[10**9])]), 500, "internal_error", "error"),
-        (steps([BranchNews(branch=0, tokens=[-1])]), 500, "internal_error", "error"),
-        (steps([BranchNews(branch=7, tokens=[5])]), 500, "internal_error", "error"),
+        (steps([BranchUpdate(branch=0, tokens=[10**9])]), 500, "internal_error", "error"),
+        (steps([BranchUpdate(branch=0, tokens=[-1])]), 500, "internal_error", "error"),
+        (steps([BranchUpdate(branch=7, tokens=[5])]), 500, "internal_error", "error"),
         (steps(ValueError("inside")), 500, "internal_error", "error"),
     ],
 )
@@ -76,7 +76,7 @@ def test_endings_that_are_errors(script: Script, status: int, code: str, reason:
 
 
 def test_one_bad_branch_ends_the_whole_request_and_nobody_elses() -> None:
-    bad = Api(steps([*news("a"), BranchNews(branch=1, tokens=[10**9])]))
+    bad = Api(steps([*news("a"), BranchUpdate(branch=1, tokens=[10**9])]))
     assert problem(bad, body={**HELLO, "n": 2}) == (500, "internal_error")
     assert ended(bad) == ("error", "internal_error")
     assert Api(says("fine")).ask(CHAT, HELLO)["choices"][0]["message"]["content"] == "fine"

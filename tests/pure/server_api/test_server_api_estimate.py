@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
-from paceline.process.client import Prospect
 from paceline.server.call import Events
+from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import Api, says
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-SOON = Prospect(first_token_s=0.0834, finish_s=2.5, ahead=3)
+SOON = forecast(0.0834, 2.5, ahead=3)
 
 
 def estimate(api: Api, **body: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def estimate(api: Api, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("streams", [False, True])
 def test_answers_say_when_they_were_expected(streams: bool) -> None:
     api = Api(says("a", "b"))
-    api.client.prospect = SOON
+    api.client.outlook = SOON
 
     async def headers() -> dict[str, str]:
         answer = await api.open(CHAT, {"model": "tiny", "messages": MESSAGES, "stream": streams})
@@ -38,10 +38,9 @@ def test_answers_say_when_they_were_expected(streams: bool) -> None:
     assert found["x-paceline-predicted-finish-ms"] == "2500"
 
 
-@pytest.mark.parametrize("prospect", [None, Prospect(first_token_s=None, finish_s=None, ahead=0)])
-def test_what_is_not_known_is_not_said(prospect: Prospect | None) -> None:
+def test_what_is_not_known_is_not_said() -> None:
     api = Api()
-    api.client.prospect = prospect
+    api.client.outlook = None
     answer = asyncio.run(api.open(CHAT, {"model": "tiny", "messages": MESSAGES}))
     assert not [name for name in answer.headers if name.startswith("x-paceline-predicted")]
 
@@ -49,7 +48,7 @@ def test_what_is_not_known_is_not_said(prospect: Prospect | None) -> None:
 @pytest.mark.parametrize("what", [{"prompt": "abc"}, {"messages": MESSAGES}])
 def test_an_estimate_runs_nothing(what: dict[str, Any]) -> None:
     api = Api()
-    api.client.prospect = SOON
+    api.client.outlook = SOON
     found = estimate(api, **what, max_tokens=7)
     assert (found["fits"], found["reason"], found["max_tokens"]) == (True, None, 7)
     assert (found["queue_position"], found["ttft_ms"], found["finish_ms"]) == (3, 83, 2500)

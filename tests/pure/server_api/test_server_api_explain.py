@@ -10,7 +10,7 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 from paceline.errors import QueueFull
-from paceline.process.client import EngineUnavailable, Told
+from paceline.process.client import EngineUnavailable, Explanation
 from paceline.server.access.caller import Caller
 from paceline.server.errors import UnknownRequestId
 from paceline.server.generate.requests import Explanations, RecentRequests
@@ -29,14 +29,14 @@ class RememberingClient(FakeClient):
 
     def submit(self, *given: Any, **more: Any) -> FakeStream:
         stream = super().submit(*given, **more)
-        stream.first = 10 * len(self.streams)  # type: ignore[attr-defined]
+        stream.first = 10 * len(self.streams)
         return stream
 
-    async def explain(self, number: int) -> Told:
+    async def explain(self, number: int) -> Explanation:
         decided = Decision(
             DecisionKind.ADMIT, RequestId(number), Rule.FITS, 0, 3, 1.0, 9, 8, 2, RequestId(4), 0.5
         )
-        return Told(self.story or ([decided] if self.known else []), self.is_live)
+        return Explanation(self.story or ([decided] if self.known else []), self.is_live)
 
 
 def api() -> Api:
@@ -174,7 +174,7 @@ def test_an_engine_that_remembers_nothing_says_so() -> None:
         recent = RecentRequests()
         kept = Explanations(FakeClient(says("x")), recent)
         recent.note("r", ME, [1])
-        with pytest.raises(EngineUnavailable, match="does not explain"):
+        with pytest.raises(EngineUnavailable, match="explains nothing"):
             await kept.explain("r", ME)
 
     asyncio.run(test())

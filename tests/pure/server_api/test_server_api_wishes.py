@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, QueueFull
-from paceline.process.client import BranchNews, Prospect
-from paceline.process.frames import error_of, refusal_of
+from paceline.process.client import BranchUpdate
+from paceline.process.frames import error_of, rejected_with
 from paceline.server.access.caller import Caller, Prices
 from paceline.server.errors import (
     LONGEST_RETRY_S,
@@ -23,12 +23,13 @@ from paceline.server.errors import (
 from paceline.server.generate.record import RequestRecord
 from paceline.server.metrics.goodput import Times, is_met, wishes_of
 from paceline.server.metrics.requests import PromiseMetrics
+from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import Api, ending, ids, says
 
 CHAT, COMPLETIONS, ESTIMATE = "/v1/chat/completions", "/v1/completions", "/v1/estimate"
 ASKED = {"model": "tiny", "prompt": "abc"}
 WISHES = {"deadline_ms": 9000, "ttft_slo_ms": 700, "itl_slo_ms": 50, "on_infeasible": "try"}
-SOON = Prospect(first_token_s=0.08, finish_s=2.08, ahead=3, num_cached=2, num_output=50.0)
+SOON = forecast(0.08, 2.08, ahead=3, num_cached=2, num_output=50.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_infeasible_must_be_refused_or_tried() -> None:
 def test_refusals_cross_the_processes_with_status_reason_and_time(
     error: Any, status: int, code: str, retry: int | None
 ) -> None:
-    crossed = error if isinstance(error, QueueTimeout | TooBusy) else error_of(refusal_of(3, error))
+    crossed = error if isinstance(error, QueueTimeout | TooBusy) else error_of(rejected_with(error, 3))
     problem = problem_of(crossed)
     assert (problem.status, problem.code, problem.retry_after_s) == (status, code, retry)
     assert problem.message == str(error) and problem.param == getattr(error, "param", None)
@@ -107,7 +108,7 @@ def test_a_full_door_says_when_a_place_comes_free() -> None:
 def test_a_request_past_its_own_deadline_ends_with_504(num_output: int) -> None:
     def script(prompt: Any, sampling: Any) -> list[Any]:
         time.sleep(0.005)
-        news = BranchNews(branch=0, tokens=ids("ab")[:num_output], time_s=1.0)
+        news = BranchUpdate(branch=0, tokens=ids("ab")[:num_output], time_s=1.0)
         news.ending = ending("abort", num_output, detail="deadline")
         return [[news]]
 
@@ -125,7 +126,7 @@ def test_a_request_past_its_own_deadline_ends_with_504(num_output: int) -> None:
 
 def test_an_estimate_has_a_price() -> None:
     api = Api()
-    api.client.prospect = SOON
+    api.client.outlook = SOON
     prices = Prices(
         prompt=Decimal(2), cached_prompt=Decimal(1), output=Decimal(10), kv_block_second=Decimal(1)
     )
@@ -146,7 +147,7 @@ def test_an_estimate_has_a_price() -> None:
 
 def test_an_estimate_without_a_forecast_has_the_highest_price_only() -> None:
     api = Api()
-    api.client.prospect = Prospect(first_token_s=None, finish_s=None, ahead=0)
+    api.client.outlook = None
     found = api.ask(ESTIMATE, ASKED, caller=Caller(prices=Prices(output=Decimal(1))))
     assert found["fits"] and found["ttft_ms"] is found["queue_position"] is found["price"]["expected"] is None
     assert found["price"]["at_most"]["total_nano_units"] == 1000 * found["max_tokens"]
@@ -155,10 +156,7 @@ def test_an_estimate_without_a_forecast_has_the_highest_price_only() -> None:
 def test_an_estimate_says_what_would_be_refused_with_code_and_time() -> None:
     api = Api()
 
-    async def refused(*given: Any, **more: Any) -> Prospect:
-        raise DeadlineInfeasible("too late", param="deadline_ms", retry_after_s=12.5)
-
-    api.client.ask = refused  # type: ignore[method-assign]
+    api.client.outlook = DeadlineInfeasible("too late", param="deadline_ms", retry_after_s=12.5)
     found = api.ask(ESTIMATE, {**ASKED, "deadline_ms": 5})
     assert (found["fits"], found["code"], found["param"]) == (False, "deadline_infeasible", "deadline_ms")
     assert (found["reason"], found["retry_after_s"]) == ("too late", 13)
@@ -166,7 +164,7 @@ def test_an_estimate_says_what_would_be_refused_with_code_and_time() -> None:
 
 def test_an_estimate_takes_no_place() -> None:
     api = Api()
-    api.client.prospect = SOON
+    api.client.outlook = SOON
     for _ in range(50):
         api.ask(ESTIMATE, ASKED)
     assert api.is_at_rest and not api.client.submitted
@@ -226,7 +224,7 @@ def test_the_server_judges_those_who_are_waited_for_by_its_own_times() -> None:
 
 def test_answers_note_what_was_predicted() -> None:
     api = Api(says("a", "b"))
-    api.client.prospect = SOON
+    api.client.outlook = SOON
     asyncio.run(api.open(COMPLETIONS, ASKED))
     assert api.listener.records[0].predicted_ttft_s == pytest.approx(0.08)
 
@@ -234,7 +232,7 @@ def test_answers_note_what_was_predicted() -> None:
 def test_the_server_s_own_limit_is_not_told_as_a_deadline_that_was_given() -> None:
     def script(prompt: Any, sampling: Any) -> list[Any]:
         time.sleep(0.005)
-        news = BranchNews(branch=0, tokens=ids("ab"), time_s=1.0)
+        news = BranchUpdate(branch=0, tokens=ids("ab"), time_s=1.0)
         news.ending = ending("abort", 2, detail="deadline")
         return [[news]]
 

@@ -62,7 +62,7 @@ class LoadedClient(FakeClient):
         self.waiting = 0
 
     @property
-    def stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:  # type: ignore[override]
         return EngineStats(waiting=self.waiting)
 
 

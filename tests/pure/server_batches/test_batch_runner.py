@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import QueueFull
-from paceline.process.client import BranchNews, EngineState, EngineUnavailable
+from paceline.process.client import BranchUpdate, EngineState, EngineUnavailable
 from paceline.server.access.caller import BATCH_CLASS, Caller
 from paceline.server.batches.batch_api import MAX_OPEN_BATCHES
 from paceline.server.batches.database import Database
@@ -41,7 +41,7 @@ def run(
     asyncio.run(go())
 
 
-def silent(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchNews] | Exception]:
+def silent(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
     return []
 
 
@@ -58,11 +58,11 @@ class HeldClient(LoadedClient):
 
 
 class HeldStream(FakeStream):
-    def __init__(self, steps: list[list[BranchNews] | Exception]) -> None:
+    def __init__(self, steps: list[list[BranchUpdate] | Exception]) -> None:
         super().__init__(steps)
         self.go, self.end = asyncio.Event(), asyncio.Event()
 
-    async def take(self) -> list[BranchNews]:
+    async def take(self) -> list[BranchUpdate]:
         await (self.end if len(self._steps) == 1 else self.go).wait()
         return await super().take()
 
@@ -76,7 +76,9 @@ class Told:
         self.beside: list[int] = []  # how many others were under way
         self.world: World | None = None
 
-    def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchNews] | Exception]:
+    def __call__(
+        self, prompt: Sequence[int], sampling: SamplingParams
+    ) -> list[list[BranchUpdate] | Exception]:
         seed = sampling.seed or 0
         self.asked.append(seed)
         if self.world is not None:

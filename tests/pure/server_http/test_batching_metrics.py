@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters
 from paceline.core.plan import StepPlan, StepWork
 from paceline.costs.model import work_done
 from paceline.costs.presets import MODELS, published_peak
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec, model_work
-from paceline.scheduler.counters import STEP_TOKEN_BOUNDS, Counters
 from paceline.server.metrics.batching import WINDOW_S, Limits, Recent, Totals, recent_costs, recent_figures
 
 

@@ -22,7 +22,8 @@ from paceline.server.metrics.histogram import Histogram
 from paceline.server.metrics.page import MetricsPage
 from paceline.server.metrics.requests import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
-from tests.serve_fake import INFO, FakeClient
+from tests.fake_engine import engine_info
+from tests.serve_fake import FakeClient
 
 
 def record(**fields: object) -> RequestRecord:
@@ -242,7 +243,7 @@ def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
 
 def test_the_card_says_what_runs_and_where() -> None:
     lines = card_lines(
-        INFO,
+        engine_info(),
         version="1",
         names=("m'", "n"),
         base_url="http://h:1",

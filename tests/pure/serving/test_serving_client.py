@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.process import ProcessConfig
+from paceline.core.events import Finished
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import Urgency
 from paceline.errors import ConfigError, InvalidRequest, NeverFits, PacelineError, QueueFull
@@ -22,6 +23,7 @@ from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineState, EngineStats, EngineUnavailable
 from paceline.process.supervisor import RestartBudget
+from tests.fake_engine import finished
 from tests.pure.serving.test_serving_frames import INFO
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -45,13 +47,15 @@ def connected(**changes: Any) -> tuple[AsyncEngine, FakeSender]:
     return client, sender
 
 
-def tokens(*pairs: tuple[int, int], time_s: float = 1.0) -> frames.News:
+def tokens(*pairs: tuple[int, int], time_s: float = 1.0) -> frames.Update:
     ids, numbers = zip(*pairs, strict=True)
-    return frames.News(time_s, np.array(ids, frames.ID).tobytes(), np.array(numbers, frames.TOKEN).tobytes())
+    return frames.Update(
+        time_s, np.array(ids, frames.ID).tobytes(), np.array(numbers, frames.TOKEN).tobytes()
+    )
 
 
-def ending(branch: int, reason: str = "stop") -> frames.BranchEnding:
-    return frames.BranchEnding(branch, reason, "", 2.0, 1, 1, 0, 0, 0.5)
+def ending(branch: int, reason: str = "stop") -> Finished:
+    return finished(branch, reason)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -75,8 +79,8 @@ def test_a_reader_gets_its_own_news_in_order() -> None:
     async def test() -> None:
         client, _ = connected()
         stream, other = (client.submit([1], SamplingParams(n=2), tenant="a") for _ in range(2))
-        client.take(tokens((1, 10), (3, 30), (2, 20)))
-        client.take(tokens((1, 11), time_s=2.0))
+        client.on_update(tokens((1, 10), (3, 30), (2, 20)))
+        client.on_update(tokens((1, 11), time_s=2.0))
         news = await stream.take()
         assert [(item.branch, item.tokens, item.time_s) for item in news] == [
             (0, [10, 11], 2.0),
@@ -84,10 +88,10 @@ def test_a_reader_gets_its_own_news_in_order() -> None:
         ]
         waiting = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
-        client.take(frames.News(3.0, endings=[ending(2), ending(1)]))
+        client.on_update(frames.Update(3.0, endings=[ending(2), ending(1)]))
         news = await waiting
         assert [(item.branch, item.tokens) for item in news] == [(1, []), (0, [])]
-        assert all(item.ending is not None and item.ending.queue_s == 0.5 for item in news)
+        assert all(item.ending is not None and item.ending.queue_s == 0.25 for item in news)
         assert [item.tokens for item in await other.take()] == [[30]]
         assert client.num_open == 1
 
@@ -97,12 +101,12 @@ def test_a_reader_gets_its_own_news_in_order() -> None:
 def test_closing_aborts_what_has_not_ended_and_only_that() -> None:
     client, sender = connected()
     stream = client.submit([1], SamplingParams(n=3), tenant="a")
-    client.take(frames.News(1.0, endings=[ending(2)]))
+    client.on_update(frames.Update(1.0, endings=[ending(2)]))
     stream.close()
     stream.close()
     assert sender.sent[1:] == [frames.Abort((1, 3))]
     done = client.submit([1], SAMPLING, tenant="a")
-    client.take(frames.News(1.0, endings=[ending(4)]))
+    client.on_update(frames.Update(1.0, endings=[ending(4)]))
     done.close()
     assert sender.sent[3:] == []
     assert client.num_open == 0 and not client._branches
@@ -113,8 +117,8 @@ def test_late_news_reach_nobody() -> None:
     stream = client.submit([1], SAMPLING, tenant="a")
     stream.close()
     later = client.submit([1], SAMPLING, tenant="a")
-    client.take(tokens((1, 7)))
-    client.take(frames.News(1.0, endings=[ending(1)]))
+    client.on_update(tokens((1, 7)))
+    client.on_update(frames.Update(1.0, endings=[ending(1)]))
     assert not later.touched
     assert client.rejects.unknown_branch == 2
     assert client.rejects.total == 0
@@ -140,7 +144,7 @@ def test_a_refusal_is_raised_for_its_reader(kind: str, error: type[Exception]) -
     async def test() -> None:
         client, sender = connected()
         stream = client.submit([1], SamplingParams(n=2), tenant="a")
-        client.take(frames.News(1.0, refusals=[frames.Refusal(1, kind, "because", "prompt")]))
+        client.on_update(frames.Update(1.0, rejections=[frames.Rejected(1, kind, "because", "prompt")]))
         with pytest.raises(error, match="because"):
             await stream.take()
         stream.close()
@@ -152,7 +156,7 @@ def test_a_refusal_is_raised_for_its_reader(kind: str, error: type[Exception]) -
 def test_a_finish_is_sent_once_for_a_branch_that_runs() -> None:
     client, sender = connected()
     stream = client.submit([1], SamplingParams(n=2), tenant="a")
-    client.take(frames.News(1.0, endings=[ending(1)]))
+    client.on_update(frames.Update(1.0, endings=[ending(1)]))
     stream.finish_at(0, 3)
     stream.finish_at(1, 4)
     stream.close()
@@ -166,7 +170,7 @@ def test_when_the_engine_is_lost_everybody_hears_it_after_what_has_come() -> Non
         streams = [client.submit([1], SAMPLING, tenant="a") for _ in range(3)]
         waiting = asyncio.create_task(streams[1].take())
         await asyncio.sleep(0)
-        client.take(tokens((1, 5)))
+        client.on_update(tokens((1, 5)))
         client.detach("it fell over")
         assert client.state is EngineState.LOST and client.stats == EngineStats()
         assert (await streams[0].take())[0].tokens == [5]
@@ -195,16 +199,16 @@ def test_a_stuck_engine_is_back_with_its_next_sign_of_life(answers: bool) -> Non
     assert client.state.value == "stuck"
     assert (stream.error is not None) is answers
     assert sender.sent[1:] == ([frames.Abort((1,))] if answers else [])
-    client.take(frames.News(1.0))
+    client.on_update(frames.Update(1.0))
     assert client.state.value == "ready"
 
 
 def test_our_own_absence_is_not_held_against_the_engine() -> None:
     client, _ = connected()
-    client._heard_s -= 100
-    client.forgive(90)
+    client._heartbeat_s -= 100
+    client.extend_deadline(90)
     assert 9 < client.heartbeat_age_s < 12
-    client.forgive(1000)
+    client.extend_deadline(1000)
     assert client.heartbeat_age_s < 5
 
 

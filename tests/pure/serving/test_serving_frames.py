@@ -8,10 +8,16 @@ import msgspec
 import pytest
 
 from paceline.config.engine import ModelConfig
+from paceline.core.counters import Counters
+from paceline.core.dial import DialKind, DialSetting
+from paceline.core.events import Decision, DecisionKind, LogprobEvent, Rule
+from paceline.core.plan import RowLogprobs
+from paceline.core.request import Change, Cost, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.process import frames
-from paceline.process.client import EngineInfo, EngineStats
+from paceline.process.client import EngineStats, Explanation, PolicyChange
+from tests.fake_engine import engine_info, finished, forecast
 
 SAMPLING = SamplingParams(
     max_tokens=7,
@@ -33,27 +39,33 @@ SAMPLING = SamplingParams(
     logprobs=2,
     prompt_logprobs=0,
 )
-INFO = EngineInfo(
-    vocab_size=100,
-    max_model_len=64,
-    block_size=16,
-    num_blocks=9,
-    max_num_seqs=4,
-    max_num_batched_tokens=32,
-    max_num_prompt_tokens=0,
-    device="cpu",
-    dtype="float32",
-    kv_dtype="float32",
-    weight_bytes=1,
-    kv_bytes=2,
-    load_s=0.5,
-    notices=("a sentence",),
+INFO = engine_info(notices=("a sentence",))
+LOGPROBS = RowLogprobs(
+    row=2,
+    position=2,
+    token=3,
+    logprob=-float("inf"),
+    rank=1,
+    top_tokens=(3, 4),
+    top_logprobs=(-0.5, -1.0),
 )
 TO_ENGINE = [
     frames.Configure(
         ModelConfig(model="somewhere", seed=3), {"num_blocks": 8, "watermark": 0.5}, 0.5, 0.25, 1 << 20
     ),
-    frames.Add(1, b"\x01\0\0\0", frames.Sampling.of(SAMPLING), "tenant", -2, 12.5, None),
+    frames.Add(
+        first=1,
+        tokens=b"\x01\0\0\0",
+        sampling=frames.Sampling.of(SAMPLING),
+        tenant="tenant",
+        priority=-2,
+        submitted_s=12.5,
+        timeout_s=None,
+    ),
+    frames.Steer(
+        1, DialSetting(kind=DialKind.POSITION, value=0.5), PolicyChange(name="", options={"a": 1.5})
+    ),
+    frames.ChangeBranches(2, (1, 2), Change(priority=3, until_s=float("inf"))),
     frames.Abort((1, 2, 3)),
     frames.FinishAt(4, 17),
     frames.Explain(3, 4),
@@ -64,19 +76,21 @@ FROM_ENGINE = [
     frames.Loading(),
     frames.Loading("loading weights", 3, 30),
     frames.Ready(INFO),
-    frames.LoadFailed("no such file", 2),
+    frames.LoadFailure("no such file", 2),
     frames.Failed("three failures"),
     frames.Log(30, "two\nlines"),
-    frames.News(1.5),
-    frames.News(
+    frames.Update(1.5),
+    frames.Update(
         1.5,
         bytes(8),
         bytes(4),
-        [frames.BranchLogprobs(1, 2, 3, -float("inf"), 1, (3, 4), (-0.5, -1.0))],
-        [frames.BranchEnding(1, "stop", "", 2.0, 3, 4, 5, 6, 0.25)],
-        [frames.Refusal(9, "queue_full", "no place", None)],
-        EngineStats(running=3, busy_s=0.5),
+        [LogprobEvent(request=RequestId(1), logprobs=LOGPROBS)],
+        [finished(1, num_output=4, cost=Cost(block_us=7))],
+        [frames.Rejected(9, "queue_full", "no place", None)],
+        EngineStats(running=3, busy_s=0.5, counters=Counters(preempted=2, preempted_by={"blocks:swap": 2})),
+        [(5, None), (6, forecast(0.5, 1.5))],
     ),
+    frames.Explained(3, Explanation([Decision(DecisionKind.ADMIT, RequestId(4), Rule.FITS, step=3)], True)),
 ]
 
 

@@ -66,21 +66,21 @@ class Reader:
     ended: list[int] = field(default_factory=list)
     stats: list[EngineStats] = field(default_factory=list)
 
-    def take(self, news: frames.News, *, with_logprobs: bool) -> None:
+    def take(self, news: frames.Update, *, with_logprobs: bool) -> None:
         payload = frames.encode(news)
         assert len(payload) <= SMALLEST_FRAME
         decoded = frames.decode_from_engine(payload)
-        assert isinstance(decoded, frames.News)
+        assert isinstance(decoded, frames.Update)
         for entry in decoded.logprobs:
-            self.positions[entry.branch].add(entry.position)
+            self.positions[entry.request].add(entry.logprobs.position)
         ids = np.frombuffer(decoded.branches, frames.ID).tolist()
         for branch, token in zip(ids, np.frombuffer(decoded.tokens, frames.TOKEN).tolist(), strict=True):
             assert branch not in self.ended
             assert not with_logprobs or len(self.tokens[branch]) in self.positions[branch]
             self.tokens[branch].append(token)
         for ending in decoded.endings:
-            assert ending.num_output == len(self.tokens[ending.branch])
-            self.ended.append(ending.branch)
+            assert ending.num_output == len(self.tokens[ending.request])
+            self.ended.append(ending.request)
         if decoded.stats is not None:
             self.stats.append(decoded.stats)
 
@@ -124,13 +124,13 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_it_is_owed() -> Non
     num_tokens = sum(map(len, world.tokens.values()))
     held = sys.getsizeof(outbox._branches) + sys.getsizeof(outbox._tokens)
     assert held < 2 * num_tokens * (frames.ID.itemsize + frames.TOKEN.itemsize)
-    assert not outbox._endings and not outbox._logprobs and not outbox._refusals
+    assert not outbox._endings and not outbox._logprobs and not outbox._rejections
 
 
 def test_many_endings_and_refusals_are_split_over_frames() -> None:
     outbox = Outbox(SMALLEST_FRAME)
     for first in range(1, 301):
-        outbox.put_refusal(frames.Refusal(first, "invalid", "é" * 512, "prompt"))
+        outbox.put_rejection(frames.Rejected(first, "invalid", "é" * 512, "prompt"))
         ending = Finished(
             RequestId(first), FinishReason.ERROR, "internal_error", 1e9, 2**31, 2**31, 2**31, 9, 1.0
         )
@@ -139,8 +139,8 @@ def test_many_endings_and_refusals_are_split_over_frames() -> None:
     while outbox:
         news = outbox.take()
         assert len(frames.encode(news)) <= SMALLEST_FRAME
-        refused += [refusal.first for refusal in news.refusals]
-        ended += [ending.branch for ending in news.endings]
+        refused += [rejected.first for rejected in news.rejections]
+        ended += [ending.request for ending in news.endings]
     assert refused == ended == list(range(1, 301))
 
 

@@ -12,7 +12,7 @@ from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId
 from paceline.errors import QueueFull
 from paceline.process import async_engine, frames
-from paceline.process.client import EngineUnavailable
+from paceline.process.client import EngineUnavailable, Explanation
 from tests.pure.serving.test_serving_client import connected
 
 DECISION = Decision(DecisionKind.FINISH, RequestId(7), Rule.STOP, 3, 9, 1.5, detail="why")
@@ -23,7 +23,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def answer(question: int, *decisions: Decision) -> frames.Explained:
-    told = frames.Explained(question, [frames.ToldDecision.of(decision) for decision in decisions], True)
+    told = frames.Explained(question, Explanation(list(decisions), True))
     read = frames.decode_from_engine(frames.encode(told))
     assert isinstance(read, frames.Explained)
     return read
@@ -35,10 +35,10 @@ def test_an_answer_finds_its_question() -> None:
         asked = [asyncio.ensure_future(client.explain(number)) for number in (7, 8)]
         await asyncio.sleep(0)
         assert sender.sent == [frames.Explain(1, 7), frames.Explain(2, 8)]
-        client.answered(answer(2))
-        client.answered(answer(1, DECISION))
-        client.answered(answer(1, DECISION))  # told twice
-        client.answered(answer(99, DECISION))  # nobody asked
+        client.on_answer(answer(2))
+        client.on_answer(answer(1, DECISION))
+        client.on_answer(answer(1, DECISION))  # told twice
+        client.on_answer(answer(99, DECISION))  # nobody asked
         assert await asked[0] == ([DECISION], True) and await asked[1] == ([], True)
 
     run(test())
@@ -80,7 +80,7 @@ def test_only_so_many_ask_at_a_time() -> None:
         await asyncio.gather(asked[0], return_exceptions=True)
         again = asyncio.ensure_future(client.explain(8))
         await asyncio.sleep(0)
-        client.answered(answer(async_engine.MOST_QUESTIONS + 1, DECISION))
+        client.on_answer(answer(async_engine.MOST_QUESTIONS + 1, DECISION))
         assert await again == ([DECISION], True)
         for one in asked[1:]:
             one.cancel()

@@ -15,7 +15,7 @@ import msgspec
 from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, chosen_setting, status_sentences
 from paceline.errors import InvalidRequest
-from paceline.process.client import EngineUnavailable, PolicyChange, Steering, SteeringClient
+from paceline.process.client import PolicyChange, Steering
 from paceline.server.api.fields import Choice, Field, FieldTable, Flag, Number, Shaped, operation, read_query
 from paceline.server.api.route import Route
 from paceline.server.billing.usage_report import read_by, read_time, read_usage
@@ -46,10 +46,7 @@ POLICY_FIELDS = FieldTable(
 
 def admin_routes(service: Service) -> list[Route]:
     async def steered(dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
-        client = service.client
-        if not isinstance(client, SteeringClient):
-            raise EngineUnavailable("this engine cannot be steered")
-        return await client.steer(dial=dial, policy=policy)
+        return await service.client.steer(dial=dial, policy=policy)
 
     async def get_dial(call: Call) -> Answer:
         return _json(dial_values((await steered()).dial))

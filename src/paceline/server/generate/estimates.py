@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.events import Forecast
 from paceline.errors import PacelineError
-from paceline.process.client import Prospect
 from paceline.server.billing.charge import amount_values, factor_values
 from paceline.server.billing.pricing import Quote
 from paceline.server.errors import problem_of
 
-# What a caller is told about when an answer will come, in the headers of answers.
+# When an answer is expected, in its headers.
 
 
-class ProspectHeaders(Mapping[str, str]):
-    """Other headers, and those of a prospect as soon as there is one: they are read when the status goes out."""
+class ForecastHeaders(Mapping[str, str]):
+    """Other headers, and those of a forecast as soon as there is one: they are read when the status goes out."""
 
-    def __init__(self, others: Mapping[str, str], prospect: Callable[[], Prospect | None]) -> None:
+    def __init__(self, others: Mapping[str, str], forecast: Callable[[], Forecast | None]) -> None:
         self._others = others
-        self._prospect = prospect
+        self._forecast = forecast
 
     def __getitem__(self, name: str) -> str:
         return self._all()[name]
@@ -35,9 +35,9 @@ class ProspectHeaders(Mapping[str, str]):
         return len(self._all())
 
     def _all(self) -> dict[str, str]:
-        found = self._prospect()
+        found = self._forecast()
         headers = dict(self._others)
-        if found is not None and found.first_token_s is not None and found.finish_s is not None:
+        if found is not None:
             headers["x-paceline-queue-position"] = str(found.ahead)
             headers["x-paceline-predicted-ttft-ms"] = str(milliseconds(found.first_token_s))
             headers["x-paceline-predicted-finish-ms"] = str(milliseconds(found.finish_s))
@@ -57,25 +57,25 @@ class Estimate:
     num_answers: int
     block_size: int
     quote: Quote
-    prospect: Prospect | None
+    forecast: Forecast | None
     refusal: PacelineError | None
 
     @property
     def num_cached(self) -> int:
-        return 0 if self.prospect is None else self.prospect.num_cached
+        return 0 if self.forecast is None else self.forecast.num_cached
 
     @property
     def num_expected(self) -> int | None:
-        """Tokens of the answers, as answers of this tenant have turned out; None: nobody knows yet."""
-        if self.prospect is None or self.prospect.num_output is None:
+        """Tokens of the answers, as answers of this tenant have turned out; None: not known yet."""
+        if self.forecast is None:
             return None
-        return min(self.max_tokens, round(self.num_answers * self.prospect.num_output))
+        return min(self.max_tokens, round(self.num_answers * self.forecast.num_output))
 
 
 def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
-    prospect = estimate.prospect
-    first_s = None if prospect is None else prospect.first_token_s
-    finish_s = None if prospect is None else prospect.finish_s
+    forecast = estimate.forecast
+    first_s = None if forecast is None else forecast.first_token_s
+    finish_s = None if forecast is None else forecast.finish_s
     problem = None if estimate.refusal is None else problem_of(estimate.refusal)
     return {
         "object": "estimate",
@@ -89,7 +89,7 @@ def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
         "cached_tokens": estimate.num_cached,
         "max_tokens": estimate.max_tokens,
         "expected_tokens": estimate.num_expected,
-        "queue_position": None if first_s is None or prospect is None else prospect.ahead,
+        "queue_position": None if forecast is None else forecast.ahead,
         "ttft_ms": None if first_s is None else milliseconds(first_s),
         "finish_ms": None if finish_s is None else milliseconds(finish_s),
         "service_class": estimate.quote.service_class,
@@ -120,8 +120,8 @@ def price_body(quote: Quote, estimate: Estimate) -> dict[str, Any]:
 
 def _block_us(estimate: Estimate, expected: int) -> int:
     """Blocks times microseconds from the first token to the last, the blocks being half full of output on average."""
-    prospect = estimate.prospect
-    if prospect is None or prospect.first_token_s is None or prospect.finish_s is None:
+    forecast = estimate.forecast
+    if forecast is None:
         return 0
     held = (estimate.num_prompt + expected / 2) / estimate.block_size
-    return round(1e6 * held * max(0.0, prospect.finish_s - prospect.first_token_s))
+    return round(1e6 * held * max(0.0, forecast.finish_s - forecast.first_token_s))

@@ -1,4 +1,4 @@
-"""One generation: the engine's news of one or more prompts as deltas of text, in the order of their branches.
+"""One generation: the engine's updates of one or more prompts as deltas of text, in the order of their branches.
 
 Owns the way from token ids to text, endings and figures of one request, and its permit. Whatever fails here ends this
 request alone; however it ends, the engine is told, the permit goes back and the observer hears of it once.
@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.events import NOT_FINITE
+from paceline.core.events import NOT_FINITE, Finished
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Cost, FinishReason
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import DEADLINE, BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
-from paceline.process.client import BranchNews, DirectStream, Ending, EngineStream, EngineUnavailable
+from paceline.process.client import BranchUpdate, EngineStream, EngineUnavailable
 from paceline.server.billing.charge import receipt
 from paceline.server.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
 from paceline.server.generate.admission import Permit
-from paceline.server.generate.estimates import ProspectHeaders
+from paceline.server.generate.estimates import ForecastHeaders
 from paceline.server.generate.record import Observer, RequestRecord
 from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline.server")
-_STOP, _ABORT, _ERROR = FinishReason.STOP.value, FinishReason.ABORT.value, FinishReason.ERROR.value
+_ABORT, _ERROR = FinishReason.ABORT.value, FinishReason.ERROR.value
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Part:
         self.prompt_logprobs: list[RowLogprobs | None] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(ids)
-        self.task: asyncio.Task[list[BranchNews]] | None = None
+        self.task: asyncio.Task[list[BranchUpdate]] | None = None
 
 
 class Generation:
@@ -109,7 +109,7 @@ class Generation:
     def headers(self, others: Mapping[str, str]) -> Mapping[str, str]:
         """Headers of the answer: with `others`, what the engine said about when it will come."""
         stream = self._parts[0].stream
-        return ProspectHeaders(others, lambda: stream.prospect)
+        return ForecastHeaders(others, lambda: stream.forecast)
 
     @property
     def is_open(self) -> bool:
@@ -147,7 +147,7 @@ class Generation:
         return [None if entry is None else logprob_entry(self._tokenizer, entry) for entry in found]
 
     async def next(self) -> list[Delta]:
-        """Wait for news. Raises what went wrong, after which there is nothing left to do but `close`."""
+        """Wait for updates. Raises what went wrong, after which there is nothing left to do but `close`."""
         try:
             if self.record.first_token_s is None and self._first_timeout_s is not None:
                 taken = await self._take_first(self._first_timeout_s)
@@ -159,7 +159,7 @@ class Generation:
             raise self._noted(error) from None
         except Exception as error:
             raise self._broken() from error
-        if self._failure is not None:  # of news that did not wake anybody
+        if self._failure is not None:  # of updates that did not wake the reader
             raise self._failure
         return self._read_all(taken)
 
@@ -168,12 +168,12 @@ class Generation:
 
         When that says no, or when something went wrong, `next` returns or raises. Does nothing where it cannot.
         """
-        if self._only is not None and isinstance(self._only.stream, DirectStream):
+        if self._only is not None:
             self._accept = accept
             self._only.stream.divert(self._push)
 
-    def _push(self, found: list[BranchNews]) -> bool:
-        """Called by whoever found the news: whatever happens here is nobody's business but the reader's."""
+    def _push(self, found: list[BranchUpdate]) -> bool:
+        """Called by the dispatcher of frames: an error here is raised in the reader's `next`."""
         assert self._only is not None and self._accept is not None
         try:
             return self._accept(self._read_all([(self._only, found)]))
@@ -183,9 +183,9 @@ class Generation:
             self._failure = self._broken()
         return False
 
-    def _read_all(self, taken: list[tuple[_Part, list[BranchNews]]]) -> list[Delta]:
+    def _read_all(self, taken: list[tuple[_Part, list[BranchUpdate]]]) -> list[Delta]:
         try:
-            return [self._read(part, news) for part, found in taken for news in found]
+            return [self._read(part, update) for part, found in taken for update in found]
         except _ENDINGS as error:
             raise self._noted(error) from None
         except Exception as error:
@@ -266,9 +266,9 @@ class Generation:
         except Exception:
             _logger.exception("the end of request %s was not counted", self.record.id)
 
-    # -- news ----------------------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------
 
-    async def _take_first(self, timeout_s: float) -> list[tuple[_Part, list[BranchNews]]]:
+    async def _take_first(self, timeout_s: float) -> list[tuple[_Part, list[BranchUpdate]]]:
         left = timeout_s - (time.monotonic() - self.record.received_s)
         try:
             async with asyncio.timeout(max(left, 0.0)):
@@ -277,8 +277,8 @@ class Generation:
             message = "no token came in the time a request may wait; try again later"
             raise QueueTimeout(message, retry_after_s=self._permit.next_place_s()) from None
 
-    async def _take_any(self) -> list[tuple[_Part, list[BranchNews]]]:
-        """News of whichever prompts have some. A prompt's next news is asked for when these are dealt with."""
+    async def _take_any(self) -> list[tuple[_Part, list[BranchUpdate]]]:
+        """Updates of those prompts that have some. The next one of a prompt is asked for after this one."""
         waiting = []
         for part in self._parts:
             if part.task is None and part.num_open:
@@ -293,31 +293,31 @@ class Generation:
                 taken.append((part, done.result()))
         return taken
 
-    def _read(self, part: _Part, news: BranchNews) -> Delta:
-        branch = part.branches[news.branch]
-        output, ending = branch.output, news.ending
+    def _read(self, part: _Part, update: BranchUpdate) -> Delta:
+        branch = part.branches[update.branch]
+        output, ending = branch.output, update.ending
         before = len(output.token_ids)
-        if news.logprobs:
-            self._read_logprobs(part, branch, news)
+        if update.logprobs:
+            self._read_logprobs(part, branch, update)
         text = ""
-        if news.tokens and branch.cut_at is None:
+        if update.tokens and branch.cut_at is None:
             is_stop = (
                 ending is not None
-                and ending.reason == _STOP
-                and before + len(news.tokens) == ending.num_output
+                and ending.reason is FinishReason.STOP
+                and before + len(update.tokens) == ending.num_output
             )
-            text = branch.push(news.tokens, ends_with_stop_token=is_stop)
+            text = branch.push(update.tokens, ends_with_stop_token=is_stop)
             if branch.cut_at is not None and ending is None:
-                part.stream.finish_at(news.branch, branch.cut_at)
-            self._count(len(output.token_ids) - before, news.time_s)
+                part.stream.finish_at(update.branch, branch.cut_at)
+            self._count(len(output.token_ids) - before, update.time_s)
         if ending is not None:
             text += self._end(part, branch, ending)
-        tokens = news.tokens if branch.cut_at is None else output.token_ids[before:]
+        tokens = update.tokens if branch.cut_at is None else output.token_ids[before:]
         logprobs = None if output.logprobs is None else output.logprobs[before : before + len(tokens)]
-        return Delta(part.first_index + news.branch, text, tokens, logprobs, output, ending is not None)
+        return Delta(part.first_index + update.branch, text, tokens, logprobs, output, ending is not None)
 
-    def _read_logprobs(self, part: _Part, branch: BranchText, news: BranchNews) -> None:
-        for found in news.logprobs:
+    def _read_logprobs(self, part: _Part, branch: BranchText, update: BranchUpdate) -> None:
+        for found in update.logprobs:
             number = found.position - len(part.prepared.token_ids)
             if number >= 0:
                 branch.push_logprobs(found, number)
@@ -328,16 +328,16 @@ class Generation:
         record = self.record
         if record.first_token_s is None:
             record.first_token_s = time.monotonic()
-            prospect = self._parts[0].stream.prospect
-            record.predicted_ttft_s = None if prospect is None else prospect.first_token_s
+            forecast = self._parts[0].stream.forecast
+            record.predicted_ttft_s = None if forecast is None else forecast.first_token_s
             self._permit.leave_queue()
             self._observer.first_token(record)
         record.num_output += count
         self._observer.tokens(record, count, time_s)
 
-    def _end(self, part: _Part, branch: BranchText, ending: Ending) -> str:
+    def _end(self, part: _Part, branch: BranchText, ending: Finished) -> str:
         record, output = self.record, branch.output
-        text = branch.finish(ending.reason, ending.detail)
+        text = branch.finish(ending.reason.value, ending.detail)
         part.num_open -= 1
         self._num_open -= 1
         if output.index == 0:  # the others take the prompt over from the first
@@ -352,8 +352,8 @@ class Generation:
             record.finish_reason = output.finish_reason or ""
         return text
 
-    def _failure_of(self, ending: Ending) -> PacelineError:
-        if ending.reason != _ABORT or ending.detail != DEADLINE:
+    def _failure_of(self, ending: Finished) -> PacelineError:
+        if ending.reason is not FinishReason.ABORT or ending.detail != DEADLINE:
             return _failure(ending)
         deadline_ms = self.record.wishes[0]
         taken_s = time.monotonic() - self.record.received_s
@@ -383,18 +383,18 @@ _ABORTS = (QueueTimeout, DeadlineExceeded, EngineUnavailable)
 _ENDINGS = (*_ABORTS, GenerationFailed)  # what a branch can end with; see `_failure`
 
 
-def _failure(ending: Ending) -> PacelineError:
+def _failure(ending: Finished) -> PacelineError:
     """What to tell of a branch that did not end well."""
-    if ending.reason == _ERROR:
+    if ending.reason is FinishReason.ERROR:
         if ending.detail == "numerical_error":
             return GenerationFailed(NOT_FINITE, code="numerical_error")
         return GenerationFailed("the request failed inside the engine")
-    # Who asked is still here, so nobody of this process ended it: the engine is going away.
+    # The client is still here and this process did not end the request: the engine is going away.
     return EngineUnavailable("the engine has ended the request; try again in a moment")
 
 
-def _forget(task: asyncio.Task[list[BranchNews]] | None) -> None:
-    """Nobody waits for this any more; what it raised is not worth a complaint either."""
+def _forget(task: asyncio.Task[list[BranchUpdate]] | None) -> None:
+    """The result is not needed any more, nor is what it raised."""
     if task is None:
         return
     if not task.done():

@@ -13,14 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.audit.story import story_values
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import Change, ChangeOutcome
 from paceline.core.service_class import DEFAULT_CLASS, Urgency, class_of, is_better
 from paceline.errors import InvalidRequest
-from paceline.process.client import ChangingClient, EngineClient, EngineUnavailable, ExplainingClient, Told
+from paceline.process.client import EngineClient, Explanation
 from paceline.server.access.caller import Caller
 from paceline.server.errors import (
     NotPermitted,
@@ -176,10 +176,16 @@ _AFTER = {
 }
 
 
+class Explaining(Protocol):
+    """An engine, or the recording of one."""
+
+    async def explain(self, number: int) -> Explanation: ...
+
+
 class Explanations:
     """The requests that can still be explained."""
 
-    def __init__(self, client: EngineClient | ExplainingClient, recent: RecentRequests) -> None:
+    def __init__(self, client: Explaining, recent: RecentRequests) -> None:
         self._client = client
         self._recent = recent
 
@@ -203,13 +209,11 @@ class Explanations:
         return await self._tell(self._recent.id_of(number), (number,))
 
     async def _tell(self, name: str, numbers: tuple[int, ...]) -> dict[str, Any]:
-        if not isinstance(self._client, ExplainingClient):
-            raise EngineUnavailable("this engine does not explain its requests")
         branches = []
         for index, number in enumerate(numbers):
-            told = await self._client.explain(number)
-            if told.decisions or told.is_live:
-                branches.append({"index": index, "number": number, **_branch(told)})
+            known = await self._client.explain(number)
+            if known.decisions or known.is_live:
+                branches.append({"index": index, "number": number, **_branch(known)})
         if not branches:
             raise UnknownRequestId("nothing is known about this request any more")
         return _explanation(name, branches)
@@ -219,13 +223,13 @@ def _explanation(name: str, branches: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": name, "object": "request.explanation", "branches": branches}
 
 
-def _branch(told: Told) -> dict[str, Any]:
+def _branch(known: Explanation) -> dict[str, Any]:
     """What a branch does now, and how it came to that."""
-    values = story_values(told.decisions)
-    if not told.is_live:
-        was_refused = any(each.kind is DecisionKind.REFUSE for each in told.decisions)
+    values = story_values(known.decisions)
+    if not known.is_live:
+        was_refused = any(each.kind is DecisionKind.REFUSE for each in known.decisions)
         return {"state": "refused" if was_refused else "ended", **values}
-    state = _state(told.decisions)
+    state = _state(known.decisions)
     values["sentences"].append(_NOW[state])
     return {"state": state, **values}
 
@@ -301,8 +305,6 @@ class LiveRequests:
             raise RequestEnded("the request was refused on arrival; there is nothing to change")
         if wish.priority is not None:
             check_number(caller, wish.priority)
-        if not isinstance(self._client, ChangingClient):
-            raise EngineUnavailable("this engine does not change its requests")
         outcomes = await self._client.change(known.numbers, _change(wish, known))
         if ChangeOutcome.BUSY in outcomes:
             raise RequestBusy("the request cannot be paused at this moment; try again", param="paused")

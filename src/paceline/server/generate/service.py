@@ -26,7 +26,6 @@ from paceline.process.client import (
     EngineState,
     EngineStream,
     EngineUnavailable,
-    NumberedStream,
 )
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
@@ -227,10 +226,12 @@ class Service:
         quote = self.billing.quote(
             self.client, call.caller, urgency.service_class, self.admission.places_taken
         )
-        prospect, refusal = None, None
+        forecast, refusal = None, None
         try:
             self._quote(call, body, urgency.service_class)  # with the price it accepts
-            prospect = await self.client.ask(ids, sampling, tenant=self._tenant(call, body), urgency=urgency)
+            forecast = await self.client.forecast(
+                ids, sampling, tenant=self._tenant(call, body), urgency=urgency
+            )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
                 call.allowance.check_charge(len(ids), num_output)
@@ -242,7 +243,7 @@ class Service:
             num_answers=sampling.n,
             block_size=known.info.block_size,
             quote=quote,
-            prospect=prospect,
+            forecast=forecast,
             refusal=refusal,
         )
 
@@ -416,12 +417,7 @@ def _longest_answers(prepared: Sequence[PreparedRequest]) -> int:
 
 def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[int]:
     """What the engine knows the branches of a request by."""
-    return [
-        stream.first + index
-        for prompt, stream in started
-        if isinstance(stream, NumberedStream)
-        for index in range(prompt.sampling.n)
-    ]
+    return [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
 
 
 def _record(

@@ -17,7 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from paceline.errors import PacelineError, QueueFull
-from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable, WatchedClient
+from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.logs import log
 from paceline.server.metrics.requests import RequestMetrics
@@ -114,8 +114,8 @@ class Feed:
 
     def start(self) -> None:
         """Begin to keep the last minute."""
-        if self._task is None and isinstance(self._client, WatchedClient):
-            self._task = asyncio.get_running_loop().create_task(self._run(self._client))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     def drain(self) -> None:
         return None
@@ -128,8 +128,6 @@ class Feed:
 
     async def messages(self, *, with_past: bool = False) -> AsyncGenerator[bytes, None]:
         """Messages from now on, until the server stops; first those of the last minute, if they are wanted."""
-        if not isinstance(self._client, WatchedClient):
-            raise EngineUnavailable("this engine cannot be watched")
         if len(self._readers) >= MOST_WATCHING:
             raise QueueFull(f"{MOST_WATCHING} pages watch already; close one")
         reader: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
@@ -145,18 +143,18 @@ class Feed:
         finally:
             self._readers.discard(reader)
 
-    async def _run(self, client: WatchedClient) -> None:
+    async def _run(self) -> None:
         loop, pace = asyncio.get_running_loop(), LookInterval()
         try:
             while True:
                 self._has_reader.clear()
                 if self._readers:
                     due_s = loop.time() + pace.interval_s(self._client.stats, loop.time())
-                    if not await self._look(client, loop.time()):
+                    if not await self._look(loop.time()):
                         return
                     await asyncio.sleep(max(0.0, due_s - loop.time()))
                     continue
-                if self._is_moving() and not await self._look(client, loop.time()):
+                if self._is_moving() and not await self._look(loop.time()):
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout(UNWATCHED_INTERVAL_S):
@@ -173,11 +171,11 @@ class Feed:
         is_ready = self._client.state is EngineState.READY
         return is_ready and (stats.steps != self._num_steps or bool(stats.running or stats.waiting))
 
-    async def _look(self, client: WatchedClient, now_s: float) -> bool:
+    async def _look(self, now_s: float) -> bool:
         """Look once and tell it. False when the server stops."""
         try:
             self._num_steps = self._client.stats.steps
-            seen = await client.look()
+            seen = await self._client.snapshot()
         except EngineUnavailable as error:
             if error.code == "shutting_down":
                 return False

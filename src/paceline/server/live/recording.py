@@ -19,7 +19,7 @@ from paceline.audit.ring import DecisionRing
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents, TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
-from paceline.process.client import Told
+from paceline.process.client import Explanation
 from paceline.process.live_view import delta_values
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.feed import LATENCIES, message
@@ -72,10 +72,10 @@ class Recording:
             return self._state.clock.now()
         return self.times[-1] if self.times else 0.0
 
-    async def explain(self, number: int) -> Told:
+    async def explain(self, number: int) -> Explanation:
         """What was decided about a request, for `Explanations`."""
         known = self._ring.of(RequestId(number))
-        return Told(known, bool(known) and not any(each.kind in _ENDINGS for each in known))
+        return Explanation(known, bool(known) and not any(each.kind in _ENDINGS for each in known))
 
     # -- what a watcher is told ----------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from paceline.core.counters import STEP_TOKEN_BOUNDS
 from paceline.core.events import Rule
 from paceline.costs.model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
 from paceline.process.client import EngineClient, EngineInfo, EngineStats, EngineUnavailable
-from paceline.scheduler.counters import STEP_TOKEN_BOUNDS
 from paceline.server.metrics.goodput import MET, MISSED
 from paceline.server.metrics.histogram import Histogram, buckets
 from paceline.server.metrics.requests import RequestMetrics
@@ -190,13 +190,13 @@ class BatchingMetrics:
 
     def _counters(self, info: EngineInfo | None, stats: EngineStats) -> Iterator[Fact]:
         text = "Tokens computed in steps, padding included."
-        yield "engine_computed_tokens", text, stats.computed_tokens
+        yield "engine_computed_tokens", text, stats.counters.computed_tokens
         text = "Tokens computed in steps that were only padding."
-        yield "engine_padding_tokens", text, stats.padding_tokens
+        yield "engine_padding_tokens", text, stats.counters.padding_tokens
         text = (
             "Rows in use, summed over steps: with engine_steps and engine_max_rows, the mean slot occupancy."
         )
-        yield "engine_occupied_rows", text, stats.occupied_rows
+        yield "engine_occupied_rows", text, stats.counters.occupied_rows
         done = _work(info, stats)
         if done is None:
             return
@@ -223,10 +223,10 @@ class BatchingMetrics:
             steps=stats.steps,
             busy_s=stats.busy_s,
             row_places=stats.steps * (0 if info is None else info.max_num_seqs),
-            occupied_rows=stats.occupied_rows,
-            computed_tokens=stats.computed_tokens,
-            padding_tokens=stats.padding_tokens,
-            preemptions=stats.preemptions,
+            occupied_rows=stats.counters.occupied_rows,
+            computed_tokens=stats.counters.computed_tokens,
+            padding_tokens=stats.counters.padding_tokens,
+            preemptions=stats.counters.preempted,
             flops=0.0 if done is None else done.flops,
             read_bytes=0.0 if done is None else done.read_bytes or 0.0,
             written_bytes=0.0 if done is None else done.written_bytes,
@@ -248,10 +248,10 @@ def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
     return work_done(
         info.work,
         steps=stats.steps,
-        tokens=stats.computed_tokens,
-        products=stats.context_products,
-        decode_context=stats.decode_context,
-        logit_rows=stats.logit_rows,
+        tokens=stats.counters.computed_tokens,
+        products=stats.counters.context_products,
+        decode_context=stats.counters.decode_context,
+        logit_rows=stats.counters.logit_rows,
     )
 
 
@@ -260,15 +260,14 @@ def _preemptions(stats: EngineStats, prefix: str) -> Metric:
     family = CounterMetricFamily(prefix + "preemptions", text, labels=("kind", "reason"))
     for rule in PREEMPTIONS:
         reason, _, kind = rule.partition(":")
-        family.add_metric((kind, reason), stats.preempted_by.get(rule, 0))
+        family.add_metric((kind, reason), stats.counters.preempted_by.get(rule, 0))
     return family
 
 
 def _step_tokens(stats: EngineStats, prefix: str, labels: tuple[str, str]) -> Metric:
     histogram = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
-    if stats.steps_by_tokens:
-        histogram.counts = list(stats.steps_by_tokens)
-    histogram.total = stats.computed_tokens
+    histogram.counts = list(stats.counters.steps_by_tokens)
+    histogram.total = stats.counters.computed_tokens
     family = HistogramMetricFamily(prefix + "iteration_tokens_total", "Tokens of steps.", labels=LABELS)
     family.add_metric(labels, *buckets(histogram))
     return family

@@ -242,14 +242,14 @@ def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
 
 def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     stats = client.stats
-    yield "num_preemptions", "Requests that gave way.", stats.preemptions
+    yield "num_preemptions", "Requests that gave way.", stats.counters.preempted
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
     yield "engine_steps", "Steps made.", stats.steps
     yield "engine_busy_seconds", "Time inside steps.", stats.busy_s
     yield "engine_cpu_seconds", "Processor time of the engine's process.", stats.cpu_s
     yield "watch_cpu_seconds", "Of these, spent on showing it to the live page.", stats.watch_cpu_s
-    yield "engine_failed_steps", "Steps that failed.", stats.failed_steps
+    yield "engine_failed_steps", "Steps that failed.", stats.counters.failed_steps
     yield "engine_frames_rejected", "Messages between the processes that were wrong.", stats.rejected_frames
     yield "invariant_violations", "Invariants found broken.", stats.violations
 

@@ -128,7 +128,7 @@ def junk(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
 
     link = arguments[0]
     sampling = frames.Sampling(max_tokens=3)
-    odd = [b"\xff", b"", frames.encode(frames.News(1.0))]
+    odd = [b"\xff", b"", frames.encode(frames.Update(1.0))]
     odd += [frames.encode(frames.Abort((1, 10**9))), frames.encode(frames.FinishAt(10**9, 5))]
     odd += [frames.encode(frames.Add(1, b"\1\0\0\0", sampling, "a", 0, 0.0, None))]  # a number used before
     for payload in odd:
@@ -142,11 +142,13 @@ def junk(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
 
 def babble(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
     """Frames that make no sense, from the engine, before what it has to say: two are to be counted by the client."""
+    from paceline.core.events import Finished
+    from paceline.core.request import FinishReason, RequestId
     from paceline.process import frames
 
     service = arguments[0]
-    ending = frames.BranchEnding(10**9, "stop", "", 1.0, 1, 1, 0, 0, 0.0)  # of nobody, and twice
-    odd = frames.News(1.0, (10**9).to_bytes(8, "little"), bytes(4), [], [ending, ending])
+    ending = Finished(RequestId(10**9), FinishReason.STOP, "", 1.0, 1, 1, 0, 0)  # of no request, and twice
+    odd = frames.Update(1.0, (10**9).to_bytes(8, "little"), bytes(4), [], [ending, ending])
     for payload in (b"\xff", frames.encode(frames.Ping()), frames.encode(odd)):
         while not service._channel.is_free:
             service._channel.wait(0.1)
