@@ -35,7 +35,8 @@ Declared = TypeVar("Declared", bound=Input)
 def _logged_as(name: str) -> Callable[[type[Declared]], type[Declared]]:
     def declare(declared: type[Declared]) -> type[Declared]:
         declared.kind = name
-        made = dataclass(frozen=True, slots=True, kw_only=True)(declared)
+        # Frozen for the type checker alone, as a `core.fast.value` is: some are made in every step.
+        made = dataclass(slots=True, kw_only=True)(declared)
         INPUT_TYPES[name] = made
         return made
 
