@@ -49,7 +49,7 @@ from paceline.core.events import Decision, DecisionKind
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.workload import load_workload
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 bench = Benchmark(__doc__)
 WINDOW_S = 20

@@ -17,11 +17,11 @@ import numpy as np
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.report import plot_style as style
 from paceline.lab.report.plots import plot_timeline
-from paceline.lab.report.record import FINISHED, RunRecord
+from paceline.lab.report.run_record import FINISHED, RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload import load_workload
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 SEED = 1
 COLOURS = 48

@@ -39,7 +39,7 @@ from benchmarks.harness import (
 )
 from paceline.core.events import Forecast
 from paceline.lab.workload import load_workload
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.scheduler import Scheduler
 
 bench = Benchmark(__doc__)

@@ -38,9 +38,9 @@ import numpy as np
 
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.machine import source_commit
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 if TYPE_CHECKING:
     from paceline.lab.bench.load.pool import Target
@@ -231,7 +231,7 @@ class Server:
     def completions(self) -> Target:
         # Here, because a machine with a GPU and the kernels' packages alone may lack those of the client.
         from paceline.lab.bench.load.pool import Target
-        from paceline.lab.bench.load.source import COMPLETIONS, PATHS
+        from paceline.lab.bench.load.prompt_source import COMPLETIONS, PATHS
 
         return Target(host=HOST, port=self.port, path=PATHS[COMPLETIONS])
 

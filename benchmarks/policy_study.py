@@ -47,10 +47,10 @@ from benchmarks.harness import (
 from paceline.core.events import Rule
 from paceline.core.request import Request
 from paceline.lab.bench.load.replayed import send_workload
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import OUTPUT_COST, largest_gap, service
 from paceline.lab.workload import load_workload
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.scheduler import Scheduler
 
 bench = Benchmark(__doc__)

@@ -39,12 +39,12 @@ from paceline.costs.model import PiecewiseLinear, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.workloads import LONGEST_OUTPUT, LONGEST_PROMPT, ONLINE, make_workload, read_lengths
 from paceline.lab.report.plots import plot_cdfs, plot_modes, plot_timeline
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import to_json
 from paceline.lab.sim import Machine
 from paceline.lab.workload import load_workload
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 bench = Benchmark(__doc__)
 MODEL, DEVICE = "llama-3.1-8b", "h200"

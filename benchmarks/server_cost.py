@@ -56,7 +56,7 @@ from benchmarks.harness import (
 from paceline.lab.bench.load.figures import figures
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
 from paceline.lab.bench.load.pool import Pool, Target
-from paceline.lab.bench.load.source import BodyForm, RandomSource
+from paceline.lab.bench.load.prompt_source import BodyForm, RandomSource
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import COMPLETE, Closing, LedgerDb, Opening, now_ms, reading
 from paceline.server.billing.usage_report import read_usage

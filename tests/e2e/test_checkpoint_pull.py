@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import DEFAULT_MODEL, default_model
-from paceline.models.files.fields import CheckpointError
 from paceline.models.files.open import open_checkpoint
 
 

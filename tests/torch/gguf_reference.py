@@ -18,8 +18,8 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import default_model
-from paceline.models.files.fields import CheckpointError
 from paceline.models.files.open import Checkpoint
 from paceline.models.spec import ModelSpec
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage
 from paceline.models.quantized import (

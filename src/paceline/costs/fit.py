@@ -111,7 +111,7 @@ class HostCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class TimeSpread:
     """How far steps of one shape differ: quantiles of timed / predicted, evenly spaced from the least to the largest;
     empty: not known."""
 
@@ -131,7 +131,7 @@ class FittedCost(CostModel):
         error: FitError,
         *,
         host: HostCosts | None = None,
-        spread: Spread = Spread(),  # noqa: B008 - frozen
+        spread: TimeSpread = TimeSpread(),  # noqa: B008 - frozen
         engine: Mapping[str, int] | None = None,
     ) -> None:
         self.engine = dict(engine or {})
@@ -164,7 +164,7 @@ class FittedCost(CostModel):
             mape=float(errors.mean()), p90=float(np.quantile(errors, 0.9)), num_samples=len(seconds)
         )
         coefficients = _coefficients(_robust_solution(features, seconds, reads), knots)
-        spread = Spread(
+        spread = TimeSpread(
             decode=_spread(seconds, predicted, ~reads), prompts=_spread(seconds, predicted, reads)
         )
         return cls(coefficients, error, host=host, spread=spread, engine=engine)
@@ -366,14 +366,14 @@ def _number(fields: Mapping[str, object], key: str, name: str) -> float:
     return _checked_number(fields.get(key), key, name)
 
 
-def _read_spread(fields: Mapping[str, object], name: str) -> Spread:
+def _read_spread(fields: Mapping[str, object], name: str) -> TimeSpread:
     given = fields.get("spread", {})
     if not isinstance(given, Mapping):
         raise InputError(
             f"{name}: 'spread' must have lists of numbers for 'decode' and 'prompts'; fit it again"
         )
     parts = {"decode": [], "prompts": [], **given}
-    return Spread(**{part: tuple(_numbers(parts, part, name)) for part in ("decode", "prompts")})
+    return TimeSpread(**{part: tuple(_numbers(parts, part, name)) for part in ("decode", "prompts")})
 
 
 def _numbers(fields: Mapping[str, object], key: str, name: str) -> list[float]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from paceline.core.events import Finished, TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import FinishReason, Request
-from paceline.lab.report.record import OUTCOMES, RunRecord
-from paceline.lab.workload.model import Workload
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.state import SchedulerState
 
 _OUTCOME_OF = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.lab.bench.demo.session import LENGTHS, burst_traffic
+from paceline.lab.bench.demo.demo_session import LENGTHS, burst_traffic
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 4.0, 8.0, 40.0])

@@ -12,7 +12,7 @@ from paceline.errors import InputError
 from paceline.lab.bench.bench_options import LoadOptions
 from paceline.lab.bench.load.asked import LoadPoint, ask_load, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.generator import LoadPlan
-from paceline.lab.bench.load.pacing import Pace, Ramp, parse_ramp
+from paceline.lab.bench.load.pacing import ArrivalPlan, Ramp, parse_ramp
 from paceline.lab.workload.arrivals import parse_arrivals
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -97,7 +97,7 @@ def test_a_later_run_has_other_requests_and_other_times() -> None:
 
 def test_a_ramp_sends_ever_more() -> None:
     ramp = Ramp(start=0.0, end=20.0, seconds=10.0)
-    pace = Pace(pattern=parse_arrivals("constant"), ramp=ramp)
+    pace = ArrivalPlan(pattern=parse_arrivals("constant"), ramp=ramp)
     times = pace.due_s(num_requests=None, duration_s=15.0, seed=0)
     counts = np.histogram(times, bins=[0, 5, 10, 15])[0]
     assert counts.tolist() == pytest.approx([25, 75, 100], abs=1)

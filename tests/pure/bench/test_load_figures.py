@@ -9,25 +9,25 @@ import pytest
 
 from paceline.lab.bench.load.figures import LoadShape, block_lines, figures, result_json, run_record
 from paceline.lab.bench.load.generator import LoadRun
-from paceline.lab.bench.load.reader import Kind, Seen
+from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
 from paceline.lab.report.summary import summarize
 
 ORIGIN_S = 100.0
 
 
-def seen(index: int, pieces: list[float], **more: object) -> Seen:
+def seen(index: int, pieces: list[float], **more: object) -> ObservedAnswer:
     """A request that was due `index` seconds after the start and sent a tenth of a second later."""
     due_s = ORIGIN_S + index
     given = {
         "sent_s": due_s + 0.1,
         "piece_s": [due_s + piece for piece in pieces],
         "ended_s": due_s + (pieces[-1] if pieces else 0.2),
-        "kind": Kind.FINISHED,
+        "kind": EventKind.FINISHED,
         "prompt_tokens": 10,
         "output_tokens": len(pieces),
         "wanted_tokens": len(pieces),
     }
-    return Seen(index=index, due_s=due_s, **{**given, **more})  # type: ignore[arg-type]
+    return ObservedAnswer(index=index, due_s=due_s, **{**given, **more})  # type: ignore[arg-type]
 
 
 RUN = LoadRun(
@@ -35,8 +35,8 @@ RUN = LoadRun(
         seen(0, [0.5, 0.6, 0.8]),
         seen(1, [0.3, 0.4, 0.5], output_tokens=5, cached_tokens=4),  # five tokens in three pieces
         seen(2, [0.7], wanted_tokens=2),
-        seen(3, [], kind=Kind.REFUSED, message="full", output_tokens=None),
-        seen(3, [], kind=Kind.UNFINISHED, ended_s=np.nan),
+        seen(3, [], kind=EventKind.REFUSED, message="full", output_tokens=None),
+        seen(3, [], kind=EventKind.UNFINISHED, ended_s=np.nan),
     ],
     started_s=ORIGIN_S,
     ended_s=ORIGIN_S + 4.0,

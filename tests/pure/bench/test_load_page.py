@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from paceline.lab.bench.load.sweep_page import Picture, make_page
+from paceline.lab.bench.load.sweep_page import SweepFigure, make_page
 from paceline.lab.bench.tables import Grid
 
 
@@ -16,7 +16,7 @@ def test_pictures_are_inside_and_words_are_escaped(tmp_path: Path) -> None:
         title="<model> & co",
         lead=["a < b"],
         grid=Grid(headings=("load", "<x>"), rows=[("1/s", "2 & 3")]),
-        pictures=[Picture(path=picture, heading='the "curve"', caption="<i>")],
+        pictures=[SweepFigure(path=picture, heading='the "curve"', caption="<i>")],
         facts={"Command": "paceline bench sweep --title '<script>'"},
     )
     assert base64.b64encode(picture.read_bytes()).decode() in page

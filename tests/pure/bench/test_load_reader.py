@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.bench.load.reader import AnswerReader, Kind, Seen, error_text
+from paceline.lab.bench.load.reader import AnswerReader, EventKind, ObservedAnswer, error_text
 
 STREAM = {b"content-type": b"text/event-stream; charset=utf-8"}
 
@@ -36,9 +36,9 @@ DONE = b"data: [DONE]\n\n"
 WHOLE = ROLE + text("a") + b": a comment\n\n" + text("b") + FINISH + USAGE + DONE
 
 
-def read(*parts: bytes, status: int = 200, headers: dict[bytes, bytes] = STREAM) -> Seen:
+def read(*parts: bytes, status: int = 200, headers: dict[bytes, bytes] = STREAM) -> ObservedAnswer:
     """An answer whose parts come a second apart."""
-    seen = Seen(index=0, due_s=0.0)
+    seen = ObservedAnswer(index=0, due_s=0.0)
     reader = AnswerReader(seen)
     reader.take_head(status, headers, 0.0)
     for number, part in enumerate(parts, start=1):
@@ -49,7 +49,7 @@ def read(*parts: bytes, status: int = 200, headers: dict[bytes, bytes] = STREAM)
 
 def test_text_is_timed_when_it_comes() -> None:
     seen = read(ROLE, text("a"), text("b"), FINISH, USAGE, DONE)
-    assert (seen.kind, seen.finish_reason) == (Kind.FINISHED, "length")
+    assert (seen.kind, seen.finish_reason) == (EventKind.FINISHED, "length")
     assert seen.piece_s == [2.0, 3.0]  # the event that names the speaker has no text
     assert (seen.prompt_tokens, seen.output_tokens, seen.cached_tokens) == (7, 2, 4)
     assert seen.ended_s == 6.0
@@ -60,7 +60,7 @@ def test_text_is_timed_when_it_comes() -> None:
 def test_pieces_of_any_size_read_the_same(size: int, newline: bytes) -> None:
     whole = WHOLE.replace(b"\n", newline)
     seen = read(*(whole[start : start + size] for start in range(0, len(whole), size)))
-    assert (seen.kind, len(seen.piece_s), seen.output_tokens) == (Kind.FINISHED, 2, 2)
+    assert (seen.kind, len(seen.piece_s), seen.output_tokens) == (EventKind.FINISHED, 2, 2)
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
@@ -71,7 +71,7 @@ def test_thoughts_are_text_too(name: str) -> None:
 def test_a_completion_has_text() -> None:
     seen = read(event({"choices": [{"text": "a"}]}), event({"choices": [{"text": ""}]}), DONE)
     assert seen.piece_s == [1.0]
-    assert (seen.kind, seen.output_tokens, seen.num_output) == (Kind.FINISHED, None, 1)
+    assert (seen.kind, seen.output_tokens, seen.num_output) == (EventKind.FINISHED, None, 1)
 
 
 def test_tokens_without_text_came_with_the_end() -> None:
@@ -81,33 +81,37 @@ def test_tokens_without_text_came_with_the_end() -> None:
 @pytest.mark.parametrize(
     ("parts", "kind", "says"),
     [
-        ((text("a"),), Kind.BROKEN, "ended before"),
-        ((text("a"), b"data: {nonsense\n\n", FINISH, DONE), Kind.BROKEN, "cannot be read"),
-        ((text("a"), event({"error": {"message": "out of luck"}}), DONE), Kind.STREAM_ERROR, "out of luck"),
+        ((text("a"),), EventKind.BROKEN, "ended before"),
+        ((text("a"), b"data: {nonsense\n\n", FINISH, DONE), EventKind.BROKEN, "cannot be read"),
+        (
+            (text("a"), event({"error": {"message": "out of luck"}}), DONE),
+            EventKind.STREAM_ERROR,
+            "out of luck",
+        ),
     ],
 )
-def test_what_is_no_answer_is_told(parts: tuple[bytes, ...], kind: Kind, says: str) -> None:
+def test_what_is_no_answer_is_told(parts: tuple[bytes, ...], kind: EventKind, says: str) -> None:
     seen = read(*parts)
     assert seen.kind is kind and says in seen.message
 
 
 def test_an_answer_may_end_without_the_last_word() -> None:
-    assert read(text("a"), FINISH).kind is Kind.FINISHED
+    assert read(text("a"), FINISH).kind is EventKind.FINISHED
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "kind"),
     [
-        (429, {}, Kind.REFUSED),
-        (429, {b"retry-after": b"2"}, Kind.REFUSED),
-        (503, {b"retry-after": b"2"}, Kind.REFUSED),
-        (503, {}, Kind.SERVER_ERROR),
-        (500, {}, Kind.SERVER_ERROR),
-        (400, {}, Kind.REJECTED),
-        (302, {}, Kind.BROKEN),
+        (429, {}, EventKind.REFUSED),
+        (429, {b"retry-after": b"2"}, EventKind.REFUSED),
+        (503, {b"retry-after": b"2"}, EventKind.REFUSED),
+        (503, {}, EventKind.SERVER_ERROR),
+        (500, {}, EventKind.SERVER_ERROR),
+        (400, {}, EventKind.REJECTED),
+        (302, {}, EventKind.BROKEN),
     ],
 )
-def test_statuses_have_kinds(status: int, headers: dict[bytes, bytes], kind: Kind) -> None:
+def test_statuses_have_kinds(status: int, headers: dict[bytes, bytes], kind: EventKind) -> None:
     seen = read(b'{"error": {"message"', b': "too much"}}', status=status, headers=headers)
     assert (seen.kind, seen.message) == (kind, "too much")
     assert seen.retry_after_s == (2.0 if headers else None)
@@ -115,7 +119,7 @@ def test_statuses_have_kinds(status: int, headers: dict[bytes, bytes], kind: Kin
 
 def test_an_answer_that_is_no_stream_has_no_times() -> None:
     seen = read(b"{}", headers={b"content-type": b"application/json"})
-    assert seen.kind is Kind.BROKEN and "without streaming" in seen.message
+    assert seen.kind is EventKind.BROKEN and "without streaming" in seen.message
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.lab.bench.load.source import (
+from paceline.lab.bench.load.prompt_source import (
     WORDS,
     BodyForm,
     LoadRequest,
@@ -18,7 +18,7 @@ from paceline.lab.bench.load.source import (
     is_trace,
     read_prompts,
 )
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 
 def words_of(request: LoadRequest) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 from paceline.cli.bench.view import show
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
-from paceline.lab.bench.latency import Seen, summarize
-from paceline.lab.bench.recheck import Difference, Recheck, choose, first_difference
+from paceline.lab.bench.latency import ObservedRequest, summarize
+from paceline.lab.bench.recheck import Recheck, TokenDifference, choose, first_difference
 from paceline.lab.bench.tables import (
     Grid,
     latency_json,
@@ -43,14 +43,14 @@ def output(*tokens: int, preemptions: int = 0) -> RequestOutput:
 
 
 def test_a_delivery_of_several_tokens_is_one() -> None:
-    first = Seen(due_s=10.0, sent_s=10.5)
+    first = ObservedRequest(due_s=10.0, sent_s=10.5)
     first.take(output(), 10.75)  # nothing new: no delivery
     first.take(output(1), 11.0)
     first.take(output(1, 2, 3), 13.0)
     first.take(output(1, 2, 3, 4), 14.0)
     first.take(output(1, 2, 3, 4, preemptions=2), 15.0)  # it only says that it has ended
     assert first.deliveries_s == [11.0, 13.0, 14.0]
-    second = Seen(due_s=12.0, sent_s=12.0)
+    second = ObservedRequest(due_s=12.0, sent_s=12.0)
     second.take(output(1, 2, 3, 4), 14.0)
     result = summarize(TWO, [first, second], 10.0, steps=9, sampling=SamplingParams(temperature=0.5))
     assert (result.ttft_s.p50, result.itl_s.p50, result.itl_s.count) == (1.5, 1.5, 2)
@@ -125,7 +125,7 @@ def test_requests_to_generate_again_are_spread_over_the_workloads() -> None:
 
 
 def test_differences_are_counted_and_placed() -> None:
-    one = Difference(
+    one = TokenDifference(
         workload="nano",
         request=7,
         num_tokens=100,

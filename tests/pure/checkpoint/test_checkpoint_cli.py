@@ -15,8 +15,8 @@ from paceline.cli.serve.run import run_server
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ServerConfig
 from paceline.errors import InputError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import DEFAULT_MODEL, HubName, bring_here
-from paceline.models.files.fields import CheckpointError
 from tests.pure.checkpoint.made import Gguf, arrays_for, config, gguf_fields, renamed, spec_of, write_folder
 
 Run = Callable[..., "Result"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.spec import RopeSpec
 from tests.pure.checkpoint.made import LLAMA, config, spec_of
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.models.files import fetch as files_fetch
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import (
     DEFAULT_MODEL,
     DownloadFailed,
@@ -25,7 +26,6 @@ from paceline.models.files.fetch import (
     models_folder,
     packaged_model,
 )
-from paceline.models.files.fields import CheckpointError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MODEL = PackagedModel(

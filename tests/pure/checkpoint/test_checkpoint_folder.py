@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.open import open_checkpoint
 from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
 from tests.pure.checkpoint.made import LLAMA, Arrays, arrays_for, config, packed, spec_of, write_folder

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.gguf import FLOATS, NOT_WEIGHTS, TYPES, GgufFile
 from tests.pure.checkpoint.made import ARRAY, F32, STRING, UINT8, UINT32, Gguf, entry, text
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.gguf_model import llama3_factors
 from paceline.models.files.layout import Piece
 from paceline.models.files.open import Checkpoint, open_checkpoint

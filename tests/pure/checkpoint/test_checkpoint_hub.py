@@ -12,6 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import filter_repo_objects
 
 from paceline.models.files import fetch as files_fetch
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import (
     HubName,
     fetch_from_hub,
@@ -20,7 +21,6 @@ from paceline.models.files.fetch import (
     parse_hub_name,
     resolve,
 )
-from paceline.models.files.fields import CheckpointError
 from paceline.models.files.open import open_checkpoint
 from tests.pure.checkpoint.made import LLAMA, write_folder
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.safetensors import SafetensorsFile, SafetensorsFiles
 from tests.pure.checkpoint.made import packed, safetensors
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import InputError
 from paceline.lab.report.load_plots import MOST_BARS, GoodputPoint, plot_gantt, plot_goodput
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import OUTPUT_COST, is_waiting, largest_gap, moments, service
 
 Line = tuple[int, float, float, float, float, int, int]  # tenant, arrival, three waits, prompt, output

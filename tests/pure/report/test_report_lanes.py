@@ -8,7 +8,7 @@ import pytest
 from paceline.errors import InputError
 from paceline.lab.report.lane_plot import LaneRun, plot_lanes
 from paceline.lab.report.lanes import DECODE, EMPTY, PADDING, PROMPT, Lanes
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import summarize
 
 pytestmark = pytest.mark.slow

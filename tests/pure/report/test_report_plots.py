@@ -16,7 +16,7 @@ import pytest
 from paceline.errors import InputError
 from paceline.lab.report import plots
 from paceline.lab.report.plots import find_knee, make_timeline
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import summarize
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import Slo, distribution, summarize
 
 NAN = math.nan

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.report.table import compact_table, comparison_table, format_number, format_share, to_json
 

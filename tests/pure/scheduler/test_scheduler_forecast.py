@@ -14,7 +14,7 @@ from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.step_speed import FEWEST
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.scheduler import Scheduler
 from tests.pure.sim.sim_helpers import make_workload
 

@@ -12,10 +12,10 @@ from paceline.core.events import Decision, DecisionKind, Forecast, Rule
 from paceline.core.request import FinishReason, Request, RequestId, sooner
 from paceline.core.sampling import MAX_WISH_MS, SamplingParams
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InvalidRequest, PacelineError
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.replayer import replay
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.policy.deadline import HOPELESS_S
 from paceline.scheduler.rejections import CERTAIN, LATE, late_rejection
 from paceline.scheduler.scheduler import Scheduler

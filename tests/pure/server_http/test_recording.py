@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.events import Finished, TokenEvents
 from paceline.core.request import FinishReason, RequestId
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim import simulate
 from paceline.server.access.caller import Caller
 from paceline.server.errors import UnknownRequestId

@@ -10,7 +10,7 @@ from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.sim.settings import Machine, SimConfig
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 
 @dataclass(frozen=True)

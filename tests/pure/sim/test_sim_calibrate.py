@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts, Spread
+from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts, TimeSpread
 from paceline.costs.model import StepShape
 from paceline.errors import InputError
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.sim.cost_files import calibrate, load_cost_model, step_errors, timed_steps
 from paceline.lab.sim.recorded import compare, deviations, read_recorded, sim_config
 from paceline.lab.sim.replayer import replay
 from paceline.lab.sim.replica import StepSpread
 from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from tests.pure.sim import sim_helpers
 from tests.pure.sim.sim_helpers import machine, make_workload, random_workload, small_engine
 
@@ -204,7 +204,7 @@ def test_a_step_that_waited_for_the_one_before_it_is_timed_from_its_end(tmp_path
 
 
 def test_factors_have_the_quantiles_they_are_drawn_from() -> None:
-    known = Spread(decode=(0.5, 0.9, 1.0, 1.1, 3.0), prompts=(2.0, 2.0))
+    known = TimeSpread(decode=(0.5, 0.9, 1.0, 1.1, 3.0), prompts=(2.0, 2.0))
     spread = StepSpread(known, seed=1, replica=0)
     drawn = np.array([spread.stretch(False) for _ in range(20_000)])
     assert drawn.min() >= 0.5 and drawn.max() <= 3.0
@@ -214,11 +214,11 @@ def test_factors_have_the_quantiles_they_are_drawn_from() -> None:
     assert [again.stretch(False) for _ in range(50)] == drawn[:50].tolist()
     other = StepSpread(known, seed=1, replica=1)
     assert [other.stretch(False) for _ in range(50)] != drawn[:50].tolist()
-    assert StepSpread(Spread(), seed=1, replica=0).stretch(True) == 1.0
+    assert StepSpread(TimeSpread(), seed=1, replica=0).stretch(True) == 1.0
 
 
 def test_a_spread_stretches_steps_and_is_found_again(tmp_path: Path) -> None:
-    given = config(spread=Spread(decode=(0.8, 0.95, 1.0, 1.1, 1.5), prompts=(0.5, 0.8, 1.0, 1.3, 2.0)))
+    given = config(spread=TimeSpread(decode=(0.8, 0.95, 1.0, 1.1, 1.5), prompts=(0.5, 0.8, 1.0, 1.3, 2.0)))
     made = record(tmp_path / "run.jsonl", given, random_workload(150, 7, rate=4.0))
     assert simulate(config(), random_workload(150, 7, rate=4.0)).duration_s != made.duration_s
     found = calibrate([tmp_path / "run.jsonl"], 0).cost.spread
@@ -233,7 +233,7 @@ def test_what_a_model_knows_beside_steps_survives_its_file(tmp_path: Path) -> No
         TRUE.coefficients,
         TRUE.error,
         host=HostCosts(step_s=0.001, request_s=0.002),
-        spread=Spread(decode=(0.9, 1.1), prompts=(0.8, 1.2)),
+        spread=TimeSpread(decode=(0.9, 1.1), prompts=(0.8, 1.2)),
         engine={"depth": 0, "block_size": 16},
     )
     cost.save(tmp_path / "costs.json")
@@ -244,7 +244,9 @@ def test_what_a_model_knows_beside_steps_survives_its_file(tmp_path: Path) -> No
         for name, value in cost.to_json().items()
         if name not in ("host_step_s", "request_s", "spread", "engine")
     }
-    assert FittedCost.from_json(older).host == HostCosts() and FittedCost.from_json(older).spread == Spread()
+    assert (
+        FittedCost.from_json(older).host == HostCosts() and FittedCost.from_json(older).spread == TimeSpread()
+    )
     for name, wrong in (("engine", 3), ("engine", {"depth": "x"}), ("spread", "x"), ("request_s", -1)):
         (tmp_path / "bad.json").write_text(json.dumps({**cost.to_json(), name: wrong}))
         with pytest.raises(InputError, match=f"{name}.*fit it again"):

@@ -15,7 +15,7 @@ from paceline.core.dial import OFF, DialKind, DialSetting
 from paceline.core.recorder import StepRecorder
 from paceline.core.sampling import SamplingParams
 from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.sim.replayer import replay
 from paceline.lab.workload import load_workload

@@ -10,10 +10,10 @@ from paceline.audit.codec import config_of, plain
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.config.engine import EngineConfig
 from paceline.costs.roofline import step_costs
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.sim.replayer import replay
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from tests.pure.sim.sim_helpers import machine, make_workload
 
 pytestmark = pytest.mark.slow

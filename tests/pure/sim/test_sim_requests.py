@@ -8,7 +8,7 @@ import pytest
 from paceline.core.request import BlockKey
 from paceline.errors import InputError
 from paceline.lab.sim.run import RequestSource, draw_priorities
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from tests.pure.sim.sim_helpers import make_workload
 
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.recorder import NoRecorder
 from paceline.core.request import RequestId
 from paceline.errors import EngineFailed, InputError
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import FaultSpec, engine_config, simulate
 from paceline.lab.sim.replica import Replica

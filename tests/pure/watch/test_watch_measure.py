@@ -7,7 +7,7 @@ from paceline.core.events import Finished, TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import FinishReason, RequestId
 from paceline.lab.measure import Meter, kv_slots
-from paceline.lab.report.record import OUTCOMES
+from paceline.lab.report.run_record import OUTCOMES
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.run import RequestSource
 from paceline.scheduler.state import SchedulerState

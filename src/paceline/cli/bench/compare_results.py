@@ -16,7 +16,7 @@ from paceline.cli.bench.view import FORMAT, note, show, write_json
 from paceline.cli.flags import split_list, writable
 from paceline.errors import InputError, PacelineError
 from paceline.lab.bench.bench_options import CompareOptions
-from paceline.lab.bench.compare import Difference, differing, worse_than
+from paceline.lab.bench.compare import MeasureDifference, differing, worse_than
 from paceline.lab.bench.compare import compare as compare_results
 from paceline.lab.bench.tables import Grid, rounded
 from paceline.lab.report.table import format_number
@@ -73,11 +73,11 @@ def compare(values: Mapping[str, Any]) -> None:
         raise WorseThanAllowed(f"worse by more than {allowed * 100:g} %: {'; '.join(worse)}")
 
 
-def _worse(label: str, each: Difference) -> str:
+def _worse(label: str, each: MeasureDifference) -> str:
     return f"{label + ' ' if label else ''}{each.name} {each.change:+.1%}"
 
 
-def _grid(found: Sequence[Difference], confidence: float) -> Grid:
+def _grid(found: Sequence[MeasureDifference], confidence: float) -> Grid:
     rows = [
         (
             each.name,
@@ -142,7 +142,7 @@ def _note_versions(before: _File, after: _File) -> None:
         note(f"{name}: {file.name}, version {version(file.value)}, commit {commit or 'unknown'}")
 
 
-def _wanted(found: list[Difference], measures: str | None) -> list[Difference]:
+def _wanted(found: list[MeasureDifference], measures: str | None) -> list[MeasureDifference]:
     if measures is None:
         return found
     names = split_list(measures, "--measures")

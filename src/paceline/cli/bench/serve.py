@@ -33,8 +33,8 @@ from paceline.lab.bench.load.figures import LoadShape, ServeFigures, block_lines
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
 from paceline.lab.bench.load.pacing import parse_ramp
 from paceline.lab.bench.load.pool import Pool, Target
-from paceline.lab.bench.load.reader import Kind, Seen
-from paceline.lab.bench.load.source import BACKENDS, PATHS, BodyForm, RandomSource
+from paceline.lab.bench.load.prompt_source import BACKENDS, PATHS, BodyForm, RandomSource
+from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
 from paceline.lab.bench.machine import source_commit
 
 # The server that `paceline bench` puts load on
@@ -156,9 +156,14 @@ def _allow_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _check(warmed: list[Seen]) -> None:
+def _check(warmed: list[ObservedAnswer]) -> None:
     """The first request tells whether the others have a chance."""
-    if warmed and warmed[0].kind in (Kind.REJECTED, Kind.NO_CONNECTION, Kind.BROKEN, Kind.SERVER_ERROR):
+    if warmed and warmed[0].kind in (
+        EventKind.REJECTED,
+        EventKind.NO_CONNECTION,
+        EventKind.BROKEN,
+        EventKind.SERVER_ERROR,
+    ):
         first = warmed[0]
         status = f" with {first.status}" if first.status else ""
         raise NoAnswers(
@@ -172,7 +177,7 @@ class _NoBar:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
-    def take(self, seen: Seen) -> None: ...
+    def take(self, seen: ObservedAnswer) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -203,7 +208,7 @@ class _LoadBar(_NoBar):
         self._is_counting = True
         self._refresh(loop)
 
-    def take(self, seen: Seen) -> None:
+    def take(self, seen: ObservedAnswer) -> None:
         if self._is_counting:
             self._ended += 1
             self._failed += not seen.is_finished

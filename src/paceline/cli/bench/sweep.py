@@ -20,12 +20,12 @@ from paceline.errors import InputError
 from paceline.lab.bench.bench_options import SWEEP_SECONDS, SweepOptions
 from paceline.lab.bench.load.asked import AskedLoad, LoadPoint, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.figures import ServeFigures, figures, result_json, run_record
-from paceline.lab.bench.load.sweep_page import Picture, make_page
+from paceline.lab.bench.load.sweep_page import SweepFigure, make_page
 from paceline.lab.bench.tables import Grid
 from paceline.lab.report.load_plots import GoodputPoint, plot_gantt, plot_goodput
 from paceline.lab.report.plot_style import need_matplotlib
 from paceline.lab.report.plots import Curve, curve_point, plot_cdfs, plot_throughput_latency
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.report.table import format_number
 
@@ -161,18 +161,18 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else format_number(value)
 
 
-def draw(measured: Sequence[Measured], folder: Path, *, has_bounds: bool) -> list[Picture]:
+def draw(measured: Sequence[Measured], folder: Path, *, has_bounds: bool) -> list[SweepFigure]:
     """The pictures of the page, as files of the folder."""
     is_rate = measured[0].point.rate is not None
     load = "offered requests/s" if is_rate else "users"
     curve = _curve(measured)
     pictures = [
-        Picture(
+        SweepFigure(
             path=folder / "throughput-latency.png",
             heading="Throughput and latency",
             caption="Where p99 TTFT doubles, a ring marks the highest load before it: the knee.",
         ),
-        Picture(
+        SweepFigure(
             path=folder / "cdfs.png",
             heading="Distributions",
             caption="Share of requests (of gaps, for ITL) that took at most so long, for each load.",
@@ -190,14 +190,14 @@ def draw(measured: Sequence[Measured], folder: Path, *, has_bounds: bool) -> lis
             for each in measured
         ]
         caption = "Requests that kept every bound, beside all that were answered."
-        pictures.append(Picture(path=folder / "goodput.png", heading="Goodput", caption=caption))
+        pictures.append(SweepFigure(path=folder / "goodput.png", heading="Goodput", caption=caption))
         plot_goodput(goodput, pictures[-1].path, load=load, is_rate=is_rate)
     chosen = dict.fromkeys(each.load for each in measured if each.load == curve.knee or each is measured[-1])
     for each in (each for each in measured if each.load in chosen):
         name = f"requests-{each.load:g}.png"
         caption = "A line for each request, from when it was due to its last token."
         heading = f"Requests over time, {each.point.label}"
-        pictures.append(Picture(path=folder / name, heading=heading, caption=caption))
+        pictures.append(SweepFigure(path=folder / name, heading=heading, caption=caption))
         plot_gantt(each.record, pictures[-1].path)
     return pictures
 

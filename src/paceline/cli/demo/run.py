@@ -127,7 +127,7 @@ def _play(folder: Path, shown: ShowOptions) -> None:
 
 
 def _live_race(options: DemoOptions) -> Race:
-    from paceline.lab.bench.demo.session import MODES
+    from paceline.lab.bench.demo.demo_session import MODES
     from paceline.server.live.race import Race
     from paceline.server.live.recording import Recording
 
@@ -189,7 +189,7 @@ def _run_modes(options: DemoOptions, folder: Path, race: Race | None = None) -> 
     from rich.console import Console
 
     from paceline.cli.demo.view import DemoView
-    from paceline.lab.bench.demo.session import DemoPlan, run_demo
+    from paceline.lab.bench.demo.demo_session import DemoPlan, run_demo
 
     defaults = DemoPlan()
     plan = DemoPlan(

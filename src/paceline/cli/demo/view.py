@@ -14,8 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from paceline.lab.bench.demo.demo_session import Traffic
 from paceline.lab.bench.demo.run import Driver, ModeRun
-from paceline.lab.bench.demo.session import Traffic
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import format_number

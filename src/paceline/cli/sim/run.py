@@ -19,7 +19,7 @@ from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
 from paceline.core.recorder import StepRecorder
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
 from paceline.lab.sim.cost_files import load_cost_model

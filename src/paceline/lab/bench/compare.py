@@ -87,7 +87,7 @@ def read_samples(result: Mapping[str, Any]) -> Samples | None:
     lengths = lengths if lengths.size else np.zeros(len(finished))
     several = lengths > 1
     tpot = (e2el - ttft)[several] / (lengths[several] - 1)
-    requests = _Requests(
+    requests = _RequestColumns(
         due=_column(result, "due_times", finished),
         ttft=ttft,
         e2el=e2el,
@@ -101,7 +101,7 @@ def read_samples(result: Mapping[str, Any]) -> Samples | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Requests:
+class _RequestColumns:
     """Columns of the requests that finished; empty where a file lacks one."""
 
     due: Floats
@@ -113,7 +113,7 @@ class _Requests:
     num_output: Floats
 
 
-def _slices(result: Mapping[str, Any], requests: _Requests) -> dict[str, Floats]:
+def _slices(result: Mapping[str, Any], requests: _RequestColumns) -> dict[str, Floats]:
     """Rates in equal slices of the time of a run."""
     if not requests.due.size or not result.get("duration"):
         return {}
@@ -140,7 +140,7 @@ def _slices(result: Mapping[str, Any], requests: _Requests) -> dict[str, Floats]
     return found
 
 
-def _are_good(requests: _Requests, bounds: Mapping[str, float]) -> NDArray[np.bool_]:
+def _are_good(requests: _RequestColumns, bounds: Mapping[str, float]) -> NDArray[np.bool_]:
     mean_gap = np.array([each.mean() if each.size else 0.0 for each in requests.gaps])
     values = {"ttft": requests.ttft, "e2el": requests.e2el, "tpot": requests.tpot, "itl": mean_gap}
     good = np.ones(requests.due.size, dtype=bool)
@@ -225,7 +225,7 @@ Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class MeasureDifference:
     """One measure of two results. `change` is relative to the first; `low` and `high` bound it where that is known."""
 
     name: str
@@ -259,7 +259,9 @@ class Difference:
         return "worse" if self.is_worse else "better"
 
 
-def compare(before: Result, after: Result, *, confidence: float = 95.0, seed: int = 0) -> list[Difference]:
+def compare(
+    before: Result, after: Result, *, confidence: float = 95.0, seed: int = 0
+) -> list[MeasureDifference]:
     """Every measure that both results have."""
     one, two = read_samples(before), read_samples(after)
     is_of_few = has_few(before) or has_few(after)
@@ -270,7 +272,7 @@ def compare(before: Result, after: Result, *, confidence: float = 95.0, seed: in
             continue
         low, high = _interval(name, (one, two), confidence, seed)
         found.append(
-            Difference(
+            MeasureDifference(
                 name=name,
                 before=first,
                 after=second,
@@ -341,6 +343,6 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-def worse_than(differences: Sequence[Difference], allowed: float) -> list[Difference]:
+def worse_than(differences: Sequence[MeasureDifference], allowed: float) -> list[MeasureDifference]:
     """Those that are surely worse, by more than a share."""
     return [each for each in differences if each.is_worse and abs(each.change) > allowed]

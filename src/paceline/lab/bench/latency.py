@@ -44,7 +44,7 @@ class LatencyResult:
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedRequest:
     """One request as its caller sees it, in seconds of one clock."""
 
     due_s: float
@@ -83,7 +83,7 @@ async def run_online(
     started_s = time.perf_counter()
     # A prefix belongs to a tenant: a name of its own is an empty prefix cache.
     tenant = f"bench {workload.name} {time.monotonic_ns()}"
-    requests = [Seen(due_s=started_s + request.arrival_s) for request in workload.requests]
+    requests = [ObservedRequest(due_s=started_s + request.arrival_s) for request in workload.requests]
 
     async def follow(index: int) -> None:
         seen = requests[index]
@@ -112,7 +112,7 @@ async def run_online(
 
 def summarize(
     workload: BenchWorkload,
-    requests: Sequence[Seen],
+    requests: Sequence[ObservedRequest],
     started_s: float,
     *,
     steps: int,

@@ -32,7 +32,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class TokenDifference:
     """Where a request went another way."""
 
     workload: str
@@ -52,7 +52,7 @@ class Recheck:
     num_requests: int
     num_tokens: int
     is_eager: bool  # with another engine that captures nothing; else with the engine of the run
-    differences: tuple[Difference, ...]
+    differences: tuple[TokenDifference, ...]
 
 
 def choose(workloads: Sequence[BenchWorkload], count: int, seed: int) -> dict[str, list[int]]:
@@ -89,7 +89,7 @@ def recheck(llm: LLM, cases: Sequence[Case], *, is_eager: bool) -> Recheck:
     )
 
 
-def _compare(llm: LLM, case: Case) -> Difference | None:
+def _compare(llm: LLM, case: Case) -> TokenDifference | None:
     llm.reset_prefix_cache()
     (output,) = llm.generate([case.prompt], [case.sampling], use_tqdm=False)
     again = output.outputs[0].token_ids
@@ -98,7 +98,7 @@ def _compare(llm: LLM, case: Case) -> Difference | None:
         return None
     missing = -1  # what a list that is too short has
     is_same = [one == two for one, two in zip(case.token_ids, again, strict=False)]
-    return Difference(
+    return TokenDifference(
         workload=case.workload,
         request=case.request,
         num_tokens=len(case.token_ids),

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.errors import InputError
 from paceline.lab.report import plot_style as style
-from paceline.lab.report.record import FINISHED, RunRecord
+from paceline.lab.report.run_record import FINISHED, RunRecord
 
 MOST_BARS = 400
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.errors import InputError
 from paceline.lab.report import plot_style as style
-from paceline.lab.report.record import FINISHED, Floats, RunRecord
+from paceline.lab.report.run_record import FINISHED, Floats, RunRecord
 from paceline.lab.report.summary import Summary
 from paceline.lab.report.table import format_number, format_share
 
@@ -57,7 +57,7 @@ def find_knee(rates: Sequence[float], p99_ttft: Sequence[float | None]) -> float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timeline:
+class TimelinePlot:
     """Means per bin; `edges_s` has one entry more than the others."""
 
     edges_s: Floats
@@ -75,7 +75,7 @@ class Timeline:
         return (self.edges_s[:-1] + self.edges_s[1:]) / 2.0
 
 
-def make_timeline(record: RunRecord, *, replica: int | None = None, num_bins: int = 600) -> Timeline:
+def make_timeline(record: RunRecord, *, replica: int | None = None, num_bins: int = 600) -> TimelinePlot:
     """Of all replicas together, or of one."""
     assert num_bins >= 1
     wanted = range(record.num_replicas) if replica is None else (replica,)
@@ -94,7 +94,7 @@ def make_timeline(record: RunRecord, *, replica: int | None = None, num_bins: in
             values = getattr(record, f"step_{name}")[chosen].astype(np.float64)
             integral = _per_bin(values, start_s, end_of_s, edges_s)
             total += np.divide(integral, covered, out=np.zeros(num_bins), where=covered > 0.0)
-    return Timeline(edges_s=edges_s, num_replicas=len(wanted), **sums)
+    return TimelinePlot(edges_s=edges_s, num_replicas=len(wanted), **sums)
 
 
 def _without_overlap(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
@@ -310,7 +310,7 @@ def _ring(axes: Axes, x: float, y: float, index: int, text: str | None) -> None:
         axes.annotate(text, (x, y), **place, fontsize=9, fontweight="bold", color=colour)
 
 
-def _draw_rows(axes: Axes, timeline: Timeline, max_rows: int) -> None:
+def _draw_rows(axes: Axes, timeline: TimelinePlot, max_rows: int) -> None:
     axes.set_title("Rows")
     time_s = timeline.middles_s
     axes.fill_between(time_s, timeline.rows, color=style.BLUE, alpha=0.22, linewidth=0)
@@ -324,7 +324,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, max_rows: int) -> None:
     style.count_axis(axes, label="requests")
 
 
-def _draw_tokens(axes: Axes, timeline: Timeline) -> None:
+def _draw_tokens(axes: Axes, timeline: TimelinePlot) -> None:
     axes.set_title("Tokens per step")
     layers = [("decode", timeline.decode, style.BLUE), ("prefill", timeline.prefill, style.ORANGE)]
     if timeline.padded.any():
@@ -339,7 +339,7 @@ def _draw_tokens(axes: Axes, timeline: Timeline) -> None:
         axes.set_ylabel("tokens (square-root scale)")
 
 
-def _draw_kv(axes: Axes, timeline: Timeline, total_slots: int) -> None:
+def _draw_kv(axes: Axes, timeline: TimelinePlot, total_slots: int) -> None:
     axes.set_title("KV slots")
     if total_slots < 1:
         style.say_empty(axes, "KV use was not recorded", keep_x=True)

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lab.report.record import FINISHED, OUTCOMES, Floats, RunRecord
+from paceline.lab.report.run_record import FINISHED, OUTCOMES, Floats, RunRecord
 
 # How evenly tenants were served
 

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from paceline.lab.report.record import OUTCOMES
+from paceline.lab.report.run_record import OUTCOMES
 from paceline.lab.report.summary import Distribution, Summary
 
 ABSENT = "-"

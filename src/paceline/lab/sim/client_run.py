@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InputError
-from paceline.lab.report.record import OUTCOMES, RunRecord
-from paceline.lab.workload.model import DEFAULT_TENANTS, Workload
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
+from paceline.lab.workload.workload import DEFAULT_TENANTS, Workload
 
 ARRIVALS = ("due_times", "start_times")  # the first that is there
 NEEDED = ("input_lens", "output_lens", "ttfts", "itls")

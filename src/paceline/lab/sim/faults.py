@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.core.request import RequestId
 from paceline.errors import InputError
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.scheduler import Scheduler
 
 BURST_SIZE = 32

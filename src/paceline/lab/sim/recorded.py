@@ -21,12 +21,12 @@ from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
 from paceline.errors import InputError
 from paceline.lab.measure import Meter, StepMeter
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import Distribution, Summary, summarize
 from paceline.lab.sim.replayer import replay
 from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig, host_costs
-from paceline.lab.workload.model import WISHES, Workload
+from paceline.lab.workload.workload import WISHES, Workload
 from paceline.scheduler.policy import load_policy
 from paceline.scheduler.state import SchedulerState
 

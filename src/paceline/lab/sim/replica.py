@@ -13,7 +13,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import RunWatcher, StepRecorder
 from paceline.core.request import NoHooks, Request, RequestId
-from paceline.costs.fit import Spread
+from paceline.costs.fit import TimeSpread
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -35,7 +35,7 @@ from paceline.scheduler.invariants import InvariantChecker
 class StepSpread:
     """Draws factors whose quantiles are those given."""
 
-    def __init__(self, spread: Spread, seed: int, replica: int) -> None:
+    def __init__(self, spread: TimeSpread, seed: int, replica: int) -> None:
         self._spread = spread
         self._random = random.Random(f"spread:{seed}:{replica}")
 

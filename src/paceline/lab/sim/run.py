@@ -23,12 +23,12 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS, Urgency
 from paceline.errors import EngineFailed, InputError
 from paceline.lab.measure import Meter
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim.faults import draw_aborts, with_bursts
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.router import ROUTERS
 from paceline.lab.sim.settings import SimConfig
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.watch.trace import Watch
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import pick
-from paceline.costs.fit import FittedCost, Spread
+from paceline.costs.fit import FittedCost, TimeSpread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import SIZES, Roofline, preemption_costs, step_costs
 from paceline.errors import InputError
 from paceline.lab.sim.faults import FaultSpec
 from paceline.lab.sim.router import ROUTERS
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
@@ -65,7 +65,7 @@ class SimConfig:
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
     request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
-    spread: Spread = field(default_factory=Spread)  # how far steps of one shape differ
+    spread: TimeSpread = field(default_factory=TimeSpread)  # how far steps of one shape differ
     priorities: str = "none"  # see requests.draw_priorities
     deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
     ttft_slo_ms: int | None = None  # what every request wants, unless its trace says otherwise
@@ -99,7 +99,7 @@ class SimConfig:
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
             **({"request_s": self.request_s} if self.request_s else {}),
-            **({"spread": _described(self.spread)} if self.spread != Spread() else {}),
+            **({"spread": _described(self.spread)} if self.spread != TimeSpread() else {}),
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
@@ -113,7 +113,7 @@ class SimConfig:
         }
 
 
-def _described(spread: Spread) -> str:
+def _described(spread: TimeSpread) -> str:
     parts = {"decode": spread.decode, "prompts": spread.prompts}
     return ", ".join(f"{name} {part[0]:.3g} to {part[-1]:.3g}" for name, part in parts.items() if part)
 

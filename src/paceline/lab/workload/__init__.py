@@ -5,7 +5,7 @@ columns: arrival times, lengths, tenants, ids of prompt blocks. Nothing here kno
 """
 
 from paceline.lab.workload.describe import WorkloadSummary, describe
-from paceline.lab.workload.model import Workload
 from paceline.lab.workload.source import load_workload
+from paceline.lab.workload.workload import Workload
 
 __all__ = ["Workload", "WorkloadSummary", "describe", "load_workload"]

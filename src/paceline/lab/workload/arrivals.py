@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 _NORMAL = NormalDist()
 
 
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """One independent stream of random numbers per quantity; the numbers are part of the result."""
 
     PROMPT = 0
@@ -39,7 +39,7 @@ class Stream(IntEnum):
     REDRAW = 7
 
 
-def stream(seed: int, which: Stream) -> np.random.Generator:
+def stream(seed: int, which: RandomStream) -> np.random.Generator:
     return np.random.default_rng([seed, int(which)])
 
 
@@ -91,8 +91,8 @@ def draw_lengths(
     num_requests: int, seed: int, prompt: QuantileTable, output: QuantileTable, rank_correlation: float
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Prompt and output lengths with the tables' marginals, tied by a Gaussian copula."""
-    first = stream(seed, Stream.PROMPT).standard_normal(num_requests)
-    own = stream(seed, Stream.OUTPUT).standard_normal(num_requests)
+    first = stream(seed, RandomStream.PROMPT).standard_normal(num_requests)
+    own = stream(seed, RandomStream.OUTPUT).standard_normal(num_requests)
     tie = normal_correlation(rank_correlation)
     second = tie * first + math.sqrt(1.0 - tie * tie) * own
     return whole(prompt.at(normal_levels(first))), whole(output.at(normal_levels(second)))
@@ -141,10 +141,10 @@ class ArrivalProcess:
     tick_s: float = 0.0  # arrivals are recorded only every tick; 0: exactly
 
     def draw(self, num_requests: int, seed: int) -> Floats:
-        unit = np.cumsum(stream(seed, Stream.ARRIVAL).standard_exponential(num_requests))
-        times = self._rescale(unit, stream(seed, Stream.INTENSITY))
+        unit = np.cumsum(stream(seed, RandomStream.ARRIVAL).standard_exponential(num_requests))
+        times = self._rescale(unit, stream(seed, RandomStream.INTENSITY))
         if self.pauses is not None:
-            times = _insert_pauses(times, self.pauses, stream(seed, Stream.PAUSE))
+            times = _insert_pauses(times, self.pauses, stream(seed, RandomStream.PAUSE))
         if self.tick_s:
             times = np.floor_divide(times, self.tick_s) * self.tick_s
         return _rounded(times)
@@ -175,7 +175,7 @@ class ArrivalProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedArrivals:
     """Arrivals as the source has them."""
 
 
@@ -200,14 +200,14 @@ class OnOff:
     burst: float
 
 
-Arrivals = Recorded | AllAtOnce | GammaGaps | OnOff
+Arrivals = RecordedArrivals | AllAtOnce | GammaGaps | OnOff
 
 
 def parse_arrivals(text: str) -> Arrivals:
     """`arrivals` of `load_workload` as a value; an InputError says which forms there are."""
     name, _, rest = text.partition(":")
     simple: dict[str, Arrivals] = {
-        "recorded": Recorded(),
+        "recorded": RecordedArrivals(),
         "poisson": GammaGaps(variation=1.0),
         "constant": GammaGaps(variation=0.0),
         "all-at-once": AllAtOnce(),
@@ -228,7 +228,7 @@ def draw_arrivals(
     arrivals: GammaGaps | OnOff | AllAtOnce, num_requests: int, rate: float, seed: int
 ) -> Floats:
     """Times of `num_requests` requests that arrive at `rate` a second on average."""
-    random = stream(seed, Stream.REDRAW)
+    random = stream(seed, RandomStream.REDRAW)
     match arrivals:
         case AllAtOnce():
             return np.zeros(num_requests, dtype=np.float64)

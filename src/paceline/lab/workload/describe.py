@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lab.workload.model import Workload
+from paceline.lab.workload.workload import Workload
 
 QUANTILE_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 

@@ -20,13 +20,13 @@ from paceline.lab.workload.arrivals import (
     Floats,
     Pauses,
     QuantileTable,
-    Stream,
+    RandomStream,
     Wave,
     draw_lengths,
     stream,
 )
-from paceline.lab.workload.model import DEFAULT_TENANTS, Workload
 from paceline.lab.workload.sessions import SessionModel, draw_conversations
+from paceline.lab.workload.workload import DEFAULT_TENANTS, Workload
 
 # The numbers behind the built-in generators
 
@@ -234,7 +234,7 @@ def multi_tenant(num_requests: int, seed: int) -> Workload:
     arrival_s = process.draw(num_requests, seed)
     slots = (np.mod(arrival_s, MULTI_TENANT_CYCLE_S) // slot_s).astype(np.intp)
     shares = np.cumsum(rates / total[:, None], axis=1)
-    chance = stream(seed, Stream.TENANT).random(num_requests)
+    chance = stream(seed, RandomStream.TENANT).random(num_requests)
     # The number of clients whose cumulative share lies below the draw is the client drawn.
     tenant = (shares[slots, :-1] <= chance[:, None]).sum(axis=1).astype(np.int32)
     prompt_len, output_len = draw_lengths(
@@ -319,8 +319,8 @@ def _shape_generator(source: str, kind: str, shape: str) -> Generator:
         return _single(
             source,
             np.zeros(num_requests, dtype=np.float64),
-            _between(prompt, num_requests, stream(seed, Stream.PROMPT)),
-            _between(output, num_requests, stream(seed, Stream.OUTPUT)),
+            _between(prompt, num_requests, stream(seed, RandomStream.PROMPT)),
+            _between(output, num_requests, stream(seed, RandomStream.OUTPUT)),
         )
 
     return Generator(num_requests=SHAPE_REQUESTS, draw=draw)

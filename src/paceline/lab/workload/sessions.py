@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.lab.workload.arrivals import (
     Floats,
     QuantileTable,
-    Stream,
+    RandomStream,
     normal_correlation,
     normal_level,
     normal_levels,
@@ -94,11 +94,11 @@ class _Writer:
     def __init__(self, model: SessionModel, num_requests: int, seed: int) -> None:
         self._model = model
         self._next_id = SYSTEM_BLOCK + 1
-        prompt_normals = stream(seed, Stream.PROMPT).standard_normal(num_requests)
+        prompt_normals = stream(seed, RandomStream.PROMPT).standard_normal(num_requests)
         self._prompt_normals = prompt_normals.tolist()
         self._first_prompts = model.first_prompt.at(normal_levels(prompt_normals)).tolist()
-        self._own_normals = stream(seed, Stream.OUTPUT).standard_normal(num_requests).tolist()
-        self._chances = stream(seed, Stream.SESSION).random((num_requests, 5)).tolist()
+        self._own_normals = stream(seed, RandomStream.OUTPUT).standard_normal(num_requests).tolist()
+        self._chances = stream(seed, RandomStream.SESSION).random((num_requests, 5)).tolist()
 
     def open(self, request: int) -> _Turn:
         prompt_len = round(self._first_prompts[request])

@@ -17,13 +17,13 @@ from paceline.lab.workload.arrivals import (
     AllAtOnce,
     Arrivals,
     GammaGaps,
-    Recorded,
+    RecordedArrivals,
     draw_arrivals,
     parse_arrivals,
 )
 from paceline.lab.workload.generators import GENERATORS, SHAPE_FORMS, find_generator
-from paceline.lab.workload.model import Workload
 from paceline.lab.workload.traces import read_trace
+from paceline.lab.workload.workload import Workload
 
 BUILT_IN = f"{', '.join(GENERATORS)}, {SHAPE_FORMS}"
 
@@ -78,7 +78,7 @@ def _load(source: str, num_requests: int | None, seed: int) -> Workload:
 
 
 def _with_arrivals(workload: Workload, pattern: Arrivals, rate: float | None, seed: int) -> Workload:
-    if isinstance(pattern, Recorded):
+    if isinstance(pattern, RecordedArrivals):
         if rate is None:
             return workload
         pattern = GammaGaps(variation=1.0)

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.sampling import MAX_WISH_MS
 from paceline.errors import InputError
-from paceline.lab.workload.fields import (
+from paceline.lab.workload.trace_fields import (
     FieldError,
     parse_block_ids,
     parse_length,
@@ -30,7 +30,7 @@ from paceline.lab.workload.fields import (
     parse_timestamp,
     shown,
 )
-from paceline.lab.workload.model import DEFAULT_TENANTS, WISHES, Workload
+from paceline.lab.workload.workload import DEFAULT_TENANTS, WISHES, Workload
 
 MOONCAKE_BLOCK = 512  # tokens behind each of a Mooncake trace's hash ids
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class _Requests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _SourcePlace:
     """A line of a file, for messages."""
 
     path: Path
@@ -190,7 +190,7 @@ def _read_csv(path: Path, text: str) -> _Requests:
     return requests
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[_Place, list[str]]]:
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[_SourcePlace, list[str]]]:
     """Rows that are not blank, with their places."""
     reader = csv.reader(io.StringIO(text, newline=""))
     while True:
@@ -201,7 +201,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[_Place, list[str]]]:
         if row is None:
             return
         if any(cell.strip() for cell in row):
-            yield _Place(path=path, line=reader.line_num), row
+            yield _SourcePlace(path=path, line=reader.line_num), row
 
 
 def _recognise(path: Path, names: list[str]) -> TraceFormat:
@@ -245,11 +245,11 @@ def _read_json_lines(path: Path, text: str) -> _Requests:
     requests = _Requests()
     for line, content in enumerate(text.split("\n"), start=1):
         if content.strip():
-            _read_object(_Place(path=path, line=line), content, requests)
+            _read_object(_SourcePlace(path=path, line=line), content, requests)
     return requests
 
 
-def _read_object(place: _Place, content: str, requests: _Requests) -> None:
+def _read_object(place: _SourcePlace, content: str, requests: _Requests) -> None:
     record = _load_object(place, content)
     lacking = [name for name in MOONCAKE.required if name not in record]
     if lacking:
@@ -282,7 +282,7 @@ def _read_object(place: _Place, content: str, requests: _Requests) -> None:
     requests.output_len.append(output_len)
 
 
-def _load_object(place: _Place, content: str) -> dict[str, object]:
+def _load_object(place: _SourcePlace, content: str) -> dict[str, object]:
     try:
         record = json.loads(content)
     except json.JSONDecodeError as error:

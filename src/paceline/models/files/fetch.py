@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
 
 # Where models that we fetched ourselves are kept.

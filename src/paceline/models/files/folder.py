@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.models.files.fields import CheckpointError, Fields, read_json, shown
+from paceline.models.files.config_fields import CheckpointError, Fields, read_json, shown
 from paceline.models.files.hf_config import spec_from_config
 from paceline.models.files.safetensors import SafetensorsFiles
 from paceline.models.spec import ModelSpec

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.models.files.fields import CheckpointError, shown
+from paceline.models.files.config_fields import CheckpointError, shown
 from paceline.models.files.stored import StoredTensor, decode_blocks, decode_float, map_file
 
 # Values out of the header of a GGUF file, one behind the other, none taken before it is known to be there.

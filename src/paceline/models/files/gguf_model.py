@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from paceline.models.files.fields import CheckpointError, Fields, shown
+from paceline.models.files.config_fields import CheckpointError, Fields, shown
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.hf_config import (
     MAX_EXPERTS,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.models.files.fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
+from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
 
 # Rotary positions out of a config.json, in the old spelling (`rope_theta`, `rope_scaling`) and the new one.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.files.fields import CheckpointError, some_of
+from paceline.models.files.config_fields import CheckpointError, some_of
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.stored import StoredTensor, tensor_names
 from paceline.models.spec import ModelSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import packaged_model
-from paceline.models.files.fields import CheckpointError
 from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of_folder, text_of_gguf
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.gguf_model import spec_from_gguf

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.files.fields import CheckpointError, parse_json, shown, some_of
+from paceline.models.files.config_fields import CheckpointError, parse_json, shown, some_of
 from paceline.models.files.stored import StoredTensor, decode_float, map_file
 
 LENGTH_BYTES = 8

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.sampling import Offer, SamplingParams, offered
-from paceline.models.files.fields import NEGATIVE, Fields
+from paceline.models.files.config_fields import NEGATIVE, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.files.fields import CheckpointError
+from paceline.models.files.config_fields import CheckpointError
 from paceline.models.spec import ModelSpec
 
 

@@ -25,7 +25,7 @@ from paceline.engine.stepper import Stepper
 from paceline.factory import LoadedModel, load_model
 from paceline.lab.measure import Meter, StepFigures, StepMeter
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT, Codes, Lanes
-from paceline.lab.report.record import RunRecord
+from paceline.lab.report.run_record import RunRecord
 from paceline.lab.workload import Workload
 from paceline.llm.offline import Interrupts
 from paceline.scheduler.state import SchedulerState

@@ -21,8 +21,8 @@ from paceline.errors import InputError
 from paceline.lab.bench.bench_options import DEFAULT_OUTPUT, DEFAULT_REQUESTS, LoadOptions
 from paceline.lab.bench.load.figures import METRICS
 from paceline.lab.bench.load.generator import LoadPlan
-from paceline.lab.bench.load.pacing import Pace, Ramp, check_pattern
-from paceline.lab.bench.load.source import (
+from paceline.lab.bench.load.pacing import ArrivalPlan, Ramp, check_pattern
+from paceline.lab.bench.load.prompt_source import (
     BodyForm,
     RandomSource,
     Source,
@@ -127,7 +127,7 @@ class AskedLoad:
             times = self.recorded_s / options.speed
             return times if options.duration is None else times[times <= options.duration]
         check_pattern(pattern, has_rate=point.is_open)
-        pace = Pace(pattern=pattern, rate=point.rate, ramp=point.ramp)
+        pace = ArrivalPlan(pattern=pattern, rate=point.rate, ramp=point.ramp)
         number = self.num_requests
         if number is None and not point.is_open:
             number = DEFAULT_REQUESTS

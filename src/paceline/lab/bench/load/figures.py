@@ -17,12 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.lab.bench.load.generator import LoadRun
-from paceline.lab.bench.load.reader import Kind, Seen
-from paceline.lab.report.record import OUTCOMES, RunRecord
+from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
 
 Floats = NDArray[np.float64]
 METRICS = ("ttft", "tpot", "itl", "e2el")
-OUTCOME_OF = {Kind.FINISHED: "finished", Kind.REFUSED: "refused", Kind.UNFINISHED: "unfinished"}
+OUTCOME_OF = {
+    EventKind.FINISHED: "finished",
+    EventKind.REFUSED: "refused",
+    EventKind.UNFINISHED: "unfinished",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +72,8 @@ def figures(
     """`bounds` in milliseconds, by METRICS: what a good request keeps."""
     finished = [seen for seen in run.seen if seen.is_finished]
     kinds = Counter(seen.kind for seen in run.seen)
-    unfinished = kinds.pop(Kind.UNFINISHED, 0)
-    kinds.pop(Kind.FINISHED, None)
+    unfinished = kinds.pop(EventKind.UNFINISHED, 0)
+    kinds.pop(EventKind.FINISHED, None)
     num_input = sum(seen.prompt_tokens or 0 for seen in finished)
     num_output = sum(seen.num_output for seen in finished)
     cached = [seen.cached_tokens for seen in finished if seen.cached_tokens is not None]
@@ -109,22 +113,22 @@ def figures(
     )
 
 
-def ttft_s(seen: Seen) -> float:
+def ttft_s(seen: ObservedAnswer) -> float:
     """From when it was due to its first text."""
     return seen.piece_s[0] - seen.due_s
 
 
-def e2el_s(seen: Seen) -> float:
+def e2el_s(seen: ObservedAnswer) -> float:
     """From when it was due to its last text."""
     return seen.piece_s[-1] - seen.due_s
 
 
-def tpot_s(seen: Seen) -> float | None:
+def tpot_s(seen: ObservedAnswer) -> float | None:
     """Time per token after the first; None with fewer than two tokens."""
     return (seen.piece_s[-1] - seen.piece_s[0]) / (seen.num_output - 1) if seen.num_output > 1 else None
 
 
-def is_good(seen: Seen, bounds: Mapping[str, float]) -> bool:
+def is_good(seen: ObservedAnswer, bounds: Mapping[str, float]) -> bool:
     """Whether a finished request keeps every bound, in milliseconds. Its ITL is the mean of its gaps; a request of
     one piece has none and keeps any bound on them."""
     gaps = len(seen.piece_s) - 1
@@ -179,7 +183,7 @@ def run_record(run: LoadRun, *, label: str) -> RunRecord:
     )
 
 
-def most_at_once(seen: Sequence[Seen]) -> int:
+def most_at_once(seen: Sequence[ObservedAnswer]) -> int:
     """Most requests that had been sent and had not ended."""
     moments = [
         (time_s, change)
@@ -194,7 +198,7 @@ def most_at_once(seen: Sequence[Seen]) -> int:
     return most
 
 
-def _best_second(finished: Sequence[Seen], started_s: float) -> float:
+def _best_second(finished: Sequence[ObservedAnswer], started_s: float) -> float:
     if not finished:
         return 0.0
     times = np.concatenate([seen.piece_s for seen in finished]) - started_s

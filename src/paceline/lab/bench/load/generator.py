@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.lab.bench.load.pool import ConnectFailed, ConnectionEnded, Pool
-from paceline.lab.bench.load.reader import AnswerReader, Kind, Seen
-from paceline.lab.bench.load.source import BodyForm, Source
+from paceline.lab.bench.load.prompt_source import BodyForm, Source
+from paceline.lab.bench.load.reader import AnswerReader, EventKind, ObservedAnswer
 
 # Requests are made before they are due, in idle time, up to so much of them.
 AHEAD_REQUESTS, AHEAD_BYTES = 4096, 16 * 2**20
@@ -46,7 +46,7 @@ class LoadPlan:
 class LoadRun:
     """What came of a plan."""
 
-    seen: Sequence[Seen]
+    seen: Sequence[ObservedAnswer]
     started_s: float
     ended_s: float
     is_interrupted: bool = False
@@ -59,7 +59,7 @@ class LoadRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     payload: bytes
-    seen: Seen
+    seen: ObservedAnswer
 
 
 class LoadGenerator:
@@ -71,7 +71,7 @@ class LoadGenerator:
         source: Source,
         form: BodyForm,
         plan: LoadPlan,
-        on_end: Callable[[Seen], object] = lambda seen: None,
+        on_end: Callable[[ObservedAnswer], object] = lambda seen: None,
     ) -> None:
         self._pool = pool
         self._source = source
@@ -81,7 +81,7 @@ class LoadGenerator:
         self._next_index = plan.first_index
         self._ahead: deque[_Prepared] = deque()
         self._ahead_bytes = 0
-        self._seen: list[Seen] = []
+        self._seen: list[ObservedAnswer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_stopped = False
@@ -90,7 +90,7 @@ class LoadGenerator:
             None if plan.max_concurrency is None else asyncio.Semaphore(max(1, plan.max_concurrency))
         )
 
-    async def warm_up(self, count: int) -> list[Seen]:
+    async def warm_up(self, count: int) -> list[ObservedAnswer]:
         """Requests that are not counted, with prompts of their own: one alone, then the others at once."""
         prepared = [self._prepare(-1 - number) for number in range(count)]
         for group in (prepared[:1], prepared[1:]):
@@ -170,7 +170,7 @@ class LoadGenerator:
                     async with self._places:
                         await self._ask(prepared)
         except TimeoutError:
-            _end(seen, Kind.TIMEOUT, f"no whole answer within {self._plan.timeout_s:g} s")
+            _end(seen, EventKind.TIMEOUT, f"no whole answer within {self._plan.timeout_s:g} s")
         self._on_end(seen)
 
     async def _ask(self, prepared: _Prepared) -> None:
@@ -179,21 +179,21 @@ class LoadGenerator:
             seen.sent_s = time.perf_counter()
             seen.piece_s.clear()
             await self._ask_once(prepared)
-            if seen.kind is not Kind.REFUSED or seen.retries >= self._plan.retries:
+            if seen.kind is not EventKind.REFUSED or seen.retries >= self._plan.retries:
                 return
             seen.retries += 1
             await asyncio.sleep(DEFAULT_RETRY_S if seen.retry_after_s is None else seen.retry_after_s)
 
     async def _ask_once(self, prepared: _Prepared) -> None:
         seen = prepared.seen
-        seen.kind = Kind.UNFINISHED
+        seen.kind = EventKind.UNFINISHED
         reader = AnswerReader(seen)
         try:
             await self._pool.post(prepared.payload, reader)
         except ConnectFailed as error:
-            _end(seen, Kind.NO_CONNECTION, str(error))
+            _end(seen, EventKind.NO_CONNECTION, str(error))
         except ConnectionEnded as error:
-            _end(seen, Kind.BROKEN, str(error))
+            _end(seen, EventKind.BROKEN, str(error))
 
     def _start(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -237,9 +237,9 @@ class LoadGenerator:
         key = keys.get(request.tenant, keys.get("", ""))
         payload = self._pool.target.head(body, key, f"bench-{index}") + body
         wanted = self._form.output_len or request.num_output
-        seen = Seen(index=index, tenant=request.tenant, due_s=0.0, wanted_tokens=wanted)
+        seen = ObservedAnswer(index=index, tenant=request.tenant, due_s=0.0, wanted_tokens=wanted)
         return _Prepared(payload=payload, seen=seen)
 
 
-def _end(seen: Seen, kind: Kind, message: str) -> None:
+def _end(seen: ObservedAnswer, kind: EventKind, message: str) -> None:
     seen.kind, seen.message, seen.ended_s = kind, message, time.perf_counter()

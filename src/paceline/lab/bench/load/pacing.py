@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InputError
-from paceline.lab.workload.arrivals import AllAtOnce, Arrivals, GammaGaps, Recorded, draw_arrivals
+from paceline.lab.workload.arrivals import AllAtOnce, Arrivals, GammaGaps, RecordedArrivals, draw_arrivals
 
 Floats = NDArray[np.float64]
 MAX_REQUESTS = 10_000_000
@@ -51,7 +51,7 @@ def parse_ramp(text: str) -> Ramp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ArrivalPlan:
     """How requests follow each other: a pattern, and a rate or a ramp; all at once without either."""
 
     pattern: Arrivals
@@ -77,7 +77,7 @@ class Pace:
         return times if duration_s is None else times[times <= duration_s]
 
     def _draw(self, count: int, seed: int) -> Floats:
-        pattern = GammaGaps(variation=1.0) if isinstance(self.pattern, Recorded) else self.pattern
+        pattern = GammaGaps(variation=1.0) if isinstance(self.pattern, RecordedArrivals) else self.pattern
         if self.ramp is None:
             assert self.rate is not None
             return draw_arrivals(pattern, count, self.rate, seed)
@@ -92,5 +92,5 @@ def check_pattern(pattern: Arrivals, *, has_rate: bool) -> None:
         raise InputError(
             "--arrivals all-at-once leaves nothing for --rate or --ramp to set; drop one of them"
         )
-    if not has_rate and not isinstance(pattern, AllAtOnce | Recorded):
+    if not has_rate and not isinstance(pattern, AllAtOnce | RecordedArrivals):
         raise InputError("--arrivals needs --rate or --ramp: how many requests per second")

@@ -1,8 +1,8 @@
 """The answer to one request, read as its bytes arrive: server-sent events of a chat or a completion.
 
-Owns which events count as text and what the end of an answer means. It is fed decoded body bytes with the time at
-which they came and writes into a `Seen`; it knows no socket. An event is decoded for the few fields that matter here,
-so that reading costs microseconds and one stream does not delay the clock of another.
+Owns which events count as text and what the end of an answer means. It is fed decoded body bytes with the time at which
+they came and writes into an `ObservedAnswer`; it knows no socket. An event is decoded for the few fields that matter
+here, so that reading costs microseconds and one stream does not delay the clock of another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 # What became of one request, as its client saw it.
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """How a request ended."""
 
     FINISHED = "finished"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class ObservedAnswer:
     """One request. What never happened is NaN, what the server did not tell is None."""
 
     index: int
@@ -42,7 +42,7 @@ class Seen:
     sent_s: float = math.nan  # when it was sent, the last time if it was sent again
     piece_s: list[float] = field(default_factory=list)  # arrivals of text; several tokens may come in one
     ended_s: float = math.nan
-    kind: Kind = Kind.UNFINISHED
+    kind: EventKind = EventKind.UNFINISHED
     status: int = 0
     message: str = ""  # what the server, or the network, says about a failure
     retry_after_s: float | None = None  # of a refusal
@@ -55,7 +55,7 @@ class Seen:
 
     @property
     def is_finished(self) -> bool:
-        return self.kind is Kind.FINISHED
+        return self.kind is EventKind.FINISHED
 
     @property
     def num_output(self) -> int:
@@ -103,7 +103,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class AnswerReader:
     """Takes an answer in and settles how the request ended."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: ObservedAnswer) -> None:
         self._seen = seen
         self._rest = b""
         self._error_body = b""
@@ -130,25 +130,27 @@ class AnswerReader:
             if line.startswith(b"data:") and not self._is_done:
                 self._take_event(line[5:].strip(), now_s)
         if len(rest) > MAX_LINE_BYTES:
-            self.fail(Kind.BROKEN, "an event of the answer is longer than 16 MiB")
+            self.fail(EventKind.BROKEN, "an event of the answer is longer than 16 MiB")
 
     def end(self, now_s: float) -> None:
         """The whole answer is here."""
         seen = self._seen
-        if self._is_done and seen.kind is not Kind.UNFINISHED:
+        if self._is_done and seen.kind is not EventKind.UNFINISHED:
             return
         if seen.status != 200:
             seen.kind, seen.message = _refusal(seen), error_text(self._error_body)
         elif not self._is_stream:
-            self.fail(Kind.BROKEN, "the server answered without streaming, so that no times can be taken")
+            self.fail(
+                EventKind.BROKEN, "the server answered without streaming, so that no times can be taken"
+            )
         elif not self._is_done and seen.finish_reason is None:
-            self.fail(Kind.BROKEN, "the stream ended before the answer did")
+            self.fail(EventKind.BROKEN, "the stream ended before the answer did")
         else:
             if not seen.piece_s:  # tokens that make no text: all of them came with the end
                 seen.piece_s.append(now_s)
-            seen.kind = Kind.FINISHED
+            seen.kind = EventKind.FINISHED
 
-    def fail(self, kind: Kind, message: str) -> None:
+    def fail(self, kind: EventKind, message: str) -> None:
         self._is_done = True
         self._seen.kind, self._seen.message = kind, message[:MAX_MESSAGE]
 
@@ -159,10 +161,10 @@ class AnswerReader:
         try:
             event = _decode(data)
         except msgspec.MsgspecError as error:
-            self.fail(Kind.BROKEN, f"an event of the answer cannot be read ({error})")
+            self.fail(EventKind.BROKEN, f"an event of the answer cannot be read ({error})")
             return
         if event.error is not None:
-            self.fail(Kind.STREAM_ERROR, _message(event.error))
+            self.fail(EventKind.STREAM_ERROR, _message(event.error))
             return
         seen = self._seen
         has_text = False
@@ -192,7 +194,7 @@ def _has_text(choice: _Choice) -> bool:
     return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-def _take_usage(seen: Seen, usage: _Usage) -> None:
+def _take_usage(seen: ObservedAnswer, usage: _Usage) -> None:
     if usage.prompt_tokens is not None:
         seen.prompt_tokens = usage.prompt_tokens
     if usage.completion_tokens is not None:
@@ -201,12 +203,12 @@ def _take_usage(seen: Seen, usage: _Usage) -> None:
         seen.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
 
-def _refusal(seen: Seen) -> Kind:
+def _refusal(seen: ObservedAnswer) -> EventKind:
     if seen.status == 429 or (seen.status == 503 and seen.retry_after_s is not None):
-        return Kind.REFUSED
+        return EventKind.REFUSED
     if 400 <= seen.status < 500:
-        return Kind.REJECTED
-    return Kind.SERVER_ERROR if seen.status >= 500 else Kind.BROKEN
+        return EventKind.REJECTED
+    return EventKind.SERVER_ERROR if seen.status >= 500 else EventKind.BROKEN
 
 
 def _message(error: Any) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 from paceline.lab.bench.load.figures import run_record
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
 from paceline.lab.bench.load.pool import Pool, Target
-from paceline.lab.bench.load.source import COMPLETIONS, BodyForm, LoadRequest
-from paceline.lab.report.record import RunRecord
-from paceline.lab.workload.model import Workload
+from paceline.lab.bench.load.prompt_source import COMPLETIONS, BodyForm, LoadRequest
+from paceline.lab.report.run_record import RunRecord
+from paceline.lab.workload.workload import Workload
 
 NUM_IDS = 90  # token ids that prompts are drawn from: every model has them, and no two prompts begin alike
 

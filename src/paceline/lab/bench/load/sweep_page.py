@@ -45,7 +45,7 @@ figcaption { color: #5a5f69; font-size: .9rem; padding: .4rem .2rem 0 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class SweepFigure:
     path: Path
     heading: str
     caption: str
@@ -56,7 +56,7 @@ def make_page(
     title: str,
     lead: Sequence[str],
     grid: Grid,
-    pictures: Sequence[Picture],
+    pictures: Sequence[SweepFigure],
     facts: Mapping[str, str],
 ) -> str:
     parts = [
@@ -88,7 +88,7 @@ def _cells(headings: Sequence[str], row: Sequence[str]) -> str:
     return f"<td>{_text(row[0])}</td>{''.join(named)}"
 
 
-def _figure(picture: Picture) -> str:
+def _figure(picture: SweepFigure) -> str:
     data = base64.b64encode(picture.path.read_bytes()).decode()
     return (
         f"<h2>{_text(picture.heading)}</h2><figure>"

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline.errors import InputError
-from paceline.lab.workload.fields import shown
-from paceline.lab.workload.model import WISHES, Workload
+from paceline.lab.workload.trace_fields import shown
 from paceline.lab.workload.traces import CSV_FORMATS, read_text
+from paceline.lab.workload.workload import WISHES, Workload
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country "
