@@ -29,17 +29,17 @@ class ChannelBroken(ChannelClosed):
 
 @dataclass(slots=True)
 class Rejects:
-    """Frames that were not taken, and parts of frames that nobody waits for."""
+    """Frames that were not taken, and parts of frames whose branch is not known."""
 
     oversize: int = 0
     stale: int = 0  # of another incarnation or client
     undecodable: int = 0
     truncated: int = 0
-    unknown_branch: int = 0  # late news of branches that were closed are among them
+    unknown_branch: int = 0  # late updates of closed branches are among them
 
     @property
     def total(self) -> int:
-        """Without late news, which are nobody's fault."""
+        """Without late updates, which are no error."""
         return self.oversize + self.stale + self.undecodable + self.truncated
 
 

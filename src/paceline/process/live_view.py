@@ -37,7 +37,7 @@ class Energy:
         self._asked = False
 
     def joules(self) -> float | None:
-        """What the device has taken so far; None where nobody can tell."""
+        """What the device has taken so far; None where that is not known."""
         if not self._asked:
             self._asked = True
             self._open()

@@ -220,7 +220,7 @@ class EngineProcess:
     async def _run(self) -> None:
         try:
             reason, exit_code = await self._supervise()
-        except Exception:  # a mistake of ours: nobody may wait for an engine that nobody watches
+        except Exception:  # an error of ours: no request may wait for an engine that is not watched
             _logger.exception("the engine is no longer watched")
             reason, exit_code = "the engine is no longer watched", 70
             self.client.detach(reason)
@@ -362,6 +362,6 @@ def _sentence(life: Life, reason: str | None, ended: str) -> tuple[str, int]:
 
 
 def _look_at(future: asyncio.Future[None]) -> None:
-    """An error nobody waited for is no reason for a warning."""
+    """An error that was not awaited is no reason for a warning."""
     if not future.cancelled():
         future.exception()
