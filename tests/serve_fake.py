@@ -18,8 +18,8 @@ import uvloop
 from paceline.config.server import ServerConfig
 from paceline.process.client import EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.keys_file import read_keys
-from paceline.server.api.frames import openai_error_frame
 from paceline.server.api.route import Route
+from paceline.server.api.sse import openai_error_frame
 from paceline.server.app import Api, Application
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.http.listener import Listener, bind_tcp

@@ -21,7 +21,7 @@ from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches
 from paceline.server.billing.billing import Billing
 from paceline.server.generate.admission import Admission, Capacity
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics.tracing import SpanCounts, Tracing
 from paceline.server.open_api import admission_gauges
 from tests.fake_engine import engine_info

@@ -28,7 +28,7 @@ from paceline.server.live.page_files import PAGE, page_routes
 from paceline.server.live.watch_routes import watch_routes
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.goodput import Times
-from paceline.server.metrics.page import Facts, LabelledFacts, MetricsPage, name_prefix
+from paceline.server.metrics.prometheus_page import Facts, LabelledFacts, MetricsPage, name_prefix
 from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
 

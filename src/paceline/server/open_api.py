@@ -15,7 +15,7 @@ from paceline.config.server import ApiConfig
 from paceline.errors import ConfigError
 from paceline.process.client import EngineClient
 from paceline.server.app import Api
-from paceline.server.generate.record import Observer
+from paceline.server.generate.request_record import Observer
 
 if TYPE_CHECKING:
     from paceline.server.batches.batches import BatchSettings

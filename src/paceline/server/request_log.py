@@ -14,7 +14,7 @@ from typing import Any
 from paceline.process.client import EngineClient
 from paceline.server.batches.line_run import EndedLine
 from paceline.server.call import Call
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import log
 from paceline.server.metrics.requests import HttpMetrics, RequestMetrics

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.core.request import Cost
 from paceline.server.access.caller import Prices
 from paceline.server.billing.ledger_db import COMPLETE, Closing, Opening
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 
 PRICES = Prices(
     prompt=Decimal("0.15"),

@@ -21,7 +21,7 @@ from paceline.process.client import BranchUpdate, EngineInfo, EngineState, Engin
 from paceline.server.access.caller import Caller
 from paceline.server.api.routes import Route, routes
 from paceline.server.call import Answer, Call, Download, Events
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.generate.service import ServedModel, Service, ServiceSettings
 from paceline.text.tokenizer import Tokenizer
 from tests.fake_engine import IdleClient, IdleStream, engine_info, finished

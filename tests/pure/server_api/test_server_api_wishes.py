@@ -20,7 +20,7 @@ from paceline.server.errors import (
     problem_of,
     whole_seconds,
 )
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics.goodput import Times, is_met, wishes_of
 from paceline.server.metrics.requests import PromiseMetrics
 from tests.fake_engine import forecast

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.cli.serve.view import LoadingLine, card_lines, show_card
 from paceline.process.client import EngineState, EngineStats
 from paceline.process.frames import Loading
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import FACTS, LogOutput, escaped
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.histogram import Histogram
-from paceline.server.metrics.page import MetricsPage
+from paceline.server.metrics.prometheus_page import MetricsPage
 from paceline.server.metrics.requests import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
 from tests.fake_engine import engine_info

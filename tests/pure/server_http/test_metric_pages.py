@@ -16,9 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.server.access.caller import CLASSES, LIMITS
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics.batching import PREEMPTIONS
-from paceline.server.metrics.page import name_prefix
+from paceline.server.metrics.prometheus_page import name_prefix
 from paceline.server.metrics.requests import FINISH_REASONS, METHODS
 from tools import dashboards, metric_pages
 

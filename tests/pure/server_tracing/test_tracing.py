@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics import tracing as module
 from paceline.server.metrics.tracing import Tracing, attributes, open_tracing
 from tests.pure.server_tracing.collector import Collector

@@ -24,7 +24,6 @@ from paceline.server.api.fields import (
     ignored_header,
     operation,
 )
-from paceline.server.api.frames import anthropic_error_frame, stream_events
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -51,6 +50,7 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route
+from paceline.server.api.sse import anthropic_error_frame, stream_events
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedModality
 from paceline.server.generate.generation import Delta, Generation, Usage

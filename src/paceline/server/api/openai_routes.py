@@ -10,7 +10,6 @@ import msgspec
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.server.api.fields import ignored_header, operation
-from paceline.server.api.frames import DONE, openai_error_frame, stream_events
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import BodyParser, ParsedBody
 from paceline.server.api.openai_responses import (
@@ -22,6 +21,7 @@ from paceline.server.api.openai_responses import (
     usage_body,
 )
 from paceline.server.api.route import Route
+from paceline.server.api.sse import DONE, openai_error_frame, stream_events
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service

@@ -21,7 +21,6 @@ from paceline.server.api.fields import (
     ignored_header,
     operation,
 )
-from paceline.server.api.frames import responses_error_frame, stream_events
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -45,6 +44,7 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route
+from paceline.server.api.sse import responses_error_frame, stream_events
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedParameter
 from paceline.server.generate.generation import Delta, Generation, Usage

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from paceline.server.api.fields import Field, FieldTable, Text, Whole, operation
-from paceline.server.api.frames import DONE, openai_error_frame
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.route import Route
+from paceline.server.api.sse import DONE, openai_error_frame
 from paceline.server.call import Answer, Call, Download, Events, Handler
 from paceline.server.errors import openai_body, problem_of
 from paceline.server.generate.service import Service

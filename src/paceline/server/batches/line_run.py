@@ -19,7 +19,7 @@ from paceline.server.access.caller import BATCH_CLASS, Caller
 from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, BatchLine, LineResult
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Problem, UnsupportedParameter, openai_body, problem_of
-from paceline.server.generate.record import Observer, RequestRecord
+from paceline.server.generate.request_record import Observer, RequestRecord
 from paceline.server.http.request_headers import new_id
 
 # Lines under way, and which of them the engine has begun to answer

@@ -17,7 +17,7 @@ from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb, Opening, now_ms
 from paceline.server.billing.pricing import Pricing, Quote, engine_load
 from paceline.server.call import Call
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.logs import log
 
 RECEIPT_HEADER = "x-paceline-receipt"  # "true" requests a receipt

@@ -25,7 +25,7 @@ from paceline.server.billing.charge import receipt
 from paceline.server.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
 from paceline.server.generate.admission import Permit
 from paceline.server.generate.estimates import ForecastHeaders
-from paceline.server.generate.record import Observer, RequestRecord
+from paceline.server.generate.request_record import Observer, RequestRecord
 from paceline.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("paceline.server")

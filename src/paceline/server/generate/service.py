@@ -36,7 +36,7 @@ from paceline.server.errors import ContextTooLong, UnsupportedModality
 from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import Generation
-from paceline.server.generate.record import NoObserver, Observer, RequestRecord
+from paceline.server.generate.request_record import NoObserver, Observer, RequestRecord
 from paceline.server.generate.requests import Explanations, LiveRequests, RecentRequests, urgency_of
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer

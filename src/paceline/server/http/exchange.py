@@ -16,7 +16,7 @@ from paceline.server.access.rate_limits import Allowance
 from paceline.server.api.route import ANTHROPIC_ERRORS
 from paceline.server.call import Answer, Download, Events
 from paceline.server.errors import Problem, Refusal, anthropic_body, openai_body
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.protocol import GuardedProtocol
 from paceline.server.http.request_headers import CONNECTION, echoed_id, new_id, speaks_anthropic
 

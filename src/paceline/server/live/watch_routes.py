@@ -10,8 +10,8 @@ import msgspec
 from paceline.config.engine import POLICIES
 from paceline.process.client import EngineClient
 from paceline.server.api.fields import choice_of, operation, read_query
-from paceline.server.api.frames import openai_error_frame
 from paceline.server.api.route import Route
+from paceline.server.api.sse import openai_error_frame
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.live.feed import Feed, latency_bounds
 from paceline.server.metrics.requests import RequestMetrics

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.config.server import ObserveConfig
 from paceline.core.service_class import BATCH, SPOT
 from paceline.server.access.caller import CLASSES, DEFAULT_CLASS
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 
 OWN, SERVER = "own", "server"  # who set the times
 MET, MISSED = "met", "missed"

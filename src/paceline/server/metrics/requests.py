@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from paceline.core.dial import DialStatus, DialWord
 from paceline.process.client import EngineClient, EngineState, EngineUnavailable
 from paceline.server.access.caller import CLASSES, DEFAULT_CLASS, LIMITS, Caller
-from paceline.server.generate.record import RequestRecord
+from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics.goodput import NONE, Goodput, Times
 from paceline.server.metrics.histogram import E2E_BUCKETS, Histogram, buckets
 
