@@ -46,7 +46,7 @@ def all_set(mask: NDArray[np.bool_]) -> bool:
 
 def count_set(mask: NDArray[np.bool_]) -> int:
     """How many entries are True. `mask.sum()` takes 4,400 ns for 256 rows, this 520 ns, and 850 ns for 4,096."""
-    return np.count_nonzero(mask)  # type: ignore[return-value]
+    return int(np.count_nonzero(mask))
 
 
 def has_either(codes: NDArray[np.uint8], one: int, other: int) -> bool:
