@@ -19,7 +19,7 @@ from paceline.policy import RequestView
 from paceline.scheduler.rows import Rows
 
 
-class Source(NamedTuple):
+class ColumnSource(NamedTuple):
     """Where the value of a column is found."""
 
     waiting: str  # attribute of a waiting Request; "" for the two that the scheduler adds
@@ -28,20 +28,20 @@ class Source(NamedTuple):
 
 
 VIEW_COLUMNS = {
-    "order": Source("", "order"),
-    "tenant": Source("", "tenant"),
-    "row": Source("row", ""),
-    "priority": Source("priority", "priority"),
-    "num_prompt": Source("num_prompt", "num_prompt"),
-    "num_tokens": Source("num_tokens", "num_tokens"),
-    "max_total": Source("max_total", "max_len"),
-    "preemptions": Source("preemptions", "preemptions"),
-    "num_computed": Source("num_computed", "computed"),
-    "peak_computed": Source("peak_computed", "peak_computed"),
-    "started": Source("started", ""),
-    "arrival_s": Source("arrival_s", "arrival_s", is_time=True),
-    "deadline_s": Source("due_s", "deadline_s", is_time=True),
-    "first_due_s": Source("first_due_s", "first_due_s", is_time=True),
+    "order": ColumnSource("", "order"),
+    "tenant": ColumnSource("", "tenant"),
+    "row": ColumnSource("row", ""),
+    "priority": ColumnSource("priority", "priority"),
+    "num_prompt": ColumnSource("num_prompt", "num_prompt"),
+    "num_tokens": ColumnSource("num_tokens", "num_tokens"),
+    "max_total": ColumnSource("max_total", "max_len"),
+    "preemptions": ColumnSource("preemptions", "preemptions"),
+    "num_computed": ColumnSource("num_computed", "computed"),
+    "peak_computed": ColumnSource("peak_computed", "peak_computed"),
+    "started": ColumnSource("started", ""),
+    "arrival_s": ColumnSource("arrival_s", "arrival_s", is_time=True),
+    "deadline_s": ColumnSource("due_s", "deadline_s", is_time=True),
+    "first_due_s": ColumnSource("first_due_s", "first_due_s", is_time=True),
 }
 COUNTS = tuple(name for name, source in VIEW_COLUMNS.items() if not source.is_time)
 TIMES = tuple(name for name, source in VIEW_COLUMNS.items() if source.is_time)
