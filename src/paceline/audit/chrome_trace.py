@@ -18,7 +18,10 @@ from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog
 from paceline.core.events import Decision, DecisionKind
 from paceline.errors import InputError
 
-# Who was on which row when, folded from the lines of a run log
+# Which request was on which row when, folded from the lines of a run log: what a timeline of a run is drawn from.
+#
+# A log names rows in its plans and requests in its decisions; joins stand in the order in which their requests were
+# let in, without those that left again before the plan was made. Knows nothing of how a timeline is written.
 
 
 _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)  # a fork is followed by one of these

@@ -71,7 +71,9 @@ class Answering(Protocol):
         """`given` is the sampling that was asked for; the rest is the default."""
 
 
-# One loaded model that answers, streaming, one request at a time
+# One loaded model that answers, streaming, one request at a time: what `run` and `chat` share.
+#
+# The engine runs in its own thread, so that Ctrl-C in the main one stops an answer and nothing else.
 
 
 # One answer at a time needs one row; a budget that is given is not measured, which saves a second at the start.

@@ -86,7 +86,9 @@ def _gib(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
-# Facts about this machine and installation, as plain values.
+# Facts about this machine and installation, as plain values. Judges nothing, changes nothing, asks no network.
+#
+# What cannot be found out is None: a machine that hides something is not broken.
 
 
 PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm")

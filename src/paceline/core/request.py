@@ -273,7 +273,10 @@ class Change:
     paused: bool | None = None
 
 
-# Per-request hooks
+# Per-request hooks: the work the engine does for one request inside the step loop, behind one seam.
+#
+# Anything here may raise; the scheduler then fails that request and no other. The default does nothing, which is
+# what a simulation without token ids wants.
 
 
 class RequestHooks(Protocol):

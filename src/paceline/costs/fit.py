@@ -22,6 +22,9 @@ from paceline.costs.model import CostModel, PiecewiseLinear, StepShape
 from paceline.errors import InputError
 
 # Least squares whose solution has no negative entry (the active-set method of Lawson and Hanson).
+#
+# Small and dense: the rows are folded into a square triangle first, so that the cost of a solve does not depend on
+# how many samples there are.
 
 
 Array = NDArray[np.float64]

@@ -42,6 +42,9 @@ def span_context_products(start: int, num_tokens: int) -> int:
 
 
 # A piecewise linear function of one number, made once and asked often.
+#
+# Plain floats and a bisection, because it is evaluated for every simulated step. Left of the first knot the
+# function is constant; right of the last it goes on with a slope of its own.
 
 
 class PiecewiseLinear:
@@ -65,6 +68,9 @@ class PiecewiseLinear:
 
 
 # What a model's steps amount to in arithmetic and in memory traffic, from sums that a scheduler keeps.
+#
+# Estimates from the model's shape, for the share of a device's peak that is used: every layer is counted as if it
+# saw the whole context, and keys and values that prompts read are left out. Knows no checkpoint and no scheduler.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

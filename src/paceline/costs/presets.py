@@ -15,6 +15,11 @@ from paceline.costs.model import PiecewiseLinear
 from paceline.errors import InputError
 
 # How fast a device multiplies matrices, by rows and by the size of the layer.
+#
+# A `MatmulCurve` is a measurement: the rate reached by the matrix products of one layer shape at some row counts.
+# `layers_seconds` and `head_seconds` turn a device's curves into functions of rows for any model: the time of a
+# layer is taken as a fixed part plus a part in proportion to its parameters, which is the line through the two
+# measured shapes. Nothing here is ever faster than the device's memory or its best rate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,10 @@ def _elementwise_bytes(model: ModelShape) -> float:
 
 
 # A cost model as the plain numbers a pace is kept by.
+#
+# Asks a model about a few steps and writes down the differences, so that composing a step needs no model.
+# Exact for a model that is linear in context, products and rows; for others it is right around the steps asked
+# about.
 
 
 # Sizes between which the time of a step hardly changes on a GPU: whole tiles of its products.
@@ -153,7 +157,10 @@ def step_costs(model: CostModel, sizes: Sequence[int] = SIZES) -> StepCosts:
     )
 
 
-# What preemption costs by a model of steps
+# What preemption costs by a model of steps: computing again, copying a block, waiting for a step.
+#
+# The shape of a large step of prompts and of a full step of decoding stand for all; the scheduler compares, it does
+# not bill. Knows no scheduler.
 
 
 PROMPT_TOKENS = 2048  # of the step that stands for computing again

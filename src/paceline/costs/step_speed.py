@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# A straight line through points that keep coming
+# A straight line through points that keep coming: seconds of a step by its number of tokens.
+#
+# Older points count less and less. Plain arithmetic on a few sums, the same on every machine, so that every run that
+# repeats a run learns the same. Neither part is ever negative: more work never costs less.
 
 
 class RunningLine:

@@ -42,7 +42,13 @@ from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
 from paceline.kv.swap import HostPlacePool, Ticket, Tickets
 
-# How long blocks are held
+# How long blocks are held: for each row the sum of its blocks' times, exact, at a cost per change and not per step.
+#
+# A row that got block i at time a(i) and still has n of them at time t has held them for n * t - sum of a(i); what
+# it let go of at time r adds r. So one number for each row is enough, and a row that only decodes inside its last
+# block costs nothing. Times are whole microseconds, told from outside; whole numbers neither round nor drift. A
+# block that several rows hold counts in full for each of them. Single entries are read with `item`: numpy's own
+# numbers add up slowly.
 
 
 MICROSECONDS = 1_000_000

@@ -31,7 +31,10 @@ from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
 from paceline.llm.unsupported import check_call
 
-# The engine's own thread
+# The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
+#
+# Commands are functions that run between two steps, in order; everything that touches the engine goes through them.
+# A failure of the engine reaches every waiting caller, and every later command.
 
 
 Command = Callable[[], object]

@@ -19,7 +19,9 @@ from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 
-# Ctrl-C between two steps, never inside one
+# Ctrl-C between two steps, never inside one: an engine that is stopped halfway through its books is of no use.
+#
+# Acts only in the main thread and only where Python's own handler is in place. A second Ctrl-C does not wait.
 
 
 class Interrupts:

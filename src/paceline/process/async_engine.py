@@ -37,7 +37,10 @@ from paceline.process.client import (
 from paceline.process.frames import error_of
 from paceline.process.streams import Branch, Stream
 
-# Questions to the engine that are answered in a frame of their kind
+# Questions to the engine that get an answer of their own: sent, waited for, told or given up.
+#
+# A question has a number, and its answer comes back with it. Few are under way at a time, none is waited for longer
+# than a few seconds, and an engine that is lost answers all of them at once. Belongs to one event loop.
 
 
 MOST_QUESTIONS = 32  # under way at a time

@@ -21,7 +21,11 @@ from paceline.engine.engine import Engine
 from paceline.watch.snapshot import ROW_COLUMNS, Snapshot
 from paceline.watch.trace import StepTrace, TraceDelta
 
-# How much energy the engine's device has taken, where it says so
+# How much energy the engine's device has taken, where it says so: NVIDIA's management library, by its C interface.
+#
+# The library comes with the driver, so that nothing has to be installed for it. A process that computes on no such
+# device, an old device or a driver that will not tell has no figure; nothing else may come of it. torch is only
+# asked for the device's identity when this process has loaded it already.
 
 
 LIBRARY = "libnvidia-ml.so.1"

@@ -37,7 +37,10 @@ from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
 
-# Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it
+# Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
+#
+# What is asked for comes as a frame; a mistake in it is an answer, never the end of the engine. Knows the
+# scheduler's two inputs for it and nothing of sockets.
 # stands.
 
 

@@ -50,6 +50,9 @@ class RestartBudget:
 
 
 # The HTTP process's end of the socket, as a protocol of its event loop.
+#
+# Cuts what arrives into frames, decodes them and hands them on; what is not understood is counted and passed over.
+# One link speaks to one incarnation of the engine.
 
 
 _logger = logging.getLogger("paceline")

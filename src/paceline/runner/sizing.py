@@ -158,7 +158,10 @@ def _free_memory() -> int:
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
 
 
-# What preemption costs on this machine, measured when the engine starts
+# What preemption costs on this machine, measured when the engine starts: a token, a block, a step.
+#
+# Copies are timed between blocks and host places that are not in use yet. Where there are no host places nothing can
+# be swapped, and nothing is copied. Owns the measuring; what is made of the numbers is the scheduler's business.
 
 
 MOST_BLOCKS = 256  # copied at a time

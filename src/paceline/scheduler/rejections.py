@@ -79,7 +79,12 @@ def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Rejection |
     return None
 
 
-# Whether what a request wants of its times can be had
+# Whether what a request wants of its times can be had: the rule by which it is refused at once.
+#
+# A wish is impossible if the machine, empty, would need more than it by a margin; infeasible if that is so although
+# the request went first, or if in its place in the order it would come more than twice as late as it
+# wants. The margins are there because a forecast is one: a close case is admitted. Knows forecasts and wishes,
+# nothing else.
 
 
 CERTAIN = 0.8  # share of an estimate that will surely be needed

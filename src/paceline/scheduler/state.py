@@ -52,7 +52,10 @@ from paceline.scheduler.tenants import TenantAccounting
 from paceline.scheduler.view_columns import row_view
 from paceline.scheduler.waiting_queue import WaitingQueue, first
 
-# What a request has cost so far, brought up to date when it leaves a row and when it has caught up with
+# What a request has cost so far, brought up to date when it leaves a row and when it has caught up with itself.
+#
+# A request that gave way computes again what it had: those tokens, and the blocks held meanwhile, are told apart,
+# so that no request pays for them. Nothing here runs in a steady step.
 # itself.
 
 

@@ -25,6 +25,9 @@ from paceline.process.client import EngineUnavailable
 from paceline.server.access.caller import CONCURRENCY, PRIORITY
 
 # What can go wrong with one request to the server, beside what `paceline.errors` knows.
+#
+# Each class carries the `code` of the error catalogue; `errors` gives it a status and a shape. Messages are whole
+# sentences for the client and never hold the words of an exception from inside.
 
 
 class UnknownParameter(InvalidRequest):

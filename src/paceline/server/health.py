@@ -16,7 +16,9 @@ from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.errors import Refusal
 
-# Where the server stands
+# Where the server stands: starting, serving or draining, and what its engine says of itself.
+#
+# One value that health routes, the door and the lifecycle share. Reading it costs nothing and asks no other part.
 
 
 class Phase(Enum):

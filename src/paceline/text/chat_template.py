@@ -30,6 +30,10 @@ from paceline.text.sandbox import (
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 # Keeps control tokens that message contents spell apart from those the chat template writes.
+#
+# Contents go into the template with a mark inside every control token they spell; in the rendered text an unbroken
+# control token is therefore the template's own. The marks are then taken out again, so the text is what the
+# template gives without them. A token that only forms where contents meet is found by a second, stricter marking.
 
 
 _PRIVATE_USE = range(0xE000, 0xF900)

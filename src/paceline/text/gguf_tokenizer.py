@@ -17,6 +17,9 @@ from paceline.errors import InputError
 from paceline.text.parts import END_OF_TURN, TokenizerParts, guarded, is_marker, unique
 
 # How text is cut before byte-pair merging, by the names GGUF files use (`tokenizer.ggml.pre`).
+#
+# The patterns are facts about trained vocabularies: a model saw its training text cut exactly so. A name missing
+# here is refused by the reader rather than guessed, since a wrong cut gives other tokens without any error.
 
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"

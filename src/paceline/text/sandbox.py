@@ -24,7 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-# How much a chat template may compute
+# How much a chat template may compute: processor time, the size of every value, the length of its output.
+#
+# A template comes with a model file, so it is code from somewhere else. Every value it can hold, written out in
+# full, stays below one limit; that is what keeps any single operation short, and work between two looks at the
+# clock too. The clock is that of the rendering thread, so a busy machine does not make a good template fail.
 
 
 MAX_DEPTH = 64
@@ -117,6 +121,9 @@ class RenderBudget:
 
 
 # How large the result of an operation in a chat template would be, found out before it is made.
+#
+# One function per operator, filter or method that can make much out of little. Each refuses through the budget;
+# none computes the result.
 
 
 MAX_COUNT = 100_000  # of columns, groups and other numbers that say how much

@@ -17,6 +17,11 @@ from paceline.text.byte_table import ByteTable
 from paceline.text.tokenizer import Tokenizer
 
 # Turns the output of one request into text while it is being generated.
+#
+# The final text is what decoding the output's own tokens behind the prompt gives: the prompt's bytes never appear
+# in it. Where a prompt ends inside a character, the output's continuation bytes have lost their beginning and
+# become replacement characters, as in `Tokenizer.decode(output)`. A space that the decoder strips from the
+# beginning of a text is stripped only where the prompt shows no text. Each `push` costs what its own tokens cost.
 
 
 # Tokens of the prompt a decoder without a table of bytes sees as context.
@@ -145,6 +150,10 @@ class _Window:
 
 
 # Finds stop strings in a text that arrives in pieces, without ever showing a part of one.
+#
+# Only a suffix that could still become a stop string is held back; everything before it is certain. The first stop
+# to end wins, the longest of those ending there; the text is cut where it begins. Works on characters, in one pass
+# (all stop strings are followed at once); knows nothing of tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,9 @@ def _check_length(workloads: Sequence[BenchWorkload], engine: Mapping[str, Any])
         check_fits(workloads, engine["max_model_len"])
 
 
-# What both commands of `paceline bench` do around their runs
+# What both commands of `paceline bench` do around their runs: look at the destination, begin a report.
+#
+# Holds no engine: a command that loads several gives each up before the next. What is measured is theirs.
 
 
 def begin(options: BenchOptions, asked: BenchTask) -> Path | None:
@@ -187,7 +189,9 @@ def report_of(kind: str, asked: BenchTask, llm: LLM | AsyncLLM, startup_s: float
     return report
 
 
-# The runs of `paceline bench latency`
+# The runs of `paceline bench latency`: load, warm up, every workload at its own pace.
+#
+# Figures that were measured are shown and written also when something later fails.
 
 
 def run_latency(options: LatencyOptions, asked: BenchTask) -> None:
@@ -245,7 +249,10 @@ class _LatencyBar:
             self._bar.close()
 
 
-# The runs of `paceline bench throughput`
+# The runs of `paceline bench throughput`: load, warm up, every workload, the check afterwards.
+#
+# Of several modes each has an engine of its own, one after the other. Figures that were measured are shown and
+# written also when something later fails.
 
 
 def run_throughput(options: ThroughputOptions, asked: BenchTask, modes: Sequence[str]) -> None:

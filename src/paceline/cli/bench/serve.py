@@ -37,7 +37,9 @@ from paceline.lab.bench.load.prompt_source import BACKENDS, PATHS, BodyForm, Ran
 from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
 from paceline.lab.bench.machine import source_commit
 
-# The server that `paceline bench` puts load on
+# The server that `paceline bench` puts load on: where it is, what it serves, what it tells about itself.
+#
+# Asked once, before anything is timed. What a server does not tell is left out; only a model's name is needed.
 
 
 class BenchServer:
@@ -90,7 +92,9 @@ def told_by(connection: Connection, path: str) -> dict[str, Any] | None:
     return found
 
 
-# Running load from a command
+# Running load from a command: the event loop, Ctrl-C and the bar that shows how far it is.
+#
+# Owns what happens around a run. A first Ctrl-C ends it with what there is; a second one ends the command.
 
 
 REFRESH_S = 0.5  # drawing takes a millisecond in which no bytes are taken in

@@ -178,7 +178,10 @@ def _shown(value: object) -> str:
     return ", ".join(repr(part) for part in value) if isinstance(value, tuple) else str(value)
 
 
-# Where the messages of a conversation come from
+# Where the messages of a conversation come from: a terminal with editing and history, or a pipe.
+#
+# On a terminal a paste is one message, however many lines it has, and the arrows bring back whole messages. A
+# message over several lines can also be typed between three quotation marks. Knows nothing of models.
 
 
 PROMPT, MORE = ">>> ", "... "

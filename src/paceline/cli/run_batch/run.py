@@ -26,7 +26,10 @@ from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_bo
 from paceline.server.api.openai_responses import chat_body, completion_body, error_body
 from paceline.server.errors import UnknownModel
 
-# The two files of a batch
+# The two files of a batch: requests line by line, and results that survive a crash.
+#
+# A result is one line, written at once and never changed. Opening the file again reads which lines are done; a last
+# line that is incomplete is dropped. Knows the envelope of a line, not the request inside.
 
 
 DUPLICATE = "duplicate_custom_id"

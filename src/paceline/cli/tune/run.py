@@ -377,7 +377,9 @@ def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: Tun
     print(f"Wrote {path}")
 
 
-# `paceline tune --verify`
+# `paceline tune --verify`: the workload, sent to a live server, and what was seen beside what was predicted.
+#
+# Owns how much is sent and the table. Sending is `bench.load`'s business.
 
 
 FEW = 100  # requests, of which one is the p99

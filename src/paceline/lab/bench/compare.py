@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # The samples in a result file, and drawing them again.
+#
+# A latency is drawn again by requests, because the gaps inside one request belong together. A rate is drawn again
+# by slices of the run's time. What a file does not hold cannot be drawn: then there is None.
 
 
 Floats = NDArray[np.float64]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 # Where a latency curve turns up.
+#
+# Owns one definition, so that a sweep, a plot and a page mark the same place.
 
 
 def find_knee(rates: Sequence[float], p99_ttft: Sequence[float | None]) -> float | None:
@@ -54,6 +56,10 @@ def find_knee(rates: Sequence[float], p99_ttft: Sequence[float | None]) -> float
 
 
 # A run's steps as a few hundred even bins of time, ready to draw.
+#
+# Each bin holds the mean over the time that steps ran in it, so a step counts for as long as it took however many
+# share the bin. Gaps between steps shorter than a bin leave no notch; a bin without any step is zero. Replicas are
+# added up. It draws nothing.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 
 from paceline.lab.report.run_record import FINISHED, OUTCOMES, Floats, RunRecord
 
-# How evenly tenants were served
+# How evenly tenants were served: what each got up to each moment, and how far two of them grew apart.
+#
+# Only while both have requests waiting: a tenant without them is owed nothing. Service is counted as the fair policy
+# does, an output token as two of a prompt. Seen at moments on a grid, at a cost that grows with requests and
+# moments, not with their product.
 
 
 OUTPUT_COST = 2.0

@@ -22,7 +22,11 @@ from paceline.costs.model import CostModel, StepShape
 from paceline.errors import InputError
 from paceline.lab.sim.runner import step_shape
 
-# The steps of a run log with their times
+# The steps of a run log with their times: the food of a cost model.
+#
+# Owns what a log says about time: how long a step took by the runner's clock, what the host needed before it, and
+# how long a request that came to an idle engine waited for its first step. What a model makes of that is not known
+# here.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

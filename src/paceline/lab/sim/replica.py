@@ -29,7 +29,10 @@ from paceline.lab.sim.runner import TimedRunner
 from paceline.lab.sim.settings import SimConfig
 from paceline.scheduler.invariants import InvariantChecker
 
-# How steps of one shape differ
+# How steps of one shape differ: factors drawn from those that were seen.
+#
+# Owns the draw alone; where the quantiles come from is the cost model's business. The same seed gives the same
+# factors.
 
 
 class StepSpread:

@@ -33,6 +33,10 @@ from paceline.scheduler.invariants import InvariantViolation
 from paceline.watch.trace import Watch
 
 # Requests of a workload, made one by one at the moment they arrive.
+#
+# Owns how lengths become a `Request` and how the block ids of a trace become prefix keys. Prompts are zeros: every
+# request looks at one and the same zero, so that nothing is stored. An output has exactly its recorded length, as
+# in the benchmarks: nothing ends it early.
 
 
 PRIORITY_FORMS = "none, tenant, class, random:LEVELS"

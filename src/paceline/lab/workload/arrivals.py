@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import InputError
 
-# Numbers drawn from fitted shapes
+# Numbers drawn from fitted shapes: quantile tables, a Gaussian copula, seeded streams.
+#
+# Owns how a table of quantiles becomes samples and how two lengths of one request are tied together. Knows nothing
+# of requests or traces. Every quantity has a stream of its own, so that the first n requests of a workload do not
+# depend on how many were asked for.
 
 
 Floats = NDArray[np.float64]

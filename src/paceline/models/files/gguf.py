@@ -16,6 +16,9 @@ from paceline.models.files.config_fields import CheckpointError, shown
 from paceline.models.files.stored import StoredTensor, decode_blocks, decode_float, map_file
 
 # Values out of the header of a GGUF file, one behind the other, none taken before it is known to be there.
+#
+# Owns the wire format: numbers, strings and arrays in little endian. Every length is checked against what is left
+# of the file before anything is allocated for it.
 
 
 # A header is a vocabulary and a few settings; real ones stay below 50 MB and a million entries.
@@ -127,7 +130,9 @@ class GgufReader:
             raise self.broken(f"ends within {what} ({size} bytes wanted at {self.at}, {self.left} there)")
 
 
-# The types a tensor in a GGUF file can have
+# The types a tensor in a GGUF file can have: values per block and bytes per block, by number and name.
+#
+# Types that need a table or a kernel we lack are listed too, so that a file that uses one is refused by name.
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointEr
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
 
 # Rotary positions out of a config.json, in the old spelling (`rope_theta`, `rope_scaling`) and the new one.
+#
+# The new one, `rope_parameters`, may be one group of fields or one group per kind of layer. Numbers that a file may
+# leave out are worked out here as the reference implementation does, so that the decoder only applies them.
 
 
 FULL = "full_attention"

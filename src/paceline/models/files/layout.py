@@ -112,6 +112,10 @@ def _halves_apart(raw: NDArray[np.uint8], rows: int, heads: int) -> NDArray[np.u
 
 
 # Where the tensors of a Hugging Face folder lie under the names, fusions and stacks its writers use.
+#
+# Canonical names are those of `stored.tensor_names`. Covers fused attention and feed-forward matrices (Phi-3), two
+# spellings of experts (Mixtral's w1, w2, w3 and stacks of three dimensions), and a language model beside a vision
+# one.
 
 
 _ATTENTION = re.compile(r"(model\.layers\.\d+\.self_attn\.)([qkv])_proj\.(weight|bias)")
@@ -200,6 +204,9 @@ def _ignored(spec: ModelSpec) -> Callable[[str], bool]:
 
 
 # Where the tensors of a GGUF file lie under the names, fusions, stacks and row orders of that format.
+#
+# Canonical names are those of `stored.tensor_names`. For the `llama` architecture the rows of q and k are stored so
+# that the two halves of each head alternate; they are put back.
 
 
 WHOLE = {

@@ -59,7 +59,9 @@ def gguf_generation(values: Mapping[str, object], where: str) -> GenerationDefau
     return generation_defaults(Fields(found, f"{where}: {GGUF_PREFIX.removesuffix('.')}"))
 
 
-# Sampling of requests that leave it open
+# Sampling of requests that leave it open: what the model recommends (see `checkpoint.generation`).
+#
+# Every way to a model derives its defaults from here: the HTTP API, `LLM`, `AsyncLLM` and the commands.
 
 
 def default_sampling(generation: GenerationDefaults, **changes: Any) -> SamplingParams:

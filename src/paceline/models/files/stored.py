@@ -109,7 +109,10 @@ def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, t
     yield prefix + "down_proj.weight", (hidden, inner)
 
 
-# Stored bytes turned into float32
+# Stored bytes turned into float32: plain floats here, the blocks of GGUF's quantised types by the gguf package.
+#
+# Bytes that are no sensible numbers become infinite or not-a-number without a word; the engine notices when a row
+# of its results is not finite.
 
 
 Floats = NDArray[np.float32]

@@ -65,7 +65,12 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
     return pinned.to(where.device, non_blocking=True)
 
 
-# Blocks that are swapped out
+# Blocks that are swapped out: pinned host memory, and a stream of its own in which they come and go.
+#
+# Steps go on beside the copies. A swap begins when everything queued before it is done, so what it reads has been
+# written; its ticket is reported when its last byte has arrived, and until then the scheduler gives neither its
+# blocks nor its places to anybody. In host memory a block's layers lie behind one another: they are gathered on the
+# device, and places that lie behind one another are one copy.
 
 
 # Copied in one piece: long enough for the bus to be busy, short enough for a step's tokens, which leave by the same

@@ -150,7 +150,11 @@ def always_needs_rules(params: SamplingParams) -> bool:
     return lists or uses_penalties(params)
 
 
-# Which tokens stay in the draw
+# Which tokens stay in the draw: min-p, top-k and top-p, each as a lowest logit that is kept.
+#
+# The order is vLLM's: min-p, then top-k of what is left, then top-p of the mass that is left. Each keeps tokens by
+# value, so tokens with equal logits stay or go together and no order among them matters. Masses are float64 sums
+# over exp((logit - top) / temperature), from the largest down.
 
 
 F64 = NDArray[np.float64]

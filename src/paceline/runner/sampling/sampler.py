@@ -24,6 +24,9 @@ from paceline.runner.sampling.noise import LANES, MAX_NOISE, gumbel, key_of, lan
 from paceline.runner.sampling.processors import LogitRules, always_needs_rules, floors
 
 # Sampling parameters as columns over rows, so that a step asks about all of its rows at once.
+#
+# A join writes every column of its row: nothing of the former owner stays. What only few rows use and does not fit
+# a column (biases, word lists, counts) lives in `processors.LogitRules`.
 
 
 GREEDY_BELOW = 1e-5  # a temperature below this is 0: dividing by it would only overflow

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from paceline.config.engine import SchedulerConfig
 from paceline.core.dial import DialWord
 
-# What a place of the dial means
+# What a place of the dial means: how long steps with prompts take, how much of one a prompt gets, how many rows
+# run.
+#
+# From 1 down to a quarter, steps become shorter, by equal factors for equal turns; below that they are as short as
+# they can be, and there are fewer rows. So turning the dial down gives up throughput first where it buys the
+# most. Pure: a config in, limits out.
 
 
 ROWS_PART = 0.25  # of the dial; above it all rows may run

@@ -22,7 +22,10 @@ from paceline.kv.manager import Fence
 from paceline.scheduler.rows import COUNTS, FLAGS
 from paceline.scheduler.state import Flight, SchedulerState
 
-# Pictures of the state after a half-step
+# Pictures of the state after a half-step: what the array invariants read, copied in a moment and looked at later.
+#
+# Taking one copies bytes and computes nothing. Blocks that have not changed since the last picture are not kept
+# twice.
 
 
 Index = NDArray[np.int64]

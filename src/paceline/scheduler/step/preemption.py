@@ -18,7 +18,11 @@ from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.state import NO_FIGURES, Figures, SchedulerState, note_kind
 
-# What it costs to take a running request off its row, and to leave it there
+# What it costs to take a running request off its row, and to leave it there: recompute, swap, or wait.
+#
+# From the costs that were measured at start-up and are part of the config, so that a run log has them. Everything
+# is seconds of the machine but for waiting, which is how long until rows that end give back what is short. Decides
+# nothing but which of two kinds is the cheaper; never looks at a clock.
 
 
 # Where nothing was measured.

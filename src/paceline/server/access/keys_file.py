@@ -128,7 +128,11 @@ def _whole(entry: Mapping[str, Any], name: str, low: int, high: int, where: str)
     return value
 
 
-# The keys file
+# The keys file: one entry per key, as JSON lines, a JSON list or a YAML list.
+#
+# {"name": "team-a", "sha256": "<hex of the key's SHA-256>", "requests_per_minute": 600}
+#
+# The file holds hashes, never keys, and only its owner may read it. What an entry may say is in `keys_entry`.
 
 
 __all__ = [
@@ -224,7 +228,10 @@ def _entries(text: str, place: str) -> list[tuple[int, Any]]:
     return list(enumerate(found, 1))
 
 
-# Changes a keys file
+# Changes a keys file: one writer at a time, and a reader finds the old file or the new one, never half of one.
+#
+# Keeps every line it does not change, comments too, and so changes JSON lines only. What is written has been read
+# the way a server reads it. The new file has the mode and the owner that the server needs to read it.
 
 
 PATIENCE_S = 10.0

@@ -18,7 +18,10 @@ from urllib.parse import parse_qsl
 from paceline.errors import InvalidRequest
 from paceline.server.errors import UnknownParameter, UnsupportedParameter
 
-# Kinds of JSON values that fields of requests have
+# Kinds of JSON values that fields of requests have: each checks a value strictly and describes itself as a schema.
+#
+# Nothing is converted: true is no number, 1.0 is no whole number and "0.5" is neither. A value that is wrong raises
+# InvalidRequest whose `param` is the field.
 
 
 Schema = dict[str, Any]

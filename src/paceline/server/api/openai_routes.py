@@ -28,6 +28,9 @@ from paceline.server.generate.service import Service
 from paceline.text.tokenizer import Tokenizer
 
 # Chunks of /v1/chat/completions and /v1/completions.
+#
+# Almost every chunk of a stream differs from the one before in its text alone: what stands before and behind it is
+# made once for each branch. Chunks with logprobs, token ids or running usage are put together from their parts.
 
 
 _encode = msgspec.json.Encoder().encode

@@ -62,6 +62,10 @@ class LineLimit:
 
 
 # Lets lines through one by one while there is room, the tenants in turn; some of them only alone.
+#
+# A line that was under way when the engine was lost may be what it was lost by. Such a line goes when no other is
+# under way, and none goes beside it, so that a line that ends engines ends no other line. Belongs to one event
+# loop.
 
 
 class Gate:

@@ -22,7 +22,10 @@ from paceline.server.errors import Problem, UnsupportedParameter, openai_body, p
 from paceline.server.generate.request_record import Observer, RequestRecord
 from paceline.server.http.request_headers import new_id
 
-# Lines under way, and which of them the engine has begun to answer
+# Lines under way, and which of them the engine has begun to answer: those that only wait can be taken back.
+#
+# Listens to generations beside the earlier observer. A line that is taken back has lost nothing but its place in the
+# queue, and the next line behind it follows.
 
 
 class Withdrawn(Exception):
@@ -83,6 +86,9 @@ class Attempts:
 
 
 # Lines of output and error files, in the shape of the OpenAI Batch API.
+#
+# A line holds the answer as the route gave it, or the error a client would have been sent, or says why a request
+# was never run.
 
 
 OK = 200

@@ -27,7 +27,10 @@ from paceline.server.batches.database import Database, WrongVersion
 from paceline.server.batches.records import LineResult, StoredFile
 from paceline.server.logs import log
 
-# The folder that holds files and batches
+# The folder that holds files and batches: one server at a time, and no file that is only half there.
+#
+# A file is written beside its place, flushed to the disk and moved. What a server that was killed left half done is
+# removed when the next one starts. Names are ids made here; what clients call a file is never part of a path.
 
 
 OWNER_ONLY, OWNER_FOLDER = 0o600, 0o700

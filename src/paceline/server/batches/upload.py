@@ -23,7 +23,11 @@ from paceline.server.batches.records import (
 )
 from paceline.server.batches.store import NewFile, Store
 
-# multipart/form-data read piece by piece, strictly
+# multipart/form-data read piece by piece, strictly: a form with few small fields and one file.
+#
+# Bytes go in as they arrive and the file's bytes come out; nothing is kept but the header of a part and the few
+# bytes that may be the beginning of a boundary. Everything that is not exactly a form is refused. Knows no disk and
+# no HTTP.
 
 
 MAX_PARTS = 16

@@ -41,7 +41,10 @@ from paceline.server.errors import GenerationFailed, problem_of
 from paceline.server.http.request_headers import new_id
 from paceline.server.logs import log
 
-# The end of a batch
+# The end of a batch: results become files, and the batch gets its last status, both at one moment.
+#
+# Until that moment the results are in the database and the files belong to no batch: a server killed here begins
+# again and leaves one output file and one error file at most.
 
 
 PAGE_RESULTS = 16  # a result can be large

@@ -21,7 +21,12 @@ from pathlib import Path
 
 from paceline.errors import InputError
 
-# Which entries' last frames were handed to the network
+# Which entries' last frames were handed to the network: a file of numbers, each written right before its frame.
+#
+# An entry is on the disk before its frame leaves, and getting it there takes milliseconds in which a server may be
+# killed. A mark takes microseconds: it goes to the memory of the system, which outlives the process but not the
+# machine. After a kill, an entry without a mark was never sent. After a restart of the machine marks say nothing,
+# and `boot_id` tells the two apart.
 
 
 _MARK = struct.Struct("<q")

@@ -157,7 +157,9 @@ def _beginning(prompt: str) -> str:
     return words if len(words) <= LONGEST_WORDS else words[: LONGEST_WORDS - 1] + "…"
 
 
-# Explaining requests to those who sent them
+# Explaining requests to their senders: the decisions the engine remembers, as sentences and figures.
+#
+# Whose a request is and by which numbers the engine knows it is `recent_requests`' business.
 
 
 _NOW = {
@@ -247,7 +249,9 @@ def _state(decisions: Sequence[Decision]) -> str:
     return state
 
 
-# How urgent a request is
+# How urgent a request is: the class it runs in, and the number of priority the engine goes by.
+#
+# A request may name a class that is no better than its key's, and a number within what the key allows. Pure.
 
 
 class ClassNotPermitted(NotPermitted):
@@ -277,7 +281,10 @@ def check_number(caller: Caller, priority: int) -> None:
         raise PriorityNotPermitted(message, param="priority")
 
 
-# Changing requests under way
+# Changing requests under way: whose they are, what their key allows, and what the engine made of it.
+#
+# Whose a request is and by which numbers the engine knows it is `recent_requests`' business; an admin key may
+# change those of all.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

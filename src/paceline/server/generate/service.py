@@ -42,6 +42,8 @@ from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
 
 # How large a prompt is before anybody has tokenised it, and whether its messages are ones that can be read.
+#
+# Cheap looks only: what is too large, or holds what no text model takes, is refused before work is done for it.
 
 
 NAMES = ("name", "tool_call_id")

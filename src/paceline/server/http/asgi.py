@@ -36,7 +36,10 @@ from paceline.server.http.exchange import (
 from paceline.server.http.request_headers import HostCheck, check_content, speaks_anthropic, text_headers
 from paceline.server.http.strict_json import read_object
 
-# Which route a request means
+# Which route a request means: exact paths first, then templates, on the bytes the client sent.
+#
+# Nothing is decoded, joined or normalised before the match, so that no spelling of a path can reach a route whose
+# rules were checked for another. Only a template's parameters are decoded, after it.
 
 
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")

@@ -153,6 +153,10 @@ class Exchange:
 
 
 # Answers, errors and event streams as bytes of an exchange.
+#
+# The status of a stream goes out with its first event, so that what fails before it has its real status; if that
+# takes long, it goes out with a comment, and comments keep silent streams alive. No stream ends without an end:
+# what fails later becomes one error frame.
 
 
 MAX_HEADER_CHARS = 2048

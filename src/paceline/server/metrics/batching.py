@@ -23,7 +23,11 @@ from paceline.server.metrics.goodput import MET, MISSED
 from paceline.server.metrics.histogram import Histogram, buckets
 from paceline.server.metrics.requests import RequestMetrics
 
-# The key figures of continuous batching over the last minute, for those who look without a database of
+# The key figures of continuous batching over the last minute, for readers without a database of metrics.
+#
+# Differences of the same totals that /metrics shows as counters, noted about once a second; nothing is counted
+# here. What cannot be said, because nothing happened or the device is not known, is left out. Belongs to the event
+# loop.
 # metrics.
 
 

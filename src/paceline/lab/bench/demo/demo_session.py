@@ -25,7 +25,10 @@ from paceline.lab.bench.throughput import release_memory
 from paceline.lab.workload import Workload, load_workload
 from paceline.watch.trace import Watch
 
-# The traffic of the demonstration
+# The traffic of the demonstration: bursts of requests whose lengths are those of recorded chats, or smaller.
+#
+# Owns lengths, arrivals and how many requests fill a given time. The same seed gives the same requests, down to the
+# token ids, so that every mode does the same work. Knows no engine.
 
 
 SOURCE = "azure-conv"

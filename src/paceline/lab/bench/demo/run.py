@@ -31,7 +31,11 @@ from paceline.llm.offline import Interrupts
 from paceline.scheduler.state import SchedulerState
 from paceline.watch.trace import Watch
 
-# What every row of a batch did in every step, in a word
+# What every row of a batch did in every step, in a word: nothing, prompt, decode, padding, or held and not
+# computed.
+#
+# Attached to an engine as its watcher, it keeps one byte per row and step, and the figures of a step for the meter.
+# It draws nothing; `Lanes` is what a picture is made from.
 
 
 class LaneWatcher:

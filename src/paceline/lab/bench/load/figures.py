@@ -210,6 +210,9 @@ def _best_second(finished: Sequence[ObservedAnswer], started_s: float) -> float:
 
 
 # A run as plain values for programs, with the names of vLLM's result files where there is one.
+#
+# Owns the layout of one result and of its samples: one entry for each request, in the order of sending, so that two
+# results can be compared request by request. Times of samples are seconds, figures milliseconds.
 
 
 _COUNTS = (
@@ -280,6 +283,8 @@ def rounded_times(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The block of figures that people know from `vllm bench serve`, with the same words in the same places.
+#
+# Lines that other tools do not have stand where they belong and only when there is something to say.
 
 
 WIDTH = 50

@@ -141,7 +141,9 @@ def words(seed: str, count: int) -> list[str]:
     return random.Random(seed).choices(WORDS, k=count) if count else []
 
 
-# Requests in the form of an API
+# Requests in the form of an API: the JSON of chat completions and completions.
+#
+# Fields beyond OpenAI's are sent only where they were given, so that any server takes the rest.
 
 
 CHAT, COMPLETIONS = "chat", "completions"
@@ -181,7 +183,10 @@ class BodyForm:
         return {"prompt": prompt}
 
 
-# Files with prompts
+# Files with prompts: plain text, JSON lines, ShareGPT conversations.
+#
+# Owns how such a file is told from a trace and what its entries mean. Every mistake in one is an `InputError` that
+# names the place.
 
 
 CHARACTERS_PER_TOKEN = 4  # for the length of a recorded answer, where no tokenizer says better

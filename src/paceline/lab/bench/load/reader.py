@@ -16,6 +16,9 @@ from typing import Any
 import msgspec
 
 # What became of one request, as its client saw it.
+#
+# Owns the kinds of endings and the times that are kept. Times are of `time.perf_counter`, taken when bytes arrived.
+# No measure is computed here.
 
 
 class EventKind(StrEnum):

@@ -19,6 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 # Which token goes to which expert, in the order in which a grouped product can read it; made on the device.
+#
+# A pair is one choice of one token: token times choices per token, plus the choice. Pairs are ordered by expert,
+# those of an expert by their number, and cut into tiles of rows of one expert each. A choice that names no expert
+# (padding, or an expert of another device) is in no tile.
+#
+# It must not know what experts compute.
 
 
 TILE_WIDTH = 3  # expert, first place in the order, end
