@@ -11,7 +11,6 @@ Two habits of the hot path have no helper:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar, dataclass_transform
@@ -45,8 +44,8 @@ def all_set(mask: NDArray[np.bool_]) -> bool:
 
 
 def count_set(mask: NDArray[np.bool_]) -> int:
-    """How many entries are True. `mask.sum()` takes 4,400 ns for 256 rows, this 520 ns, and 850 ns for 4,096."""
-    return int(np.count_nonzero(mask))
+    """How many entries are True. `mask.sum()` takes 2,700 ns for 64 rows, `np.count_nonzero` 790 ns, this 430 ns."""
+    return mask.tobytes().count(1)
 
 
 def has_either(codes: NDArray[np.uint8], one: int, other: int) -> bool:
@@ -55,12 +54,8 @@ def has_either(codes: NDArray[np.uint8], one: int, other: int) -> bool:
     return one in found or other in found
 
 
-def make_tuple(kind: type[Kind], fields: Iterable[object]) -> Kind:
-    """A named tuple from all its fields in order: 310 ns for one of twelve, `kind(*fields)` takes 500 ns."""
-    return _new_tuple(kind, fields)  # type: ignore[no-any-return]
-
-
-_new_tuple: Any = tuple.__new__
+# `make_tuple(kind, fields)`: a named tuple from all its fields in order. Twelve take 250 ns, `kind(*fields)` 500 ns.
+make_tuple: Any = tuple.__new__
 
 
 class IdentityEnum(Enum):

@@ -67,7 +67,7 @@ def settle_cost(request: Request, computed: int, block_us: int) -> None:
         if computed < peak_computed:
             redone_us += block_us
         redone += max(0, min(computed, peak_computed) - request.joined_at)
-    request.cost = Cost(block_us=blocks_us + block_us, redone_block_us=redone_us, redone=redone, swaps=swaps)
+    request.cost = Cost(blocks_us + block_us, redone_us, redone, swaps)
 
 
 def caught_up(request: Request, block_us: int) -> None:

@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 class Admission:
     """Judges and admits single requests; the composer decides their order.
 
-    `judge` and `judge_on_row` change nothing. `admit` judges, and takes row and blocks when the verdict allows it.
+    `judge` changes nothing. `admit` judges, and takes row and blocks when the verdict allows it.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -79,16 +79,12 @@ class Admission:
         left, free = self._state.most_rows - rows.num_live, rows.num_free
         return 0 if left < 0 else left if left < free else free
 
-    def judge(self, request: Request) -> Verdict:
-        """Whether a waiting request can be admitted now."""
-        no_row = self._no_row(request)
-        if no_row is not None:
-            return Verdict(no_row, self._state.ahead_of(request))
-        return self.judge_on_row(request)
-
-    def judge_on_row(self, request: Request) -> Verdict:
-        """Whether a waiting request could be admitted if it had a row."""
+    def judge(self, request: Request, has_row: bool = False) -> Verdict:
+        """Whether a waiting request can be admitted now. `has_row`: whether it could if it had a row."""
         kv, ahead = self._state.kv, self._state.ahead_of(request)
+        no_row = None if has_row else self._no_row(request)
+        if no_row is not None:
+            return Verdict(no_row, ahead)
         if request.host_places:
             if kv.is_moving(request.id):
                 return Verdict(BEHIND_SWAP, ahead)

@@ -64,7 +64,7 @@ class Composer:
                 self._span(draft, row, draft.left)
         if len(draft.held) and not (draft.num_decoding or draft.spans):
             mask = self._decode_held(draft)
-        if draft.is_empty and not self.has_open_copies:
+        if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
 
@@ -241,7 +241,9 @@ class Composer:
         pad = max(0, min(rows.pad_left.item(row), limit))
         if pad:  # in a padded batch
             rows.pad_left[row] -= pad
-            draft.give_padding(row, pad)
+            draft.pads[row] = draft.pads.get(row, 0) + pad
+            draft.left -= pad
+            draft.products += pad * pad // 2
         scheduled = rows.scheduled.item(row)
         count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
         if count > 0:
@@ -284,8 +286,9 @@ class Composer:
         request = rows.requests[row]
         assert request is not None
         rows.scheduled[row] = scheduled + count
-        before = draft.left
-        draft.give(row, count, products=count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2)
+        draft.spans[row] = draft.spans.get(row, 0) + count
+        before, draft.left = draft.left, draft.left - count
+        draft.products += count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2
         if scheduled + count < rows.num_known.item(row):
             reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
             figures = (

@@ -73,7 +73,7 @@ class Displacement:
             return
         rows = blocks = 0  # that the requests before it will take
         for request in state.waiting_in_order(MOST_LOOKED_AT):
-            verdict = self._admission.judge_on_row(request)
+            verdict = self._admission.judge(request, has_row=True)
             if verdict.rule in PASSABLE:
                 continue
             if verdict.rule not in (None, Rule.BLOCKS):

@@ -20,23 +20,15 @@ NO_ROWS: Index = np.zeros(0, np.int64)
 class StepDraft:
     """One step, from empty to complete."""
 
-    __slots__ = (
-        "advancing",
-        "at_length",
-        "budget",
-        "held",
-        "left",
-        "num_decoding",
-        "num_sampled",
-        "num_sparing",
-        "pads",
-        "passed",
-        "products",
-        "remarks",
-        "spans",
-    )
+    # A step pays for what it sets: what most steps leave alone is a default of the class.
+    num_sparing = 0  # requests that were deferred to leave room for other tenants
+    num_decoding = 0  # rows in plain decode
+    num_sampled = 0  # rows that are sampled
+    products = 0  # sum over the tokens of prompts of the context each attends to
+    at_length = False  # some row gets the last token its length allows
+    advancing = NO_MASK  # decoding rows that get a token; padding does not
+    held = NO_ROWS  # decoding rows that leave this step to prompts
 
-    # Written out: a dataclass calls a factory for every dict, which doubles the 1 us that each step pays for this.
     def __init__(self, budget: int) -> None:
         self.budget = budget  # most tokens it may carry
         self.left = budget  # of these, not given out yet
@@ -45,25 +37,3 @@ class StepDraft:
         # Waiting requests that were passed over, and the request each was compared with.
         self.passed: dict[RequestId, RequestId] = {}
         self.remarks: dict[RequestId, str] = {}  # why no row is preempted for a request
-        self.num_sparing = 0  # requests that were deferred to leave room for other tenants
-        self.num_decoding = 0  # rows in plain decode
-        self.num_sampled = 0  # rows that are sampled
-        self.products = 0  # sum over the tokens of prompts of the context each attends to
-        self.at_length = False  # some row gets the last token its length allows
-        self.advancing = NO_MASK  # decoding rows that get a token; padding does not
-        self.held = NO_ROWS  # decoding rows that leave this step to prompts
-
-    def give(self, row: int, count: int, products: int) -> None:
-        """`count` known tokens of a row are part of the step."""
-        self.spans[row] = self.spans.get(row, 0) + count
-        self.left -= count
-        self.products += products
-
-    def give_padding(self, row: int, count: int) -> None:
-        self.pads[row] = self.pads.get(row, 0) + count
-        self.left -= count
-        self.products += count * count // 2
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.num_decoding or self.spans or self.pads)
