@@ -184,7 +184,7 @@ def load_model(
 ) -> LoadedModel:
     """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
-    `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: somebody waits for
+    `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: a reader waits for
     each token, so that a step must not take long; else for the last one. `relatives` are processes whose use of the
     cores counts as our own. `on_progress` is told of each stage, from any thread.
     """

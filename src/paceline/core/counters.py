@@ -1,7 +1,7 @@
 """Totals of a scheduler since its start, for metrics and reports.
 
 Sums only: a step adds a few whole numbers, whatever its batch. What the sums come to in shares, FLOPs and bytes is
-worked out by whoever shows them.
+worked out where they are shown.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Engine:
         self._recorder = recorder
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
-        self.watcher: StepWatcher | None = None  # nobody, most of the time
+        self.watcher: StepWatcher | None = None  # None, most of the time
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -314,7 +314,7 @@ class Engine:
         )
 
     def _give_up(self, error: Exception) -> None:
-        """Answer everybody, then say that the engine is lost. The events are still to be taken."""
+        """Answer every request, then say that the engine is lost. The events are still to be taken."""
         self.scheduler.fail_all()
         raise EngineFailed(
             f"the engine stopped after {self._failures} failed steps: {type(error).__name__}"
@@ -372,7 +372,7 @@ def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) ->
 
 
 def resume_all(scheduler: Scheduler) -> None:
-    """Let everybody go on who is paused."""
+    """Resume every paused request."""
     for request in list(scheduler.state.requests.values()):
         if request.state is RequestState.PAUSED:
             scheduler.resume(request.id)

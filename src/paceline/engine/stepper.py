@@ -36,7 +36,7 @@ class Stepper:
     def wait_s(self) -> float | None:
         """How long to sleep unless something comes in: 0 to step now, None for as long as nothing comes."""
         if self._stuck and self._engine.has_requests:
-            # Everybody waits for something outside, or for a moment in time.
+            # Every request waits for something outside, or for a moment in time.
             return self._seconds_to_wakeup()
         return 0.0 if self._engine.has_requests or not self._engine.is_idle else None
 
@@ -46,7 +46,7 @@ class Stepper:
 
     def tell_rest(self) -> None:
         """After a failure: hand on the endings that were written when the engine gave up."""
-        with suppress(Exception):  # whatever is broken, the caller has everybody to tell
+        with suppress(Exception):  # whatever is broken, the caller has to answer every request
             self._on_events(self._engine.scheduler.take_events())
 
     def _seconds_to_wakeup(self) -> float:

@@ -2,7 +2,7 @@
 
 A block is free when its count is 0. Free blocks that still hold a cached prefix wait in the eviction order and
 are found again by a hit; the others lie on a stack and are handed out first. Block 0 is the null block: it
-takes writes nobody reads and is never handed out. Knows nothing of requests, rows or keys.
+takes writes that are never read and is never handed out. Knows nothing of requests, rows or keys.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BlockPool:
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
         self.num_free = num_blocks - 1  # on the stack and waiting for eviction
         self.num_evicted = 0
-        self.evicted_last: deque[int] = deque(maxlen=REMEMBERED)  # for whoever looks on
+        self.evicted_last: deque[int] = deque(maxlen=REMEMBERED)  # for viewers
         self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.

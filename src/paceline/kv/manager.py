@@ -254,7 +254,7 @@ class KVManager:
         return PrefixMatch(length, tuple(starts), tuple(np.array(blocks, np.int64) for blocks in found))
 
     def cost(self, match: PrefixMatch, num_tokens: int) -> Needs:
-        """Free blocks that admitting a sequence takes: new ones, and hits that nobody holds now."""
+        """Free blocks that admitting a sequence takes: new ones, and hits that no row holds now."""
         fresh = self.blocks_for(num_tokens) - match.num_blocks
         if not match.num_blocks:
             return self._at_most(fresh)

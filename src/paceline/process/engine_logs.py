@@ -1,7 +1,7 @@
 """Log records of the engine's process on their way to the HTTP process, which writes all logs in one format.
 
-Records wait in a bounded queue until the channel takes them; the newest go first overboard when nobody reads. What is
-left when the process ends goes to standard error.
+Records wait in a bounded queue until the channel takes them; the newest are dropped first when the reader is slow.
+What is left when the process ends goes to standard error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LogQueue(logging.Handler):
             self._waiting.append(frames.Log(logging.WARNING, f"{dropped} log records were dropped"))
 
     def spill(self) -> None:
-        """Nobody will take the rest: show it."""
+        """No reader will take the rest: show it."""
         while self._waiting:
             left = self._waiting.popleft()
             print("\n".join(filter(None, (left.message, left.traceback))), file=sys.stderr, flush=True)

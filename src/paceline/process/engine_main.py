@@ -69,7 +69,7 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     _send(channel, frames.Ready(info))
     code = EngineService(loaded, channel, configure, logs).run()
-    with suppress(Exception):  # everybody has been answered; what is left is the rest of a log
+    with suppress(Exception):  # every request has been answered; what is left is the rest of a log
         loaded.engine.close()
     return code
 
@@ -104,7 +104,9 @@ class LoadingBeats:
                 if self._channel.is_free:
                     self._channel.send(frames.encode(self._beat))
                 self._logs.send(self._channel)
-            except ChannelClosed:  # whoever asked for the model is gone; loading cannot be interrupted
+            except (
+                ChannelClosed
+            ):  # the process that asked for the model is gone; loading cannot be interrupted
                 os._exit(0)
 
 
@@ -115,7 +117,7 @@ def _prepare_process() -> None:
     faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
     _die_with_parent()
     # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
-    # keep the process, and everybody who waits for it, for many seconds.
+    # keep the process, and every client that waits for it, for many seconds.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 

@@ -1,6 +1,6 @@
 """Keeps an engine process running: starts it, watches its signs of life, restarts it within a budget.
 
-A dead engine is known by the end of its socket, at once; a stuck one by its silence. In both cases everybody who
+A dead engine is known by the end of its socket, at once; a stuck one by its silence. In both cases every caller who
 waits is answered here. The client stays the same object over all restarts. Never imports what the engine needs.
 """
 

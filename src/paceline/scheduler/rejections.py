@@ -93,7 +93,7 @@ CHANCE = "; wish for more time, or send on_infeasible: try"
 
 
 class _Wish(NamedTuple):
-    """Milliseconds asked for; seconds from now: wanted, needed by nobody else being here, by going first, and by its
+    """Milliseconds asked for; seconds from now: wanted, needed without other requests, by going first, and by its
     place."""
 
     param: str

@@ -82,7 +82,7 @@ def note_kind(request: Request) -> None:
 
 
 SPARE_DEADLINES = 1024  # entries of requests that have ended
-MAX_TENANTS = 4096  # names kept of which nobody may have a request any more
+MAX_TENANTS = 4096  # tenants remembered after their last request
 
 _FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # see core.fast
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
@@ -177,10 +177,10 @@ class SchedulerState:
         self.events = EventBuffer()
         self.decisions: list[Decision] = []
         self.last_admitted: RequestId = NO_REQUEST  # who was given a row last
-        self.admitted_before: RequestId = NO_REQUEST  # the last one before that who is somebody else
+        self.admitted_before: RequestId = NO_REQUEST  # the last other one before it
         self.journal: Journal = []
         self.now_s = -math.inf
-        self.forgives_failure = False  # the next failed step is held against nobody
+        self.forgives_failure = False  # the next failed step is held against no request
         self._fewer_rows, self._fewer_until_s = config.max_num_seqs, -math.inf
         self._tenants: dict[str, int] = {}
         self._next_tenant = 0
@@ -260,7 +260,7 @@ class SchedulerState:
         self.queue.push(request, self.orders[request.id], tenant)
 
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
-        """Another policy from now on; one that keeps accounts is told of everybody there is."""
+        """Another policy from now on; one that keeps accounts is told of every tenant there is."""
         self.config = self.dial.config = config
         if policy is self.policy:
             return
@@ -332,19 +332,19 @@ class SchedulerState:
         return self.policy.share(view, budget) if limits is None else max(1, int(budget * limits.share))
 
     def halve_rows(self) -> bool:
-        """Fewer rows for a minute; the step that failed for their number is held against nobody."""
+        """Fewer rows for a minute; the step that failed for their number is held against no request."""
         before = self.most_rows
         self._fewer_rows, self._fewer_until_s = max(1, before // 2), self.now_s + FEWER_ROWS_S
         self.forgives_failure = before > 1
         return before > 1
 
     def forget_computing(self, request: Request) -> None:
-        """Nobody may wait any longer for the prefix this request was computing."""
+        """No request may wait any longer for the prefix this request was computing."""
         if self.computing:
             self.computed_keys(request, 0, len(request.keys))
 
     def computed_keys(self, request: Request, start: int, end: int) -> None:
-        """The blocks `start` to `end` of a request are computed, or will not be: nobody waits for them."""
+        """The blocks `start` to `end` of a request are computed, or will not be: no request waits for them."""
         computing, owner = self.computing, request.id
         for key in request.keys[start:end]:
             if computing.get(key.key) == owner:

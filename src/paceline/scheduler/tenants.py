@@ -58,7 +58,7 @@ class TenantAccounting:
                     waiting.add(tenant)
 
     def gap(self) -> float | None:
-        """The most that tenants that wait are apart in their accounts; None: nobody keeps any."""
+        """The most that tenants that wait are apart in their accounts; None: the policy keeps none."""
         counter = getattr(self.accounts, "counter", None)
         if counter is None:
             return None

@@ -132,7 +132,7 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
 
 
 def _spans_done(state: SchedulerState, flight: Flight) -> bool:
-    """Prompt tokens are computed: their full blocks may be shared from now on. True if that failed for somebody."""
+    """Prompt tokens are computed: their full blocks may be shared from now on. True if that failed for a request."""
     rows, kv = state.rows, state.kv
     failed = False
     for row, generation, count in flight.spans:

@@ -1,7 +1,7 @@
 """Holding a target: from what was seen and where the dial stands to where it should stand. Pure, and small moves only.
 
 Too long is corrected soon, too short only when it is clearly so and when a limit of the dial is what made it so: a
-position that changes nothing is not moved further (no wind-up). Whoever has to turn back waits twice as long before
+position that changes nothing is not moved further (no wind-up). A dial that has to turn back waits twice as long before
 it tries again, so that noise and the coarse steps of a table end in a rest, not in an oscillation.
 """
 
@@ -108,7 +108,9 @@ MISSED = 0.14  # the same (15 %), above which rows are taken away, and at the en
 GAIN, RELAXING = 0.7, 0.4  # of the way that would bring it to the target, and of the way back
 LARGEST_MOVE = 0.12  # of the dial, at once
 LONGEST_REST = 256  # judgements between two attempts to relax
-FAR = 0.7  # logarithm below which nobody rests: half the target is another load than the one that was noisy
+FAR = (
+    0.7  # logarithm below which it does not rest: half the target is another load than the one that was noisy
+)
 FEWER = 4  # a quarter of the values will do to see that
 TRIES = 3  # judgements at the end of the dial after which a target counts as out of reach
 

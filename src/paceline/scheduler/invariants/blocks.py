@@ -39,7 +39,7 @@ def the_free_list_has_each_free_block_once(frames: Frames) -> Findings:
         refs = group.refs.reshape(-1)
         is_free = np.zeros(len(refs), np.bool_)
         is_free[group.free] = True
-        differ = is_free != (refs == 0)  # S2: free exactly when nobody holds it
+        differ = is_free != (refs == 0)  # S2: free exactly when no table holds it
         if not np.count_nonzero(differ) and np.count_nonzero(is_free) == len(group.free):
             continue
         times = np.bincount(group.free, minlength=len(refs))
@@ -67,7 +67,7 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
         if others:
             begin = np.repeat(np.array(at) * group.num_blocks, [len(blocks) for blocks in others])
             np.add.at(too_many.reshape(-1), np.concatenate(others) + begin, 1)
-        too_many[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whoever holds it
+        too_many[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whatever holds it
         wrong = first_true(too_many)
         if wrong is not None:
             picture, block = group.at(wrong)

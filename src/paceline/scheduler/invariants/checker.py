@@ -139,7 +139,7 @@ class InvariantChecker:
             raise self.first
 
     def found(self, violation: InvariantViolation) -> None:
-        """Somebody else has seen a violation just now: the first, unless something was wrong before."""
+        """Another check has seen a violation just now: the first, unless something was wrong before."""
         if self.first is None:
             self._sweep()
         if self.first is None:

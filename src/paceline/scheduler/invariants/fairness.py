@@ -36,7 +36,7 @@ class Backlog:
 
 @invariant("F5", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def who_was_served_least_is_admitted_first(context: CheckContext) -> str | None:
-    """Nobody who waits for room had a lower counter than the tenant of a request that was admitted."""
+    """No tenant that waits for room had a lower counter than the tenant of a request that was admitted."""
     state, policy = context.scheduler.state, context.scheduler.state.policy
     if not isinstance(policy, FairShare) or not context.decisions or not len(state.queue):
         return None
@@ -105,7 +105,7 @@ def place_takings(decisions: Sequence[Decision]) -> list[Decision]:
 
 @invariant("P1", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def who_takes_a_place_goes_before(context: CheckContext) -> str | None:
-    """Nobody gives its place to a request that comes after it, or under priority to one of no higher class."""
+    """No request gives its place to a request that comes after it, or under priority to one of no higher class."""
     state, policy = context.scheduler.state, context.scheduler.state.policy
     for decision in place_takings(context.decisions):
         victim, other = state.requests.get(decision.request), state.requests.get(decision.against)
@@ -175,13 +175,13 @@ def time_is_counted_for_the_blocks_rows_hold(context: CheckContext) -> str | Non
 
 @invariant("D1", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def plans_keep_the_limits_of_the_dial(context: CheckContext) -> str | None:
-    """Nobody joins beyond its rows, and no step with prompts has more tokens than it allows beside the rows."""
+    """No request joins beyond its rows, and no step with prompts has more tokens than it allows beside the rows."""
     state, plan = context.scheduler.state, context.plan
     limits = state.dial.limits
     if limits is None or plan is None:
         return None
     if len(plan.joins.row) and state.rows.num_live > limits.rows:
-        return f"{state.rows.num_live} rows are taken and somebody joins; the dial allows {limits.rows}"
+        return f"{state.rows.num_live} rows are taken and a request joins; the dial allows {limits.rows}"
     work = plan.work
     if limits.target_s is not None or not work.prefill_tokens:
         return None  # S14 judges budgets that follow from durations

@@ -170,7 +170,8 @@ def _picture(group: LayerGroup, high: int) -> GroupPicture:
     pool = group.pool
     table, counts = group.table[:high].tobytes(), (pool.num_free, len(pool.evictable), len(group.cache))
     arrays = (table, group.bounds(), pool.refs.tobytes(), pool.cached.tobytes())
-    return make_tuple(GroupPicture, (*arrays, *counts, group.reserved))
+    picture: GroupPicture = make_tuple(GroupPicture, (*arrays, *counts, group.reserved))
+    return picture
 
 
 def _lists(group: LayerGroup, last: GroupLists | None) -> GroupLists:

@@ -1,4 +1,4 @@
-"""Invariants of liveness and fairness: nobody who could run is left out, and the order is kept."""
+"""Invariants of liveness and fairness: no request that could run is left out, and the order is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 @invariant("L1", moment=PLANNED)
 def work_is_done_when_there_is_any(context: CheckContext) -> str | None:
-    """No plan only while results are under way, or everybody waits for something outside or for the clock."""
+    """No plan only while results are under way, or every request waits for something outside or for the clock."""
     state = context.scheduler.state
     if context.plan is not None or state.flights:
         return None
@@ -62,7 +62,7 @@ def the_last_in_order_gives_way(context: CheckContext) -> str | None:
     if not victims:
         return None
     joined = set(context.plan.joins.row.tolist()) if context.plan is not None else set()
-    # Who has joined since may go before everybody; the one that was spared was first among those that ran.
+    # A request that joined since may go first; the one that was spared was first among those that ran.
     ran = [row for row in context.live.tolist() if row not in joined and not state.rows.done[row]]
     rows, foremost = state.rows, int(state.in_order(np.array(ran, np.int64))[0]) if ran else None
     charged = _tenants_admitted(context) if state.policy.relative else set()
@@ -85,7 +85,7 @@ def the_last_in_order_gives_way(context: CheckContext) -> str | None:
 
 @invariant("F2", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def nobody_is_passed_over(context: CheckContext) -> str | None:
-    """Nobody is admitted past an earlier request, unless that one waits for a prefix under way.
+    """No request is admitted past an earlier request, unless that one waits for a prefix under way.
 
     Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
     """
@@ -120,7 +120,7 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
         return None  # blocks are on their way back: it goes in the next plan
     flight, rows = state.flights[-1], state.rows
     if count_set(flight.mask) + len(flight.spans) == rows.num_live:
-        return None  # everybody is in the plan (S14: nobody twice)
+        return None  # every request is in the plan (S14: none twice)
     row = first_in_order(state)
     if row is None:
         return None
@@ -139,7 +139,7 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
 
 @invariant("F4", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def a_long_prompt_leaves_room_for_others(context: CheckContext) -> str | None:
-    """A prompt takes more than its share only when nobody who waits could have used the rest."""
+    """A prompt takes more than its share only when no waiting request could have used the rest."""
     state = context.scheduler.state
     composer = context.scheduler.composer
     if context.plan is None or not len(state.queue) or composer.last_draft.left > 0:
@@ -159,7 +159,7 @@ def a_long_prompt_leaves_room_for_others(context: CheckContext) -> str | None:
 
 
 def _tenants_admitted(context: CheckContext) -> set[str]:
-    """Tenants that were charged for a prompt since somebody gave way: they stood better then."""
+    """Tenants that were charged for a prompt since a request was preempted: their accounts were lower then."""
     requests = context.scheduler.state.requests
     admitted = [d.request for d in context.decisions if d.kind is DecisionKind.ADMIT]
     return {requests[number].tenant for number in admitted if number in requests}
@@ -167,7 +167,7 @@ def _tenants_admitted(context: CheckContext) -> set[str]:
 
 def _head(context: CheckContext) -> Request | None:
     """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
-    on who else waits, they change when somebody fails on the way in."""
+    on who else waits, they change when a request fails on the way in."""
     state = context.scheduler.state
     if state.policy.relative and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None

@@ -265,8 +265,8 @@ def no_block_changes_hands_under_a_step(frames: Frames) -> Findings:
     underway = dict.fromkeys(chain.from_iterable(planned.in_flight for planned in writes.plans))
     if not underway:
         return
-    nobody = np.full(starts[-1], NO_REQUEST, np.int64)
-    touched = np.array([nobody, *(one.touched for one in underway)])
+    untouched = np.full(starts[-1], NO_REQUEST, np.int64)
+    touched = np.array([untouched, *(one.touched for one in underway)])
     place = {one: at for at, one in enumerate(underway, start=1)}
     for lag in range(max(len(planned.in_flight) for planned in writes.plans)):
         behind = [place[p.in_flight[lag]] if lag < len(p.in_flight) else 0 for p in writes.plans]

@@ -1,6 +1,6 @@
 """What a plan says about rows that start and rows that compute known tokens, as columns.
 
-Decides nothing: whoever makes a plan, the composer or a snapshot, has decided by now.
+Decides nothing: the composer or the snapshot that makes the plan has decided by now.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def row_changes(last: NDArray[np.bool_], mask: NDArray[np.bool_], leaves: list[i
         return SAME_ROWS
     if len(last) < len(mask):
         last = np.concatenate([last, np.zeros(len(mask) - len(last), np.bool_)])
-    if leaves:  # leaving takes a row out of the runner's set, whoever joins it next
+    if leaves:  # leaving takes a row out of the runner's set, whatever joins it next
         last = last.copy()
         last[leaves] = False
     changed = mask != last

@@ -1,7 +1,7 @@
 """Places for urgent requests: who waits first may take the place of a running request that it clearly outranks.
 
 Looked at before a plan is begun, for policies that have `yields`. The last in order give way, and only as many as are
-enough; nobody does when all that may would not be, or when those that end will sooner give back what is short. Nobody
+enough; none does when all that may would not be, or when those that end will sooner give back what is short. No request
 gives its place a second time before it has got further than it ever was.
 """
 
@@ -42,13 +42,13 @@ class Displacement:
     def held_back(self, prompt_room: Callable[[], int]) -> Index:
         """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
 
-        Most policies hold nobody back: then nobody asks how much that is.
+        Most policies hold no row back: then the room is not computed.
         They keep what they hold and lose nothing but time, so that nothing bounds it but the order itself.
         """
         state = self._state
-        rows, nobody = state.rows, np.zeros(0, np.int64)
+        rows, none = state.rows, np.zeros(0, np.int64)
         if not state.policy.pauses_rows or state.mode.keeps_finished:
-            return nobody
+            return none
         room = prompt_room()
         prompts = state.in_order(np.array([request.row for request in state.prefilling.values()], np.int64))
         urgent, wanted = None, 0
@@ -61,7 +61,7 @@ class Displacement:
                 wanted += head.num_tokens
                 urgent = state.queue.view_of(head, state.now_s) if urgent is None else urgent
         if urgent is None or wanted <= room:
-            return nobody
+            return none
         decoding = rows.decoding[: rows.high].nonzero()[0]
         held: Index = decoding[state.policy.holds_back(state.row_view(decoding), urgent)]
         return held
@@ -140,5 +140,5 @@ class Displacement:
         return request is not None and request.is_spot
 
     def _given_back(self, row: int) -> int:
-        """Blocks nobody else holds."""
+        """Blocks that no other row holds."""
         return min(int((group.pool.refs[group.blocks_of(row)] == 1).sum()) for group in self._state.kv.groups)

@@ -37,7 +37,7 @@ class Pace:
         self._last_end_s = 0.0  # of the runner's clock
 
     def target_s(self, waited_s: float) -> float:
-        """How long the next step should take, somebody having waited so long for a first token."""
+        """How long the next step should take, a request having waited this long for a first token."""
         pressure = min(max(waited_s / self._patience_s - 1.0, 0.0), 1.0)
         return self._target_s * (1.0 + (self._stretch - 1.0) * pressure)
 
@@ -150,7 +150,7 @@ def _least_gap(state: SchedulerState, mask: NDArray[np.bool_]) -> float:
 
 
 def _longest_wait(state: SchedulerState) -> float:
-    """Seconds since the arrival of whoever came first of those that wait or compute their prompts."""
+    """Seconds since the arrival of the first of those that wait or compute their prompts."""
     arrivals = [request.arrival_s for request in state.prefilling.values()]
     if len(state.queue):
         arrivals.append(float(state.queue.view(state.now_s).arrival_s.min()))

@@ -49,7 +49,7 @@ class CostEstimate:
 def estimate(state: SchedulerState, rows: list[int], wait_s: float = math.inf) -> CostEstimate:
     """For `rows` together, to be computed again or to be copied out and back."""
     costs = state.config.preemption_costs or UNKNOWN
-    # What others hold with it would stay cached, but nobody can say for how long.
+    # What others hold with it would stay cached, but it is not known for how long.
     computed = state.rows.computed[rows]
     recompute_s = costs.token_s * float(computed.sum()) + costs.product_s * 0.5 * float((computed**2).sum())
     return CostEstimate(recompute_s=recompute_s, swap_s=_swap_s(state, rows, costs), wait_s=wait_s)
@@ -150,7 +150,7 @@ def put_aside(
 
 
 def pick_victim(state: SchedulerState, need: int) -> tuple[Request, bool | None] | None:
-    """The request the policy gives up for `need` blocks, and whether it wants it swapped; None when nobody may be."""
+    """The request the policy gives up for `need` blocks, and whether it wants it swapped; None when none may be."""
     rows = state.rows
     live = np.flatnonzero(rows.live[: rows.high])
     oldest = first_in_order(state)

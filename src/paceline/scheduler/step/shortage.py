@@ -99,7 +99,7 @@ def shared_writes(state: SchedulerState, mask: NDArray[np.bool_]) -> list[int]:
     rows, high = state.rows, len(mask)
     candidates = (mask & rows.sharing[:high]).nonzero()[0]
     is_shared = state.kv.shared_writes(candidates, rows.scheduled[candidates])
-    rows.sharing[candidates[~is_shared]] = False  # nobody else reads its last block any more
+    rows.sharing[candidates[~is_shared]] = False  # no other row reads its last block any more
     rows.any_sharing = bool(np.count_nonzero(rows.sharing[:high]))
     shared: list[int] = candidates[is_shared].tolist()
     return shared

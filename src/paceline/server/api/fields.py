@@ -289,7 +289,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a body gives: fields that are used, without nulls, and the names of those nobody knows."""
+    """What a body gives: fields that are used, without nulls, and the names of unknown ones."""
 
     fields: Mapping[str, Any]
     ignored: tuple[str, ...] = ()
@@ -396,7 +396,7 @@ MAX_PARAMETERS = 16
 
 
 def read_query(query: str, names: Iterable[str]) -> dict[str, str]:
-    """The parameters by name; those that are empty count as not given, those nobody knows as well."""
+    """The parameters by name; those that are empty count as not given, unknown ones as well."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
     except ValueError:

@@ -83,7 +83,7 @@ class ParsedBody:
     service_tier: str | None = None  # None: the class of the key
     max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
-    ignored: tuple[str, ...] = ()  # fields nobody knows
+    ignored: tuple[str, ...] = ()  # unknown fields
 
     @property
     def num_branches(self) -> int:

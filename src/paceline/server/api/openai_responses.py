@@ -163,7 +163,7 @@ def _completion_choice(asked: ParsedBody, output: RequestOutput, number: int, to
         text = tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
         tokens += output.prompt_token_ids
         known += output.prompt_logprobs or [None] * len(tokens)
-    if echo.nothing_else:  # the one token it took to read the prompt is nobody's business
+    if echo.nothing_else:  # the one token it took to read the prompt is not part of the answer
         part.text, part.token_ids = "", []
         part.finish_reason, part.stop_reason = "length", None
     text += part.text

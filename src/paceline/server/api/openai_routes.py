@@ -177,7 +177,7 @@ class CompletionChunks(ChunkWriter):
             return super().write(deltas)
         frames: list[bytes] = []
         for delta in deltas:
-            if delta.has_ended:  # the one token it took to read the prompt is nobody's business
+            if delta.has_ended:  # the one token it took to read the prompt is not part of the answer
                 self._echo(delta.index, frames)
                 delta.output.finish_reason, delta.output.stop_reason = "length", None
                 frames.append(self._last_chunk(delta))

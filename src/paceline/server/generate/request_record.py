@@ -55,7 +55,7 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """Nobody listens."""
+    """Ignores everything."""
 
     def started(self, record: RequestRecord) -> None:
         pass

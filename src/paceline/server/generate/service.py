@@ -288,7 +288,7 @@ class Service:
                 first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
-        except BaseException:  # nobody has it who could close it
+        except BaseException:  # no caller has it and could close it
             record.charge.give_up(record)
             for _, stream in started:
                 stream.close()

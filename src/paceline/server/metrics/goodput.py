@@ -1,7 +1,7 @@
 """Requests that had the times they were to have: those they asked for, or those the operator has set for all.
 
 A request is judged by its own wishes where it has them and by the server's for the rest; spot work and batches, which
-nobody waits for, by their own alone. One that did not end well has missed. Belongs to the event loop.
+no reader waits for, by their own alone. One that did not end well has missed. Belongs to the event loop.
 """
 
 from __future__ import annotations

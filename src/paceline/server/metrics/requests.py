@@ -188,7 +188,7 @@ class HttpMetrics:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str, str], int] = {}
         self.refused = {(limit, name): 0 for limit in LIMITS for name in CLASSES}
-        self.callers: Sequence[Caller] = ()  # everybody who has a key
+        self.callers: Sequence[Caller] = ()  # every caller with a key
 
     def count(self, route: str, method: str, status: int) -> None:
         key = (route, method if method in METHODS else "other", str(status))
