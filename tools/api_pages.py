@@ -35,7 +35,8 @@ HTTP_HEAD = (
 PYTHON_HEAD = (
     f"# Python API\n\n{NOTE} `from paceline import LLM, AsyncLLM, SamplingParams`. Names are vLLM's where it has them. "
     "`LLM` and `AsyncLLM` take a model (a folder, a .gguf file, a name on the hub; default: SmolLM2-135M-Instruct) "
-    "and every option of [`paceline run`](options.md#paceline-run) by its name in Python: `max_num_seqs=64`, "
+    "and every option of the engine ([`serve`](options.md#paceline-serve), [`sim`](options.md#paceline-sim)) by its "
+    "name in Python: `max_num_seqs=64`, "
     '`scheduling_policy="fair"`, `run_log="run.jsonl.gz"`. Both are context managers: `with LLM() as llm:`, '
     "`async with AsyncLLM() as llm:`. Features of vLLM that Paceline does not have (adapters, structured outputs, beam "
     "search, embeddings, images) are rejected with an error that says what to do instead; None and False are "

@@ -1,6 +1,6 @@
 """`paceline audit verify | bias`: whether a decision log is whole, and whether groups were treated alike.
 
-Owns flags, tables and exit codes; the chain is in `audit.trail_db`, the comparison in `audit.bias`.
+Owns flags, tables and exit codes; the chain is in `audit.trail`, the comparison in `audit.bias`.
 """
 
 from __future__ import annotations

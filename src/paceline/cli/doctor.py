@@ -1,6 +1,6 @@
 """`paceline doctor`: what this machine and installation offer, and what is wrong with them.
 
-Owns what is printed and the exit code; facts are gathered in `doctor_facts`, judged in `doctor_problems`.
+Gathers facts as plain values, judges them, prints both and sets the exit code.
 """
 
 from __future__ import annotations

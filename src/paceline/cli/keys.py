@@ -1,6 +1,6 @@
 """`paceline keys add | ls | revoke`: makes keys and takes them back, in the file that a server reads.
 
-Owns what is asked and printed. A new key is printed once and kept nowhere; the file is `server.keys_store`'s.
+Owns what is asked and printed. A new key is printed once and kept nowhere; `server.access.keys_file` writes the file.
 """
 
 from __future__ import annotations

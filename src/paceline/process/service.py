@@ -41,7 +41,6 @@ from paceline.scheduler.scheduler import Scheduler
 #
 # What is asked for comes as a frame; a mistake in it is an answer, never the end of the engine. Knows the
 # scheduler's two inputs for it and nothing of sockets.
-# stands.
 
 
 def steer(scheduler: Scheduler, request: frames.Steer) -> frames.Steered:

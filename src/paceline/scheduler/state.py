@@ -56,7 +56,6 @@ from paceline.scheduler.waiting_queue import WaitingQueue, first
 #
 # A request that gave way computes again what it had: those tokens, and the blocks held meanwhile, are told apart,
 # so that no request pays for them. Nothing here runs in a steady step.
-# itself.
 
 
 def settle_cost(request: Request, computed: int, block_us: int) -> None:

@@ -19,7 +19,7 @@ import msgspec
 LOGGER = "paceline"
 FACTS = "facts"  # the attribute of a record that holds its fields
 QUEUE_LINES = 10_000
-SHORT_ID = 8  # characters of a request's id in a line of text; `recent_requests` finds a request by them
+SHORT_ID = 8  # characters of a request's id in a line of text; a request can be looked up by them
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
 

@@ -1,6 +1,6 @@
 """`paceline chat`: a conversation on the terminal, or line by line from a pipe.
 
-Owns the loop and what is printed around answers; what is said is in `chat_session`, reading lines in `chat_input`.
+Owns the loop and what is printed around answers; turns and the reading of lines are in `conversation`.
 The banner is shown before anything heavy is imported.
 """
 

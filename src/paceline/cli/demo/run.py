@@ -1,7 +1,7 @@
 """`paceline demo`: static, dynamic and continuous batching on the same bursts of traffic, on this machine.
 
-Owns the flags, the table at the end and the files. The runs are `bench.demo`'s business, the live picture
-`demo_view`'s. Heavy imports happen when the command runs.
+Owns the flags, the table at the end and the files. The runs are in `lab.bench.demo`, the live picture in
+`view`. Heavy imports happen when the command runs.
 """
 
 from __future__ import annotations

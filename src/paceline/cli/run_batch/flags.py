@@ -1,6 +1,6 @@
 """`paceline run-batch`: a file of OpenAI requests in, a file of responses out.
 
-Owns the command line, the progress shown and the summary; what happens to a line is in `batch_run`.
+Owns the command line, the progress shown and the summary; what happens to a line is in `run`.
 """
 
 from __future__ import annotations

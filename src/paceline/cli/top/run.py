@@ -1,6 +1,6 @@
 """`paceline top`: the live picture of a server in a terminal.
 
-Owns the flags, the connection and the loop; what is seen is folded in `top_picture` and drawn in `top_view`. A server
+Owns the flags, the connection and the loop; what is seen is folded in `picture` and drawn in `view`. A server
 that goes away is waited for. The key comes from the environment, PACELINE_ADMIN_KEY or else PACELINE_API_KEY.
 """
 

@@ -130,6 +130,7 @@ class DeviceSampler:
         fill_seen(self._pool, self._sent(rows, torch.int32), memory.column("place"), known)
 
     def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
+        """Rows the device cannot sample. A new sampling parameter is listed here until it has a kernel."""
         if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
             return True
         if has_rules:

@@ -1,8 +1,8 @@
-"""The rules that change a row's logits before a token is chosen, greedily or not.
+"""What changes a row's logits before a token is drawn: logit rules, then truncation (min-p, top-k, top-p).
 
-Their order is vLLM's: allowed ids, bad words, min_tokens, logit bias, then the penalties. A `LogitRules`
-belongs to one owner of a row and is thrown away with it; only rows that use a rule have one. All arithmetic
-is float32, one rounding per operation. Costs are per row and per token seen, never per vocabulary entry,
+Logit rules apply to greedy rows too. Their order is vLLM's: allowed ids, bad words, min_tokens, logit bias, then the
+penalties. A `LogitRules` belongs to one owner of a row and is thrown away with it; only rows that use a rule have one.
+All arithmetic is float32, one rounding per operation. Costs are per row and per token seen, never per vocabulary entry,
 but for the allowed ids.
 """
 

@@ -71,7 +71,7 @@ class RowParameters:
         self.stops[row, : len(stops)] = stops
 
 
-# The draw
+# The draw: the token with the largest (logit - top) / temperature + noise.
 
 
 F32 = NDArray[np.float32]

@@ -19,7 +19,7 @@ from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
 from paceline.scheduler.step.draft import StepDraft
 
-# Reasons for which a request is not admitted, in the order they are looked at.
+# Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # see core.fast
 # A request that waits for a prefix or for its own copy waits for no room, and one that leaves room leaves it to

@@ -132,7 +132,7 @@ def _whole(entry: Mapping[str, Any], name: str, low: int, high: int, where: str)
 #
 # {"name": "team-a", "sha256": "<hex of the key's SHA-256>", "requests_per_minute": 600}
 #
-# The file holds hashes, never keys, and only its owner may read it. What an entry may say is in `keys_entry`.
+# The file holds hashes, never keys, and only its owner may read it. What an entry may say is declared above.
 
 
 __all__ = [

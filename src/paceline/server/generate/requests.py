@@ -159,7 +159,7 @@ def _beginning(prompt: str) -> str:
 
 # Explaining requests to their senders: the decisions the engine remembers, as sentences and figures.
 #
-# Whose a request is and by which numbers the engine knows it is `recent_requests`' business.
+# `RecentRequests` knows whose a request is, and its numbers in the engine.
 
 
 _NOW = {
@@ -283,8 +283,7 @@ def check_number(caller: Caller, priority: int) -> None:
 
 # Changing requests under way: whose they are, what their key allows, and what the engine made of it.
 #
-# Whose a request is and by which numbers the engine knows it is `recent_requests`' business; an admin key may
-# change those of all.
+# `RecentRequests` knows whose a request is, and its numbers in the engine; an admin key may change those of all.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from paceline.server.metrics.requests import RequestMetrics
 # Differences of the same totals that /metrics shows as counters, noted about once a second; nothing is counted
 # here. What cannot be said, because nothing happened or the device is not known, is left out. Belongs to the event
 # loop.
-# metrics.
 
 
 WINDOW_S = 60.0

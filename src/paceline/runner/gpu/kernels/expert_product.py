@@ -1,6 +1,6 @@
 """Feed-forward of a mixture of experts: each token through the experts it chose, and their sum by weight.
 
-Two grouped products over the tiles of `expert_plan`: gate and up together, with SwiGLU before anything is stored, then
+Two grouped products over the tiles planned here: gate and up together, with SwiGLU before anything is stored, then
 down, whose rows are stored by pair. The last kernel adds the choices of a token in their order, in float32: no
 atomics, the same bits on every run. Other tokens of its experts do not change a token's result, as long as the batch
 is cut into tiles of the same size. Weights are the tall operand of the matrix instruction, so that experts with few
