@@ -169,7 +169,7 @@ def layer_names() -> list[str]:
 
 @pytest.fixture
 def skeleton(tmp_path: Path) -> Path:
-    """An empty package with one folder for each layer, planned ones too."""
+    """An empty package with one folder for each layer."""
     package = tmp_path / "paceline"
     for name in layer_names():
         (package / name).mkdir(parents=True)

@@ -1,6 +1,6 @@
 """`paceline explain`: the story of one request, from a run log or from a server.
 
-Owns the flags and what is printed; what a log knows is in `audit.explain`, the sentences in `audit.story`. A server
+Owns the flags and what is printed; what a log knows is in `audit.explanation`, the sentences in `audit.story`. A server
 tells only the key that sent a request; the key comes from the environment.
 """
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.server.access.auth import Key
 
 
-# The command lines of `paceline keys`
+# The command lines of `paceline keys`: their options and help pages.
 
 
 FILE_VARIABLE = "PACELINE_API_KEYS_FILE"

@@ -1,6 +1,6 @@
 """`paceline usage`: sums over a ledger, from its file or from the server that writes it, for people, JSON and CSV.
 
-Owns the flags and what is printed; the sums are `server.billing.usage`'s.
+Owns the flags and what is printed; the sums are `server.billing.usage_report`'s.
 """
 
 from __future__ import annotations

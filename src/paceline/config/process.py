@@ -1,6 +1,6 @@
 """Options of the engine's process: heartbeats, restarts, and the bounds of what travels between the processes.
 
-Declared with `config.option`, as all options are; times are options so that tests can shorten them.
+Declared with `config.options.option`, as all options are; times are options so that tests can shorten them.
 """
 
 from __future__ import annotations

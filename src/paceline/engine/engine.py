@@ -344,7 +344,10 @@ class _Failed:
         raise AssertionError("a refused plan has no result")
 
 
-# A change of a live request by its owner
+# A change of a live request by its owner: priority, deadline, paused or not.
+#
+# The same for a server and for programs without one. Each part that is given becomes an input of the scheduler, so
+# that a replay has it too; pausing what is paused, or resuming what runs, does nothing.
 
 
 def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) -> ChangeOutcome:

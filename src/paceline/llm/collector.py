@@ -21,7 +21,11 @@ from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.text.tokenizer import Tokenizer
 
-# Tokens of branches that are not read before they end
+# Tokens of branches that are not read before they end: kept in columns, so that a step costs the same for any
+# batch.
+#
+# Entry i of a step's tokens goes to the place of its request with a few array operations; Python sees a branch when
+# it opens and when it closes.
 
 
 I32 = NDArray[np.int32]

@@ -19,7 +19,7 @@ from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import PreparedRequest, Prompt
 from paceline.llm.unsupported import check_call
 
-# The progress bar of a batch
+# The progress bar of a batch: requests done, tokens per second in and out.
 
 
 class Progress:

@@ -1,1 +1,1 @@
-"""The decoder: one transformer with explicit options, and the layers it is made of."""
+"""Models: one decoder with explicit options, its layers, and checkpoints (`files`)."""

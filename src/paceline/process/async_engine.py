@@ -48,7 +48,7 @@ PATIENCE_S = 10.0
 
 
 class Sender(Protocol):
-    """The way to an engine; see `link`."""
+    """The way to an engine; see `supervisor.Link`."""
 
     def send(self, payload: bytes) -> None: ...
 

@@ -23,7 +23,7 @@ from paceline.process.channel import ChannelBroken, FrameReader, Rejects, make_h
 from paceline.process.child import EngineChild
 from paceline.process.client import EngineState, EngineUnavailable
 
-# How often an engine may be restarted
+# How often an engine may be restarted: a number of times in a window, with growing pauses.
 
 
 LONGEST_PAUSE_S = 60.0

@@ -1,4 +1,4 @@
-"""Whether this machine's GPU can be used, and what to say when it cannot."""
+"""Whether this machine's GPU can be used, what to say when it cannot, and how matrices are kept on it."""
 
 from __future__ import annotations
 

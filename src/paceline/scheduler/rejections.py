@@ -1,4 +1,4 @@
-"""Why a request is refused: it can never fit, or there is no place for it now.
+"""Why a request is rejected: it can never fit, there is no place for it now, or its times cannot be met.
 
 Only questions: nothing here changes the scheduler's state, so that who asks what would become of a request and who
 sends it are told the same. What to do with the answer is the business of `scheduler`.

@@ -18,7 +18,7 @@ from paceline.server.errors import Refusal
 
 # Where the server stands: starting, serving or draining, and what its engine says of itself.
 #
-# One value that health routes, the door and the lifecycle share. Reading it costs nothing and asks no other part.
+# One value that health routes, `AsgiApp` and the lifecycle share. Reading it costs nothing and asks no other part.
 
 
 class Phase(Enum):

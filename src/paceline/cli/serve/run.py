@@ -144,7 +144,7 @@ def _set_process_limits(config: ServerConfig) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-# Puts the parts of a server together
+# Puts the parts of a server together: engine process, application, listeners, API, card.
 
 
 def build_server(

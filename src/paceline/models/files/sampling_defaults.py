@@ -59,7 +59,7 @@ def gguf_generation(values: Mapping[str, object], where: str) -> GenerationDefau
     return generation_defaults(Fields(found, f"{where}: {GGUF_PREFIX.removesuffix('.')}"))
 
 
-# Sampling of requests that leave it open: what the model recommends (see `checkpoint.generation`).
+# Sampling of requests that leave it open: what the model recommends (see `generation_defaults`).
 #
 # Every way to a model derives its defaults from here: the HTTP API, `LLM`, `AsyncLLM` and the commands.
 

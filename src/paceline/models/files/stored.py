@@ -161,7 +161,7 @@ def _q8(tensor: StoredTensor) -> Floats:
     return values.reshape(tensor.shape)
 
 
-# A file seen as bytes without reading it
+# A file seen as bytes without reading it: pages come in when they are looked at. Read-only.
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

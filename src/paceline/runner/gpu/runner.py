@@ -47,7 +47,7 @@ from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling import prompt_logprobs
 
-# What comes back from the device
+# What comes back from the device: a step's tokens and codes, as the columns of a `StepResult`.
 
 
 _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports

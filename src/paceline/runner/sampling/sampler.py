@@ -71,7 +71,12 @@ class RowParameters:
         self.stops[row, : len(stops)] = stops
 
 
-# The draw: the token with the largest (logit - top) / temperature + noise.
+# The draw: the token with the largest (logit - top) / temperature + noise, in float64, lowest id among equals.
+#
+# That is one draw from the softmax of the kept logits (the Gumbel-max trick). Only few tokens can win, and it is
+# cheap to know which: the likeliest token's own score is a bar, the noise of others is bounded, first by its
+# largest value, then by its word. What passes both bounds is computed by the definition; the bounds never change
+# which token wins.
 
 
 F32 = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Invariants of shares between tenants, where the policy keeps accounts of them."""
+"""Invariants of shares between tenants, displacement and pauses, charges, and the dial."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def time_is_counted_for_the_blocks_rows_hold(context: CheckContext) -> str | Non
     return f"row {live[at]} holds {held[at]} blocks, and time is counted for {counted[at]}"
 
 
-# The invariant of the dial
+# The invariant of the dial: plans keep to where it stands.
 
 
 @invariant("D1", moment=PLANNED, modes=CONTINUOUS_ONLY)

@@ -238,7 +238,7 @@ def deadlines_have_been_kept(context: CheckContext) -> str | None:
     return None
 
 
-# Invariants of what is under way
+# Invariants of what is under way: nothing a step or a copy still uses is given to another.
 
 
 def remember(frames: Frames) -> None:

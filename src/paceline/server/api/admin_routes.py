@@ -1,4 +1,4 @@
-"""/v1/admin/dial and /v1/admin/policy: how the engine is steered, and steering it while it serves. For admin keys.
+"""/v1/admin/dial, /v1/admin/policy and /v1/admin/usage: steering the engine, and what was used. For admin keys.
 
 A change is answered when the engine has made it, with how it stands then; it is an input of the run log and a decision
 on record. What is asked for is checked here by name, and by the engine once more.
@@ -135,7 +135,7 @@ def _json(values: Mapping[str, Any]) -> Answer:
     return Answer(body=msgspec.json.encode(values), headers={"cache-control": "no-store"})
 
 
-# GET /v1/admin/usage
+# GET /v1/admin/usage: what was used and billed, summed from the ledger, for admin keys.
 
 
 USAGE = "/v1/admin/usage"

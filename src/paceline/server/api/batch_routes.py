@@ -1,4 +1,4 @@
-"""/v1/batches: requests that are answered when no other request waits, in the shapes of the OpenAI API."""
+"""/v1/files and /v1/batches, in the shapes of the OpenAI API: requests answered when no other request waits."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _expiry(given: Mapping[str, Any] | None) -> int | None:
     return int(seconds)
 
 
-# /v1/files
+# /v1/files: what batches are made of and what they give, in the shapes of the OpenAI API.
 
 
 FILES = "/v1/files"

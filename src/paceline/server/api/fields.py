@@ -389,7 +389,7 @@ def operation(
     return described
 
 
-# The query of a GET that lists things
+# The query of a GET that lists things: a few known parameters, each given once.
 
 
 MAX_PARAMETERS = 16

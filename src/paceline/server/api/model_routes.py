@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: what this server answers for, with the fields of OpenAI and of Anthropic."""
+"""GET /v1/models and /v1/models/{id}, /tokenize, /detokenize and /tokenizer_info: the model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def model_routes(service: Service) -> list[Route]:
     ]
 
 
-# POST /tokenize and /detokenize, GET /tokenizer_info
+# POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count tokens.
 
 
 MAX_IDS = 65_536  # in one request to /detokenize

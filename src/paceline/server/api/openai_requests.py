@@ -267,7 +267,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(type(part) is kind for part in value)
 
 
-# What the other APIs' requests become
+# What the other APIs' requests become: a conversation and sampling, in the form chat completions have them.
 
 
 def extra_sampling_fields(limits: RequestLimits, *without: str) -> list[Field]:

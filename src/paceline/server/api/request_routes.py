@@ -1,4 +1,4 @@
-"""PATCH /v1/requests/{id}: another priority or deadline for a request under way, or a pause."""
+"""PATCH /v1/requests/{id} and POST /v1/estimate: changing a request under way; when one would be served."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def change_routes(service: Service) -> list[Route]:
     ]
 
 
-# POST /v1/estimate
+# POST /v1/estimate: whether and when a request would be served, without running it.
 
 
 ESTIMATE = "/v1/estimate"

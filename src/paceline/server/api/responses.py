@@ -50,7 +50,7 @@ from paceline.server.errors import UnsupportedParameter
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service
 
-# Bodies of POST /v1/responses, for text
+# Bodies of POST /v1/responses, for text: an input, instructions, sampling.
 
 
 RESPONSES = "/v1/responses"

@@ -19,7 +19,7 @@ from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service
 
-# Routes of the OpenAI API that are not here
+# Routes of the OpenAI API that are not here: an answer that says so, instead of one that looks like a typing error.
 
 
 MISSING = (

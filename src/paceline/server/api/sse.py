@@ -122,7 +122,7 @@ def stream_events(
     return Events(frames=frames, error_frame=error_frame(writer), headers=sent, divert=frames.divert)
 
 
-# Errors inside a stream that has begun
+# Errors inside a stream that has begun: one frame each, in the shape of its API.
 
 
 def openai_error_frame(error: BaseException) -> bytes:
