@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from paceline.costs.model import ModelWork
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "mixtral", "qwen3_moe")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class ExpertsSpec:
 class ModelSpec:
     """One decoder-only transformer."""
 
-    architecture: str  # one of ARCHITECTURES
+    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral or qwen3_moe
     vocab_size: int
     hidden_size: int
     intermediate_size: int

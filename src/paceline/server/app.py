@@ -6,7 +6,7 @@ there; `open_api` adds the API when the engine and the tokenizer are ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -198,8 +198,3 @@ def check_exposure(config: ServerConfig, keyring: Keyring) -> None:
     is_exposed = config.metrics_port is not None and not is_loopback(config.metrics_host)
     if is_exposed and not config.metrics_without_key:
         raise ConfigError(f"--metrics-host {config.metrics_host} lets other machines in: {hint}")
-
-
-def public_routes(routes: Iterable[Route]) -> list[str]:
-    """The templates that need no key."""
-    return sorted({route.path for route in routes} & PUBLIC)

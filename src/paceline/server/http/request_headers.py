@@ -16,7 +16,7 @@ from paceline.server.errors import Refusal
 RawHeaders = Iterable[tuple[bytes, bytes]]
 CONNECTION = "paceline.connection"  # in the scope of a request: its connection, see `protocol`
 MAX_ID = 128
-_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,128}")
+_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_ID)
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _ALWAYS_ALLOWED = ("localhost", "127.0.0.1", "[::1]")
 

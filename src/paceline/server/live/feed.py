@@ -108,10 +108,6 @@ class Feed:
         self._num_named = 0  # of the requests that `recent` has heard of
         self._num_steps = -1  # as of the last look
 
-    @property
-    def num_watching(self) -> int:
-        return len(self._readers)
-
     def start(self) -> None:
         """Begin to keep the last minute."""
         if self._task is None:

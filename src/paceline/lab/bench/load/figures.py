@@ -221,7 +221,6 @@ _COUNTS = (
     *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
     *("max_output_tokens_per_s", "max_concurrent_requests"),
 )
-SAMPLES = ("input_lens", "output_lens", "ttfts", "itls", "e2els", "due_times", "start_times", "errors")
 
 
 def result_json(found: ServeFigures, run: LoadRun) -> dict[str, Any]:
