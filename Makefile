@@ -13,10 +13,12 @@ BIN := $(VENV)/bin
 SERVE := $(VENV)/.serve
 DRAW := $(VENV)/.draw
 STAMP := $(VENV)/.installed
-# One thread each: the tests themselves run side by side.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# Tests of a file share its servers, so they stay on one worker (tests/conftest.py).
-SPREAD := -n auto --dist loadgroup --no-loadscope-reorder
+# One thread each: the tests themselves run side by side. What they compile is written, also where the environment says
+# otherwise: every worker and server would compile it again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
+# Tests of a file share its servers, so they stay on one worker (tests/conftest.py). Many wait for a server most of their
+# time: three workers for two processors.
+SPREAD := -n $$((3 * $$(nproc) / 2)) --dist loadgroup --no-loadscope-reorder
 CODE := src tests tools $(wildcard benchmarks)
 # Examples are read as they are: no types where a reader needs none.
 STYLED := $(CODE) examples
@@ -35,10 +37,10 @@ check: $(STAMP) ## Run the quick gate: format, lint, types, import contracts, si
 
 test: $(STAMP) ## Run the tests of every feature, 100,000 simulated steps and a mutant of each family
 	@$(MAKE) --no-print-directory -j 2 lint steps
-	@$(PYTEST) tests -m "not campaign" $(SPREAD)
+	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests -m "not campaign" $(SPREAD)
 
 campaign: $(STAMP) ## Run the long tests: a million steps, all mutants, documented commands, browser, soak
-	@$(PYTEST) tests -m campaign $(SPREAD)
+	@$(PYTEST) tests -m "campaign or hypothesis" $(SPREAD)
 	@$(BIN)/python -m tests.dst --seeds 0:200 --min-steps 1000000 --require 1000 --jobs 2
 
 # Not in .venv: where torch brings a Triton for the GPU, that one is used.
@@ -124,28 +126,31 @@ $(READY):
 # Nothing is compiled here: a module is compiled when it is first imported, and most of torch never is.
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip --disable-pip-version-check install --no-compile
-# A GPU of this machine, seen from Linux or from WSL; and a place for wheels that the user has configured.
+# A GPU of this machine, seen from Linux or from WSL: it needs torch.
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
-# $(call install,WHAT,FOR): pip's own output on a terminal, where its bars tell how far a download is.
+comma := ,
+# $(call install,WHAT,FOR): pip's own output on a terminal, where its bars tell how far a download is. What steps on a
+# CPU run is compiled at once, so that no start has to.
 define install
 	@echo "Installing what $(2) needs into $(VENV), once" >&2
-	@[ -n "$(GPU)" ] || $(BIN)/python -m pip config list | grep -E 'find-links|index-url' >/dev/null || \
-		echo "This machine shows no NVIDIA GPU. The default torch brings CUDA libraries, 5.6 GB of download and disk;" \
-			"to install its CPU build instead, stop here and see 'CPU build of torch' in README.md" >&2
 	@[ -t 1 ] || quiet=-qq; $(PIP) $$quiet -e '$(1)'
+	@$(BIN)/paceline warm || true
 	@touch $@
 endef
 
 $(SERVE): pyproject.toml constraints.txt | $(READY)
-	$(call install,.,serving)
+	$(call install,.$(if $(GPU),[gpu]),serving)
 
 $(DRAW): pyproject.toml constraints.txt | $(READY)
-	$(call install,.[plot],the simulator with its pictures)
+	$(call install,.[plot$(if $(GPU),$(comma)gpu)],the simulator with its pictures)
 	@touch $(SERVE)
 
 # Hundreds of processes are started by the tests: compile everything once, on all cores, also where the environment
 # forbids to write what an import compiles. Files that are templates do not compile, which is no error.
 $(STAMP): pyproject.toml constraints.txt | $(READY)
+	@[ -n "$(GPU)" ] || $(BIN)/python -m pip config list | grep -E 'find-links|index-url' >/dev/null || \
+		echo "This machine shows no NVIDIA GPU. The default torch brings CUDA libraries, 5.6 GB of download and disk;" \
+			"to install its CPU build instead, stop here and see 'Set up' in CONTRIBUTING.md" >&2
 	$(call install,.[dev],development)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $(SERVE) $(DRAW)

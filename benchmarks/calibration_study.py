@@ -117,7 +117,7 @@ def compared(
     for fitted_to, calibration in models.items():
         for name, recorded in runs.items():
             config = sim_config(recorded, replace(machine, cost=calibration.cost))
-            deviations = compare_runs(recorded.record, recorded.workload, config).deviations
+            deviations = compare_runs(recorded.record, recorded.workload, config)
             kinds = step_errors(calibration.cost, folder / f"{name}.jsonl", machine.kv_bytes_per_token)
             steps = {kind.kind: kind.bias for kind in kinds}
             biases = ", ".join(f"{kind} {100 * bias:+.1f} %" for kind, bias in steps.items())

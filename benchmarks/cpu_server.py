@@ -1,4 +1,4 @@
-"""A server on this machine's CPU: throughput and latency, memory, a busy machine, a batch in the background.
+"""A server on this machine's CPU: throughput and latency, memory, a busy machine.
 
 *load*: a closed loop on any OpenAI-compatible server, or on the engine in this process. Each of N clients sends a
 prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, end of text ignored) and sends the next.
@@ -6,13 +6,11 @@ The same prompts in the same order go to every target, so that two servers on on
 anonymous bytes after loading and with a filled KV cache. *busy*: the server while one busy loop runs on each core (they
 end with this program), beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps,
 and how soon it returns; what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer
-may be a 503. Run it on a machine that does nothing else. *batch*: streamed requests at a fixed rate to a server with
-`--batch-dir`, alone and with a batch under way.
+may be a 503. Run it on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server memory [--model MODEL] [--tokens 4096]
     python -m benchmarks.cpu_server busy [--model MODEL] [--runs 5]
-    python -m benchmarks.cpu_server batch [--url http://127.0.0.1:8000] [--rate 1] [--seconds 60] [--lines 400]
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 
 from benchmarks.harness import (
+    GREEDY,
     TEXT,
     Benchmark,
     Found,
@@ -45,14 +43,12 @@ from benchmarks.harness import (
     flag,
     row,
     served,
-    spread,
     streamed,
     table,
 )
 
 bench = Benchmark(__doc__)
 MODEL_FLAG = flag("--model", None, "model to serve; default: SmolLM2-135M-Instruct")
-URL = "http://127.0.0.1:8000"
 
 
 # -- load ----------------------------------------------------------------------------------------------------
@@ -93,22 +89,16 @@ async def closed_loop(send: Send, prompts: list[str], concurrency: int, prompt_t
     }
 
 
-def make_prompts(text: str, count: int) -> list[str]:
+def make_prompts(count: int) -> list[str]:
     """Different pieces of a text: none shares a beginning with another."""
-    words = text.split()
+    words = TEXT.read_text().split()
     starts = (index * 37 % len(words) for index in range(count))
     return [" ".join((words * 2)[start : start + PROMPT_WORDS]) for start in starts]
 
 
 def http_target(url: str, model: str) -> Send:
     parts = urlsplit(url)
-    options = {
-        "model": model,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    options = {"model": model, "max_tokens": OUTPUT_TOKENS, "stream": True, **GREEDY}
     path, host = f"{parts.path.rstrip('/')}/v1/completions", parts.hostname or "127.0.0.1"
 
     async def send(prompt: str) -> AsyncIterator[int]:
@@ -123,11 +113,17 @@ def http_target(url: str, model: str) -> Send:
     return send
 
 
-def in_process_target(model: str | None, budget: int | None) -> tuple[Send, Callable[[str], int]]:
+def first_model(url: str) -> str:
+    """The name of the model that a server has."""
+    with urlopen(f"{url}/v1/models") as answer:
+        name: str = json.load(answer)["data"][0]["id"]
+    return name
+
+
+def in_process_target(model: str | None) -> tuple[Send, Callable[[str], int]]:
     from paceline import AsyncLLM, SamplingParams
 
-    options = {"max_num_batched_tokens": budget} if budget else {}
-    engine = AsyncLLM(model, enable_prefix_caching=False, **options)
+    engine = AsyncLLM(model, enable_prefix_caching=False)
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     tokenizer = engine.get_tokenizer()
     assert tokenizer is not None
@@ -147,22 +143,20 @@ def in_process_target(model: str | None, budget: int | None) -> tuple[Send, Call
 
 @bench.part(
     flag("--url", None, "an OpenAI-compatible server; without it the engine runs in this process"),
-    flag("--model", None, "model in this process, or the name the server knows it by"),
+    flag("--model", None, "model in this process; with --url its name, else the server's first"),
     flag("--concurrency", "1,8,16,32", "numbers of clients"),
     flag("--requests", 4, "requests per client"),
-    flag("--text", TEXT, "file the prompts are cut from", kind=Path),
     flag("--prompt-tokens", 108, "tokens of a prompt, for --url"),
-    flag("--max-num-batched-tokens", None, "of the engine in this process", kind=int),
 )
 def load(given: Given) -> Found:
     """Tokens per second and latencies in a closed loop."""
     levels = [int(level) for level in given.concurrency.split(",")]
-    prompts = make_prompts(given.text.read_text(), max(levels) * given.requests)
+    prompts = make_prompts(max(levels) * given.requests)
     prompt_tokens = given.prompt_tokens
     if given.url:
-        send = http_target(given.url, given.model or "default")
+        send = http_target(given.url, given.model or first_model(given.url))
     else:
-        send, count = in_process_target(given.model, given.max_num_batched_tokens)
+        send, count = in_process_target(given.model)
         prompt_tokens = round(sum(map(count, prompts)) / len(prompts))
 
     async def run() -> list[Found]:
@@ -249,18 +243,12 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self._server, self._rng = server, random.Random(0)
-        self._model = json.loads(server.call("/v1/models")[1])["data"][0]["id"]
+        self._model = server.read("/v1/models")["data"][0]["id"]
 
     def complete(self, prompt: int, output: int) -> tuple[int, float]:
         """Status and seconds of one request."""
         ids = [self._rng.randrange(100, 4000) for _ in range(prompt)]
-        body = {
-            "model": self._model,
-            "prompt": ids,
-            "max_tokens": output,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        body = {"model": self._model, "prompt": ids, "max_tokens": output, **GREEDY}
         started_s = time.perf_counter()
         status, answer = self._server.call("/v1/completions", body)
         if status not in (200, 503):
@@ -269,7 +257,7 @@ class Client:
 
     def budget(self) -> tuple[int, int]:
         """Tokens of a step beside decoding rows, and of one without any."""
-        limits = json.loads(self._server.call("/v1/admin/dial")[1])["limits"]
+        limits = self._server.read("/v1/admin/dial")["limits"]
         return limits["max_step_tokens"], limits["max_prompt_tokens"]
 
     def several(self, runs: int, prompt: int = PROMPT, output: int = OUTPUT) -> Found:
@@ -326,84 +314,6 @@ def busy(given: Given) -> Found:
         found[f"slowdown_{kind}"] = slowdown
     row(f"{LONG_PROMPT} tokens, busy", long["median_s"], "", long["answers_503"], long["budget"])
     found["slowdown"] = found["slowdown_busy"]
-    return found
-
-
-# -- a batch in the background -------------------------------------------------------------------------------
-
-WORDS = ("river", "stone", "cloud", "apple", "engine", "winter", "paper", "music")
-OVER = ("completed", "failed", "expired", "cancelled")
-
-
-def chat(model: str, rng: random.Random) -> dict[str, Any]:
-    text = "Tell me about " + " ".join(rng.choices(WORDS, k=12)) + "."
-    return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 32}
-
-
-def foreground(client: Any, model: str, rate: float, seconds: float) -> Found:
-    """Requests at random moments, the same ones each time: first tokens and gaps in milliseconds."""
-    rng, first_ms, gaps_ms, failed = random.Random(1), list[float](), list[float](), [0]
-
-    def ask(body: dict[str, Any]) -> None:
-        last_s, is_first = time.monotonic(), True
-        try:
-            for _ in client.chat.completions.create(**body, stream=True):
-                gap_ms, last_s = (time.monotonic() - last_s) * 1e3, time.monotonic()
-                (first_ms if is_first else gaps_ms).append(gap_ms)
-                is_first = False
-        except Exception:
-            failed[0] += 1
-
-    until_s, threads = time.monotonic() + seconds, []
-    while time.monotonic() < until_s:
-        threads.append(threading.Thread(target=ask, args=(chat(model, rng),)))
-        threads[-1].start()
-        time.sleep(rng.expovariate(rate))
-    for thread in threads:
-        thread.join()
-    return {"failed": failed[0], "ttft_ms": spread(first_ms, 1), "itl_ms": spread(gaps_ms, 1)}
-
-
-def begin_batch(client: Any, model: str, lines: int) -> str:
-    rng, url = random.Random(2), "/v1/chat/completions"
-    calls = (
-        {"custom_id": str(n), "method": "POST", "url": url, "body": chat(model, rng)} for n in range(lines)
-    )
-    data = "".join(json.dumps(call) + "\n" for call in calls)
-    file = client.files.create(file=("lines.jsonl", data.encode()), purpose="batch")
-    return str(client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id)
-
-
-@bench.part(
-    flag("--url", URL, "of a server with --batch-dir and --scheduling-policy priority"),
-    flag("--model", "smollm2", "its name"),
-    flag("--key", "none", "API key"),
-    flag("--rate", 1.0, "requests a second in the foreground"),
-    flag("--seconds", 60.0, "of the foreground, alone and with the batch"),
-    flag("--lines", 400, "of the batch"),
-)
-def batch(given: Given) -> Found:
-    """What a batch in the background costs the requests in the foreground, against a running server."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=f"{given.url}/v1", api_key=given.key, max_retries=0)
-    foreground(client, given.model, 1e9, 1e-9)  # one request: what is compiled or cached at first is there
-    found: Found = {"alone": foreground(client, given.model, given.rate, given.seconds)}
-    batch_id = begin_batch(client, given.model, given.lines)
-    found["with a batch"] = foreground(client, given.model, given.rate, given.seconds)
-
-    def completed() -> tuple[str, int]:
-        now = client.batches.retrieve(batch_id)
-        return now.status, 0 if now.request_counts is None else now.request_counts.completed
-
-    status, meanwhile = completed()
-    begun_s = time.monotonic()
-    while status not in OVER:
-        time.sleep(0.2)
-        status, _ = completed()
-    found["lines_meanwhile"] = meanwhile
-    if meanwhile < given.lines:
-        found["lines_per_s_alone"] = round((given.lines - meanwhile) / (time.monotonic() - begun_s), 2)
     return found
 
 

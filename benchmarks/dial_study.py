@@ -17,18 +17,20 @@ is open-loop, prompts of the licence's text, 80 to 240 tokens each, greedy strea
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import (
     ENGINE,
+    GREEDY,
     TEXT,
     TRACE_FLAG,
     Benchmark,
@@ -38,6 +40,7 @@ from benchmarks.harness import (
     at_once,
     flag,
     h200,
+    open_loop,
     row,
     served,
     simulated,
@@ -58,6 +61,7 @@ SIM_WITHIN, SERVER_WITHIN = 0.15, 0.30
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Steps of up to 128 tokens, about a third of a second on two small cores: room to move on both sides of the target.
 FLAGS = ("--max-num-batched-tokens", "128", "--no-enable-prefix-caching", "--disable-log-requests")
+DIAL = "/v1/admin/dial"
 Floats = NDArray[np.float64]
 
 
@@ -221,40 +225,29 @@ async def offer(server: Server, rates: list[float], given: Given) -> tuple[Gaps,
     """Open-loop load, one rate after the other; also where the dial stood each second."""
     rng, words = np.random.default_rng(given.seed), TEXT.read_text().split()
     gaps, walk, origin_s = Gaps(), list[float](), time.perf_counter()
-    tasks: set[asyncio.Task[None]] = set()
 
     async def look() -> None:
         while True:
-            walk.append(float((await asyncio.to_thread(dial_of, server))["position"]))
+            walk.append(float((await asyncio.to_thread(server.read, DIAL))["position"]))
             await asyncio.sleep(1.0)
 
-    looking = asyncio.create_task(look())
-    due_s = 0.0
-    for index, rate in enumerate(rates):
-        while True:
-            due_s += float(rng.exponential(1.0 / rate))
-            if due_s >= (index + 1) * given.seconds:
-                due_s = float((index + 1) * given.seconds)
-                break
-            await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - origin_s)))
-            if len(tasks) < given.most:
+    def due() -> Iterator[tuple[float, Callable[[], Coroutine[Any, Any, None]]]]:
+        for index, rate in enumerate(rates):
+            due_s = index * given.seconds + float(rng.exponential(1.0 / rate))
+            while due_s < (index + 1) * given.seconds:
                 start, count = int(rng.integers(len(words) - 200)), int(rng.integers(60, 180))
                 prompt = " ".join(words[start : start + count])
-                fields = {"model": "smollm2", "prompt": prompt, "max_tokens": 96, "temperature": 0}
-                body = {**fields, "ignore_eos": True, "stream": True}
-                task = asyncio.create_task(send(server, body, gaps, origin_s))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-    await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - origin_s)))
+                body = {"model": "smollm2", "prompt": prompt, "max_tokens": 96, "stream": True, **GREEDY}
+                yield due_s, partial(send, server, body, gaps, origin_s)
+                due_s += float(rng.exponential(1.0 / rate))
+
+    looking = asyncio.create_task(look())
+    tasks = await open_loop(due(), given.most)
+    await asyncio.sleep(max(0.0, len(rates) * given.seconds - (time.perf_counter() - origin_s)))
     for task in (*tasks, looking):
         task.cancel()
     await asyncio.gather(*tasks, looking, return_exceptions=True)
     return gaps, walk
-
-
-def dial_of(server: Server) -> Found:
-    found: Found = json.loads(server.call("/v1/admin/dial")[1])
-    return found
 
 
 @bench.part(
@@ -269,7 +262,7 @@ def server(given: Given) -> Found:
     rates, named = loads_of(given)
     with served((*FLAGS, "--target-itl-p99-ms", str(given.target))) as running:
         gaps, walk = asyncio.run(offer(running, rates, given))
-        for sentence in dial_of(running)["sentences"]:
+        for sentence in running.read(DIAL)["sentences"]:
             print(f"  {sentence}")
     seconds = len(rates) * given.seconds
     return {"outcomes": [judged(f"server, {named}", given.target, gaps, seconds, SERVER_WITHIN, walk)]}

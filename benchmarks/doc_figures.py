@@ -7,32 +7,25 @@ Each function is one picture and its figures; what the pages say in numbers is w
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from paceline.costs.presets import device_spec, model_shape
+from benchmarks.harness import ENGINE, Benchmark, Found, Given, flag, simulated
 from paceline.lab.report import plot_style as style
 from paceline.lab.report.plots import plot_timeline
 from paceline.lab.report.run_record import FINISHED, RunRecord
 from paceline.lab.report.summary import summarize
-from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.workload import Workload
 
+bench = Benchmark(__doc__)
 SEED = 1
 COLOURS = 48
-ENGINE = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 
 
-def run(workload: Workload, label: str, options: Mapping[str, Any]) -> RunRecord:
-    """One run of an 8B model on a modelled H200."""
-    machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"))
-    config = SimConfig(machine=machine, engine=engine_config(machine, workload, {**ENGINE, **options}))
-    return simulate(config, workload, label=label)
+def run(workload: Workload, label: str, options: Found) -> RunRecord:
+    return simulated(workload, {**ENGINE, **options}, label=label)
 
 
 def paged_kv(folder: Path) -> list[str]:
@@ -103,8 +96,6 @@ def _flood() -> Workload:
         output_len=random.integers(150, 350, sum(counts)).astype(np.int32)[order],
         tenant=tenant[order],
         tenants=names,
-        prefix_ids=None,
-        prefix_block=0,
     )
 
 
@@ -117,27 +108,20 @@ def shrink(path: Path) -> None:
     small.save(path, optimize=True)
 
 
-FIGURES: Mapping[str, Callable[[Path], list[str]]] = {
-    "paged-kv": paged_kv,
-    "preemption": preemption,
-    "fairness": fairness,
-}
+FIGURES = {"paged-kv": paged_kv, "preemption": preemption, "fairness": fairness}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--only", default=",".join(FIGURES))
-    arguments = parser.parse_args()
-    for name in arguments.only.split(","):
-        for line in FIGURES[name](arguments.out):
+@bench.part(
+    flag("--out", Path("docs/images"), "folder", kind=Path), flag("--only", ",".join(FIGURES), "pictures")
+)
+def doc_figures(given: Given) -> None:
+    for name in given.only.split(","):
+        for line in FIGURES[name](given.out):
             print(line)
-        path = arguments.out / f"{name}.png"
+        path = given.out / f"{name}.png"
         shrink(path)
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()

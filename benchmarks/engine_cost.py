@@ -29,7 +29,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -49,6 +48,7 @@ from benchmarks.harness import (
     flag,
     in_turns,
     no_garbage_collection,
+    program,
     row,
     spread,
     table,
@@ -358,7 +358,7 @@ def watch_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool)
     while time.monotonic() - began_s < seconds:
         if time.monotonic() >= next_s:
             before = live_view.cpu_s
-            live_view.look()
+            live_view.snapshot()
             look_s.append(live_view.cpu_s - before)
             stats = EngineStats(watch_cpu_s=live_view.cpu_s, cpu_s=time.thread_time() - began_cpu)
             wanted_s = interval.interval_s(stats, time.monotonic()) if is_watched else UNWATCHED_INTERVAL_S
@@ -433,7 +433,16 @@ def _opened(address: str) -> Any:
 
 
 SIMULATED = (
-    *("sim", "--model", "qwen3-0.6b", "--trace", "uniform:50-600x200-600", "--num-requests", "6000"),
+    *(
+        "paceline",
+        "sim",
+        "--model",
+        "qwen3-0.6b",
+        "--trace",
+        "uniform:50-600x200-600",
+        "--num-requests",
+        "6000",
+    ),
     *("--rate", "150", "--max-num-seqs", str(ROWS), "--ui", "--ui-port", "0"),
 )
 GAPS = (
@@ -447,27 +456,20 @@ def frames(given: Given) -> Found:
     """Times of the page's frames in Chromium, with every row in use."""
     from playwright.sync_api import sync_playwright
 
-    command = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *SIMULATED], stderr=subprocess.PIPE, text=True
-    )
-    try:
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with program(*SIMULATED, stderr=subprocess.PIPE, text=True) as command, sync_playwright() as playwright:
         assert command.stderr is not None
         address = next(found[1] for line in command.stderr if (found := re.search(r"(http://\S+/ui)", line)))
-        with sync_playwright() as playwright:
-            flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-            page = browser.new_page(viewport={"width": 1440, "height": 1000})
-            page.goto(address)
-            page.wait_for_timeout(1000)
-            page.evaluate("paceline.player().seek(paceline.player().first + 15)")
-            page.wait_for_timeout(3000)
-            page.evaluate(GAPS)
-            page.wait_for_timeout(1000 * given.seconds)
-            rows, taken, gaps = page.evaluate("[paceline.stage.rows.size, paceline.frames, gaps]")
-            browser.close()
-    finally:
-        command.terminate()
-        command.wait()
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        page = browser.new_page(viewport={"width": 1440, "height": 1000})
+        page.goto(address)
+        page.wait_for_timeout(1000)
+        page.evaluate("paceline.player().seek(paceline.player().first + 15)")
+        page.wait_for_timeout(3000)
+        page.evaluate(GAPS)
+        page.wait_for_timeout(1000 * given.seconds)
+        rows, taken, gaps = page.evaluate("[paceline.stage.rows.size, paceline.frames, gaps]")
+        browser.close()
     return {"rows": rows, "frame_ms": spread(taken), "between_frames_ms": spread(gaps)}
 
 

@@ -19,7 +19,9 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from benchmarks.harness import (
     Found,
     Given,
     flag,
+    open_loop,
     row,
     served,
     simulated,
@@ -112,36 +115,25 @@ async def ask(port: int, body: Found) -> Sample | None:
     return Sample(first, first_s, finish, whole_s, int(headers["x-paceline-queue-position"]))
 
 
-async def open_loop(port: int, seconds: float, rate: float, seed: int) -> list[list[Sample]]:
+async def offer(port: int, seconds: float, rate: float, seed: int) -> list[list[Sample]]:
     """Chats of all sizes at the rates of `LOADS`, one list of samples for each stretch."""
     draw = random.Random(seed)
     words = TEXT.read_text().split()
     stretch_s = seconds / len(LOADS)
     found: list[list[Sample]] = [[] for _ in LOADS]
-    num_open = 0
 
-    async def one(stretch: int, at_s: float, body: dict[str, Any]) -> None:
-        nonlocal num_open
-        await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
-        if num_open >= MOST_OPEN:
-            return
-        num_open += 1
-        try:
+    async def send(stretch: int, body: Found) -> None:
+        with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
             sample = await asyncio.wait_for(ask(port, body), ANSWER_S)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
-            sample = None
-        finally:
-            num_open -= 1
-        if sample is not None:
-            found[stretch].append(sample)
+            found[stretch] += [] if sample is None else [sample]
 
-    start_s, jobs = time.perf_counter() + 0.5, []
+    due = []
     for stretch, share in enumerate(LOADS):
         at_s = stretch * stretch_s + draw.expovariate(rate * share)
         while at_s < (stretch + 1) * stretch_s:
-            jobs.append(one(stretch, start_s + at_s, chat(draw, words)))
+            due.append((at_s, partial(send, stretch, chat(draw, words))))
             at_s += draw.expovariate(rate * share)
-    await asyncio.gather(*jobs)
+    await asyncio.gather(*await open_loop(due, MOST_OPEN))
     return found
 
 
@@ -170,7 +162,7 @@ def server(given: Given) -> Found:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     with served(shlex.split(given.options)) as running:
         rate = given.rate or 0.7 * asyncio.run(saturation(running.port, given.seed))
-        found = asyncio.run(open_loop(running.port, given.seconds, rate, given.seed))
+        found = asyncio.run(offer(running.port, given.seconds, rate, given.seed))
     table("server", *HEAD)
     rows = [
         report(f"{rate * share:.2f} requests/s", samples) for share, samples in zip(LOADS, found, strict=True)
@@ -195,11 +187,8 @@ def forecasts() -> Iterator[dict[int, tuple[float, Forecast]]]:
                 made[request.id] = (self.state.now_s, forecast)
         add(self, requests)
 
-    Scheduler.add = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(Scheduler, "add", noted):
         yield made
-    finally:
-        Scheduler.add = add  # type: ignore[method-assign]
 
 
 def samples_of(workload: Workload, options: dict[str, Any]) -> list[Sample]:

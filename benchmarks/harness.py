@@ -23,12 +23,11 @@ import http.client
 import json
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -48,9 +47,11 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 START_S, STOP_S = 300.0, 60.0
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"  # English prompts are cut from it
+GREEDY = {"temperature": 0, "ignore_eos": True}  # fields of a request: the same work in every run
 Given = argparse.Namespace
 Found = dict[str, Any]
 Flag = tuple[str, dict[str, Any]]
+Part = Callable[[Given], Found | None]
 T = TypeVar("T")
 
 
@@ -70,12 +71,10 @@ class Benchmark:
 
     def __init__(self, description: str | None) -> None:
         self._description = description
-        self._parts: dict[str, tuple[Callable[[Given], Found | None], tuple[Flag, ...]]] = {}
+        self._parts: dict[str, tuple[Part, tuple[Flag, ...]]] = {}
 
-    def part(
-        self, *flags: Flag
-    ) -> Callable[[Callable[[Given], Found | None]], Callable[[Given], Found | None]]:
-        def add(run: Callable[[Given], Found | None]) -> Callable[[Given], Found | None]:
+    def part(self, *flags: Flag) -> Callable[[Part], Part]:
+        def add(run: Part) -> Part:
             self._parts[run.__name__.replace("_", "-")] = (run, flags)
             return run
 
@@ -171,6 +170,17 @@ def row(*cells: object) -> None:
     )
 
 
+def rows_of(results: Iterable[Found]) -> list[Found]:
+    """The results, each printed as a row of one table as it comes."""
+    found: list[Found] = []
+    for result in results:
+        if not found:
+            table(*result)
+        row(*result.values())
+        found.append(result)
+    return found
+
+
 # -- the simulator -------------------------------------------------------------------------------------------
 
 ENGINE: Found = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
@@ -204,17 +214,8 @@ def at_once(workload: Workload) -> Workload:
 
 def one_tenant(name: str, arrival_s: Sequence[float], prompt: Any, output: Any) -> Workload:
     """A workload of these lengths, without shared prefixes."""
-    sizes = np.asarray(prompt, np.int32), np.asarray(output, np.int32)
-    return Workload(
-        name=name,
-        arrival_s=np.asarray(arrival_s),
-        prompt_len=sizes[0],
-        output_len=sizes[1],
-        tenant=np.zeros(len(sizes[0]), np.int32),
-        tenants=("default",),
-        prefix_ids=None,
-        prefix_block=0,
-    )
+    lengths = np.asarray(prompt, np.int32), np.asarray(output, np.int32)
+    return Workload.of_one_tenant(name, np.asarray(arrival_s), *lengths)
 
 
 # -- servers -------------------------------------------------------------------------------------------------
@@ -238,6 +239,10 @@ class Server:
     def call(self, path: str, body: object = None) -> tuple[int, bytes]:
         return call(self.port, path, body)
 
+    def read(self, path: str) -> Any:
+        """The JSON that a GET gives."""
+        return json.loads(self.call(path)[1])
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -246,28 +251,35 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str], output: Path | None = None, **environ: str) -> Iterator[Server]:
-    """A server that ends with the block. `output` gets its card and its log."""
-    port = free_port()
-    command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), *options]
-    with open(output or os.devnull, "wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **environ}
-        )
+def program(*command: object, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """`python -m` and this command, ended with the block. `options` are those of Popen."""
+    process = subprocess.Popen([sys.executable, "-m", *map(str, command)], **options)
     try:
-        until_s = time.monotonic() + START_S
-        while call(port, "/health/ready", timeout_s=2.0)[0] != 200:
-            if process.poll() is not None or time.monotonic() > until_s:
-                raise SystemExit(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.1)
-        yield Server(port, process.pid)
+        yield process
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def served(options: Sequence[str], output: Path | None = None, **environ: str) -> Iterator[Server]:
+    """A server that ends with the block. `output` gets its card and its log."""
+    port = free_port()
+    command = ("paceline", "serve", "--port", port, *options)
+    with (
+        open(output or os.devnull, "wb") as sink,
+        program(*command, stdout=sink, stderr=sink, env={**os.environ, **environ}) as process,
+    ):
+        until_s = time.monotonic() + START_S
+        while call(port, "/health/ready", timeout_s=2.0)[0] != 200:
+            if process.poll() is not None or time.monotonic() > until_s:
+                raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")
+            time.sleep(0.1)
+        yield Server(port, process.pid)
 
 
 def call(port: int, path: str, body: object = None, *, timeout_s: float = 600.0) -> tuple[int, bytes]:
@@ -295,11 +307,18 @@ class Answer:
     events: AsyncIterator[bytes]  # what follows `data: ` in its lines
 
 
+def request_bytes(path: str, body: object = None, host: str = HOST) -> bytes:
+    """A GET, or a POST where there is a body."""
+    if body is None:
+        return f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
+
+
 @contextlib.asynccontextmanager
 async def streamed(port: int, path: str, body: object, host: str = HOST) -> AsyncIterator[Answer]:
     """POST over a plain socket: the client must cost little beside the server."""
-    payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection(host, port)
 
     async def events() -> AsyncIterator[bytes]:
@@ -308,13 +327,29 @@ async def streamed(port: int, path: str, body: object, host: str = HOST) -> Asyn
                 yield line[6:]
 
     try:
-        writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
+        writer.write(request_bytes(path, body, host))
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in lines)
         headers = {name.lower(): value.strip() for name, _, value in pairs}
         yield Answer(int(first.split()[1]), headers, events())
     finally:
         writer.close()
+
+
+async def open_loop(
+    requests: Iterable[tuple[float, Callable[[], Coroutine[Any, Any, None]]]], most: int
+) -> set[asyncio.Task[None]]:
+    """Send each request at its time, whether or not earlier ones are answered, as long as fewer than `most` are under
+    way; returns those that still are at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+    origin_s = time.perf_counter()
+    for due_s, send in requests:
+        await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - origin_s)))
+        if len(tasks) < most:
+            task = asyncio.create_task(send())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    return tasks
 
 
 def write_keys(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """A GGUF model through the engine against transformers with the same numbers: greedy text and perplexity.
 
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
-windows, through `prompt_logprobs`; in float32 and with the quantised product of this machine.
+windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels.
 
     python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50]
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,15 @@ from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerC
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.decoder import Decoder
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import Storage, build_decoder
 from paceline.models.quantized import QuantizedStorage, fast_product
-from paceline.runner.cpu import CPURunner
+from paceline.models.spec import ModelSpec
+from paceline.runner.cpu import CPURunner, StepCompute
+from paceline.runner.native.code import host_code
+from paceline.runner.native.model import build_model, objection
+from paceline.runner.native.step import NativeStep
+from paceline.runner.torch_step import TorchStep
 from paceline.text.tokenizer import Tokenizer
 from tests.torch.english_prompts import PROMPTS
 from tests.torch.gguf_reference import smollm2_path, transformers_model
@@ -34,6 +38,8 @@ from tests.torch.parity import TOLERANCE, Reference, greedy_reference
 
 NUM_NEW = 24
 WINDOW = 512
+BLOCK_SIZE = 16
+MakeStep = Callable[[EngineConfig], StepCompute]
 bench = Benchmark(__doc__)
 
 
@@ -43,7 +49,6 @@ bench = Benchmark(__doc__)
     flag("--tokens", 20_000, "to predict"),
     flag("--prompts", len(PROMPTS), "to continue"),
     flag("--threads", 1),
-    flag("--float32-only", False, "without the quantised product"),
 )
 def parity(given: Given) -> Found:
     if given.model is None:
@@ -55,20 +60,32 @@ def parity(given: Given) -> Found:
     prompts = [tokenizer.encode(text) for text in PROMPTS[: given.prompts]]
     results: Found = {"model": Path(given.model).name, "tokens": sum(len(window) - 1 for window in windows)}
     references, their_loss = _of_transformers(checkpoint, prompts, windows, results)
-    storages: dict[str, Storage | None] = {"float32": None}
-    product = fast_product()
-    if product is not None and not given.float32_only:
-        storages["quantised"] = QuantizedStorage(product)
-    for name, storage in storages.items():
-        decoder = build_decoder(checkpoint, WINDOW + 2, storage)
-        outputs = _timed(results, f"{name} text", partial(generate, decoder, prompts))
+    for name, make_step in _backends(checkpoint, given):
+        outputs = _timed(results, f"{name} text", partial(generate, make_step, checkpoint.spec, prompts))
         _note_text(results, name, references, outputs)
-        loss = _timed(results, f"{name} perplexity", partial(mean_loss, decoder, windows))
+        loss = _timed(results, f"{name} perplexity", partial(mean_loss, make_step, checkpoint.spec, windows))
         results[f"{name} perplexity"] = math.exp(loss)
         results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
     for key, value in results.items():
         print(f"{key:32} {value:.5g}" if isinstance(value, float) else f"{key:32} {value}")
     return results
+
+
+def _backends(checkpoint: Checkpoint, given: Given) -> Iterator[tuple[str, MakeStep]]:
+    """What can compute the model here; each is loaded when it is asked for, and let go of behind it."""
+
+    def on_torch(storage: Storage | None) -> MakeStep:
+        decoder = build_decoder(checkpoint, WINDOW + 2, storage)
+        return lambda config: TorchStep(decoder, config.kv)
+
+    yield "float32", on_torch(None)
+    product = fast_product()
+    if product is not None:
+        yield "quantised", on_torch(QuantizedStorage(product))
+    if not objection(checkpoint, BLOCK_SIZE):
+        model = build_model(checkpoint, WINDOW + 2)
+        code = host_code(print)
+        yield "native", lambda config: NativeStep(model, config, code, given.threads)
 
 
 def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:
@@ -87,12 +104,8 @@ def _of_transformers(
     checkpoint: Checkpoint, prompts: Sequence[list[int]], windows: Sequence[list[int]], results: Found
 ) -> tuple[list[Reference], float]:
     model = transformers_model(checkpoint)
-    eos = checkpoint.spec.eos_token_ids
-
-    def texts() -> list[Reference]:
-        return [greedy_reference(model, prompt, NUM_NEW, eos) for prompt in prompts]
-
-    references = _timed(results, "transformers text", texts)
+    read = partial(greedy_reference, model, num_new=NUM_NEW, eos=checkpoint.spec.eos_token_ids)
+    references = _timed(results, "transformers text", lambda: [read(prompt) for prompt in prompts])
     loss = _timed(results, "transformers perplexity", lambda: _their_loss(model, windows))
     results["transformers perplexity"] = math.exp(loss)
     return references, loss
@@ -109,9 +122,9 @@ def _their_loss(model: Any, windows: Sequence[list[int]]) -> float:
     return total / count
 
 
-def generate(decoder: Decoder, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
+def generate(make_step: MakeStep, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
     """Greedy continuations, all prompts in one engine at once."""
-    engine = _engine(decoder, budget=256)
+    engine = _engine(make_step, spec, budget=256)
     sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
     found: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: [] for prompt in prompts}
     while engine.has_requests:
@@ -121,9 +134,9 @@ def generate(decoder: Decoder, prompts: Sequence[list[int]]) -> list[tuple[int, 
     return [tuple(tokens) for tokens in found.values()]
 
 
-def mean_loss(decoder: Decoder, windows: Sequence[list[int]]) -> float:
+def mean_loss(make_step: MakeStep, spec: ModelSpec, windows: Sequence[list[int]]) -> float:
     """Mean negative log-likelihood of the windows' tokens, through `prompt_logprobs`."""
-    engine = _engine(decoder, budget=WINDOW)
+    engine = _engine(make_step, spec, budget=WINDOW)
     total, count = 0.0, 0
     for window in windows:
         engine.add(window, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
@@ -135,13 +148,13 @@ def mean_loss(decoder: Decoder, windows: Sequence[list[int]]) -> float:
     return total / count
 
 
-def _engine(decoder: Decoder, budget: int) -> Engine:
-    groups = tuple(GroupSpec(window=window) for window in decoder.spec.group_windows)
+def _engine(make_step: MakeStep, spec: ModelSpec, budget: int) -> Engine:
+    groups = tuple(GroupSpec(window=window) for window in spec.group_windows)
     config = EngineConfig(
-        kv=KVConfig(block_size=16, num_blocks=1000, groups=groups),
+        kv=KVConfig(block_size=BLOCK_SIZE, num_blocks=1000, groups=groups),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=budget, max_model_len=WINDOW + 1),
     )
-    return build_engine(config, CPURunner(config, decoder))
+    return build_engine(config, CPURunner(config, make_step(config)))
 
 
 def _note_text(

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,7 @@ from benchmarks.harness import (
 from paceline.core.events import Rule
 from paceline.core.request import Request
 from paceline.lab.bench.load.replayed import send_workload
-from paceline.lab.report.run_record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import FINISHED, OUTCOMES, Ints, RunRecord
 from paceline.lab.report.summary import OUTPUT_COST, largest_gap, service
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.workload import Workload
@@ -55,7 +56,7 @@ from paceline.scheduler.scheduler import Scheduler
 
 bench = Benchmark(__doc__)
 BLOCK = 16
-FINISHED, REFUSED = OUTCOMES.index("finished"), OUTCOMES.index("refused")
+REFUSED = OUTCOMES.index("refused")
 TTFT_S, ITL_S = 1.0, 0.05
 Keys = Mapping[str, Mapping[str, Any]]
 
@@ -72,13 +73,6 @@ class Line:
     holds: bool | None = None  # None: nothing is required
 
 
-def times_line(topic: str, policy: str, what: str, most: float | None, before: float, after: float) -> Line:
-    """How much longer something takes than before, in milliseconds, and how much longer it may."""
-    found = f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)"
-    required = "" if most is None else f"<= {most:g} x"
-    return Line(topic, policy, what, required, found, None if most is None else after <= most * before)
-
-
 def shown(topics: Mapping[str, Callable[[], Iterator[Line]]], only: str) -> Found:
     table("topic", "policy", "what", "required", "found", "holds")
     lines = []
@@ -90,14 +84,6 @@ def shown(topics: Mapping[str, Callable[[], Iterator[Line]]], only: str) -> Foun
 
 
 # -- where requests run --------------------------------------------------------------------------------------
-
-
-class Place(Protocol):
-    """A simulator or a server with a pool of KV blocks."""
-
-    pool_tokens: int
-
-    def run(self, load: Workload, policy: str) -> RunRecord: ...
 
 
 class Simulator:
@@ -122,12 +108,15 @@ class LiveServer:
         write_keys(self._path, {name: (keys or {}).get(name, {}) for name in load.tenants})
         flags = ("--scheduling-policy", policy, "--api-keys-file", str(self._path), *SERVER, *self._options)
         with served(flags) as server:
-            self._send(server, at_once(load.head(min(8, len(load)))), "warm", seed=9)
+            self._send(server, at_once(load.head(8)), "warm", seed=9)
             return self._send(server, load, policy, seed=1)
 
     def _send(self, server: Server, load: Workload, label: str, seed: int) -> RunRecord:
         keys = {name: f"sk-{name}" for name in load.tenants}
         return send_workload(server.completions, "smollm2", load, seed=seed, label=label, keys=keys)
+
+
+Place = Simulator | LiveServer
 
 
 def saturation(place: Place, load: Workload) -> float:
@@ -140,8 +129,18 @@ def ttft(record: RunRecord) -> NDArray[np.float64]:
     return found
 
 
-def ttft_ms(record: RunRecord, share: float, of: NDArray[np.bool_]) -> float:
-    return 1e3 * float(np.nanpercentile(ttft(record)[of], share))
+MOST = {"fair": 2.0, "priority": 1.3}  # times as long as before; others are not judged
+
+
+def slowdown(
+    topic: str, policy: str, what: str, share: int, runs: Iterable[RunRecord], of: Callable[[Ints], Any]
+) -> Line:
+    """This percentile of the first tokens of some tenants, in milliseconds, in a run and then in another."""
+    before, after = (1e3 * float(np.nanpercentile(ttft(record)[of(record.tenant)], share)) for record in runs)
+    found = f"{after / before:.2f} x ({before:.0f} -> {after:.0f} ms)"
+    if policy not in MOST:
+        return Line(topic, policy, what, "", found)
+    return Line(topic, policy, what, f"<= {MOST[policy]:g} x", found, after <= MOST[policy] * before)
 
 
 def served_per_s(record: RunRecord, until_s: float) -> float:
@@ -174,14 +173,9 @@ def shrunk(workload: Workload, by: int) -> Workload:
 
 def repeated(workload: Workload, count: int) -> Workload:
     """This many requests, the same again and again, at the same rate."""
-    times = -(-count // len(workload))
     period = workload.duration_s + 1.0 / workload.rate
-    tiled = {
-        name: np.tile(getattr(workload, name), times)[:count]
-        for name in ("prompt_len", "output_len", "tenant")
-    }
-    arrival_s = np.concatenate([workload.arrival_s + period * number for number in range(times)])[:count]
-    return replace(workload, arrival_s=arrival_s, **tiled)  # type: ignore[arg-type]
+    turn, index = np.divmod(np.arange(count), len(workload))
+    return workload.take(index, workload.arrival_s[index] + period * turn)
 
 
 def a_small_tenant(workload: Workload) -> int:
@@ -193,11 +187,8 @@ def a_small_tenant(workload: Workload) -> int:
 
 def with_flood(workload: Workload, tenant: int, rate: float, seed: int) -> Workload:
     """One of the tenants at another rate, with requests like those of the others."""
-    others = workload.tenant != tenant
-    kept = {
-        name: getattr(workload, name)[others] for name in ("arrival_s", "prompt_len", "output_len", "tenant")
-    }
-    flooded = with_tenant(replace(workload, **kept), "flood", rate, seed)
+    others = workload.take(np.flatnonzero(workload.tenant != tenant))
+    flooded = with_tenant(others, "flood", rate, seed)
     numbers = np.where(flooded.tenant == len(workload.tenants), tenant, flooded.tenant).astype(np.int32)
     return replace(flooded, tenant=numbers, tenants=workload.tenants)
 
@@ -209,15 +200,9 @@ def with_tenant(workload: Workload, name: str, rate: float, seed: int) -> Worklo
     like = random.integers(0, len(workload), count)
     arrival_s = np.concatenate([workload.arrival_s, np.sort(random.uniform(0, workload.duration_s, count))])
     by = np.argsort(arrival_s, kind="stable")
+    both = workload.take(np.concatenate([np.arange(len(workload)), like])[by], arrival_s[by])
     tenant = np.concatenate([workload.tenant, np.full(count, len(workload.tenants), np.int32)])
-    return replace(
-        workload,
-        arrival_s=arrival_s[by],
-        prompt_len=np.concatenate([workload.prompt_len, workload.prompt_len[like]])[by],
-        output_len=np.concatenate([workload.output_len, workload.output_len[like]])[by],
-        tenant=tenant[by].astype(np.int32),
-        tenants=(*workload.tenants, name),
-    )
+    return replace(both, tenant=tenant[by], tenants=(*workload.tenants, name))
 
 
 # -- shares of tenants ---------------------------------------------------------------------------------------
@@ -241,9 +226,8 @@ def fair_lines(place: Place, load: Workload, full: float) -> Iterator[Line]:
     yield Line("fair", "fair", "of fcfs's gap", "<= 0.25", of_fcfs, share <= 0.25)
     yield Line("fair", "fair", "loss of throughput", "<= 5 %", f"{100 * loss:.1f} %", loss <= 0.05)
     for policy in ("fcfs", "fair"):
-        before, after = (ttft_ms(run[policy], 95, run[policy].tenant != loud) for run in (alone, flood))
-        what = "others' p95 TTFT beside one of them with ten shares"
-        yield times_line("fair", policy, what, 2.0 if policy == "fair" else None, before, after)
+        what, runs = "others' p95 TTFT beside one of them with ten shares", (alone[policy], flood[policy])
+        yield slowdown("fair", policy, what, 95, runs, lambda tenant: tenant != loud)
 
 
 def simulated_fair(trace: Workload) -> Iterator[Line]:
@@ -263,7 +247,7 @@ def simulated_flood(trace: Workload) -> Iterator[Line]:
     recorded = at_rate(trace, 0.8 * full)
     tenants = len(recorded.tenants)
     dealt = np.random.default_rng(2).integers(0, tenants, len(recorded)).astype(np.int32)
-    modest = np.bincount(recorded.tenant) <= full * recorded.duration_s / (tenants + 1)
+    modest = np.bincount(recorded.tenant, minlength=tenants) <= full * recorded.duration_s / (tenants + 1)
     for name, quiet, looked_at in (
         ("alike", replace(recorded, tenant=dealt), np.ones(tenants, np.bool_)),
         (f"recorded, {np.count_nonzero(modest)} within their share", recorded, modest),
@@ -271,10 +255,9 @@ def simulated_flood(trace: Workload) -> Iterator[Line]:
         flooded = with_tenant(quiet, "flood", 10 * full / (tenants + 1), seed=3)
         others = np.append(looked_at, False)
         for policy in ("fcfs", "fair"):
-            records = place.run(quiet, policy), place.run(flooded, policy)
-            before, after = (ttft_ms(record, 95, others[record.tenant]) for record in records)
+            runs = (place.run(load, policy) for load in (quiet, flooded))
             what = f"others' p95 TTFT beside a flood ({name})"
-            yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+            yield slowdown("flood", policy, what, 95, runs, others.__getitem__)
 
 
 # -- priority, deadline, order: simulated --------------------------------------------------------------------
@@ -292,11 +275,11 @@ def simulated_priority(trace: Workload, minutes: float) -> Iterator[Line]:
     place = Simulator(**paced, ageing_s=600.0)
     quiet = by_one(lasting(at_rate(trace, 0.3 * full), 60.0 * min(minutes, 3.0)), "interactive")
     both = with_tenant(quiet, "batch", 2.0 * full, seed=4)
-    before = ttft_ms(place.run(quiet, "priority"), 99, quiet.tenant == 0)
+    alone = place.run(quiet, "priority")
     for policy in ("fcfs", "priority"):
-        record = place.run(both, policy, priorities="tenant")
-        what, after = "interactive p99 TTFT beside batch", ttft_ms(record, 99, record.tenant == 0)
-        yield times_line("priority", policy, what, 1.3 if policy == "priority" else None, before, after)
+        runs = alone, place.run(both, policy, priorities="tenant")
+        what = "interactive p99 TTFT beside batch"
+        yield slowdown("priority", policy, what, 99, runs, lambda tenant: tenant == 0)
     yield ageing_line(quiet, full)
 
 
@@ -331,11 +314,8 @@ def refusals() -> Iterator[list[float]]:
         found.extend(self.state.now_s - request.arrival_s for request in requests)
         reject(self, requests, reason)
 
-    Scheduler._reject = counted  # type: ignore[method-assign]
-    try:
+    with patch.object(Scheduler, "_reject", counted):
         yield found
-    finally:
-        Scheduler._reject = reject  # type: ignore[method-assign]
 
 
 def simulated_deadline(trace: Workload, minutes: float) -> Iterator[Line]:
@@ -452,11 +432,11 @@ def live_flood(place: LiveServer, trace: Workload, seconds: float) -> Iterator[L
     flooded = with_tenant(quiet, "flood", 10 * full / 7, seed=3)
     limits = {name: {"max_concurrency": FLOOD_LIMIT} for name in flooded.tenants}
     for policy, keys in (("fcfs", None), ("fair", None), ("fair", limits)):
-        alone, flood = place.run(quiet, policy, keys), place.run(flooded, policy, keys)
-        before, after = (ttft_ms(record, 95, record.tenant < 6) for record in (alone, flood))
-        refused = f", {FLOOD_LIMIT} at once, {int((flood.outcome == REFUSED).sum())} refused" if keys else ""
-        what = f"others' p95 TTFT beside a flood{refused}"
-        yield times_line("flood", policy, what, 2.0 if policy == "fair" else None, before, after)
+        runs = [place.run(load, policy, keys) for load in (quiet, flooded)]
+        refused = int((runs[1].outcome == REFUSED).sum())
+        limited = f", {FLOOD_LIMIT} at once, {refused} refused" if keys else ""
+        what = f"others' p95 TTFT beside a flood{limited}"
+        yield slowdown("flood", policy, what, 95, runs, lambda tenant: tenant < 6)
 
 
 def live_priority(place: LiveServer, trace: Workload, seconds: float) -> Iterator[Line]:
@@ -468,9 +448,8 @@ def live_priority(place: LiveServer, trace: Workload, seconds: float) -> Iterato
     keys = {name: {"class": name} for name in both.tenants}
     for policy in ("fcfs", "priority"):
         alone, mixed = place.run(quiet, policy, keys), place.run(both, policy, keys)
-        before, after = (ttft_ms(record, 99, record.tenant == 0) for record in (alone, mixed))
         what = f"interactive p99 TTFT beside batch, {count} and {len(both) - count} requests"
-        yield times_line("priority", policy, what, 1.3 if policy == "priority" else None, before, after)
+        yield slowdown("priority", policy, what, 99, (alone, mixed), lambda tenant: tenant == 0)
         late = ttft(mixed)[mixed.tenant == 1]
         found = f"{np.nanmax(late):.1f} s; {np.count_nonzero(np.isnan(late))} never"
         yield Line("priority", policy, "batch work: longest to its first token", "", found)

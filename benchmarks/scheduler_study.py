@@ -8,7 +8,7 @@ Writes one JSON with every run, the pictures, and prints the tables for the docs
 *pace*: which pace keeps streams flowing and works a queue off, on the online workloads of the benchmark. Steps cost
 what those of an 8B model took on an H200: fitted to 3,353 steps recorded there with a constant budget of 1,280 tokens,
 four in five of them predicted within 4 %. Larger steps were not observed and are taken to cost as much per token. With
---others, the mean over ten other parts of the trace with arrivals of their own: settings chosen on one part of 500
+--others, the mean over ten other parts of the trace with separate arrivals: settings chosen on one part of 500
 requests, of which five make the p99, may suit that part only.
 
 *preemption*: the KV of a preempted request is always recomputed, always swapped, or the cheaper of the two; with a
@@ -17,7 +17,6 @@ arrival to the last token, and the time until everything is done. The choice by 
 than the better of the other two, and better than both where requests are long and short.
 
     python -m benchmarks.scheduler_study modes TRACE --out docs/concepts [--num-requests 1500] [--jobs 2]
-    python -m benchmarks.scheduler_study modes TRACE --out docs/concepts --sweep batching-modes.json    # only draw
     python -m benchmarks.scheduler_study pace --trace azure2023_conv.csv [--others]
     python -m benchmarks.scheduler_study preemption [--requests 400] [--seed 1] [--loads short,mixed]
 """
@@ -39,7 +38,7 @@ from paceline.costs.model import PiecewiseLinear, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.workloads import LONGEST_OUTPUT, LONGEST_PROMPT, ONLINE, make_workload, read_lengths
 from paceline.lab.report.plots import plot_cdfs, plot_modes, plot_timeline
-from paceline.lab.report.run_record import OUTCOMES, RunRecord
+from paceline.lab.report.run_record import FINISHED, RunRecord
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import to_json
 from paceline.lab.sim import Machine
@@ -72,16 +71,15 @@ class Case:
     rate: float | None
 
 
-def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> kind and options."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {"continuous": ("continuous", {"mode": "continuous"})}
+def configurations() -> dict[str, Found]:
+    """Options of the engine by name."""
+    found: dict[str, Found] = {"continuous": {"mode": "continuous"}}
     for size in SIZES:
         for order in ("fifo", "sorted"):
-            options = {"mode": "static", "batch_size": size, "static_order": order}
-            found[f"static {size} {order}"] = ("static", options)
+            found[f"static {size} {order}"] = {"mode": "static", "batch_size": size, "static_order": order}
         for timeout_s in TIMEOUTS:
             options = {"mode": "dynamic", "batch_size": size, "batch_timeout_s": timeout_s}
-            found[f"dynamic {size}, {timeout_s:g} s"] = ("dynamic", options)
+            found[f"dynamic {size}, {timeout_s:g} s"] = options
     return found
 
 
@@ -89,7 +87,7 @@ def run(case: Case, name: str) -> RunRecord:
     requests = {"num_requests": case.num_requests, "seed": 1, "rate": case.rate}
     workload = load_workload(case.trace, arrivals=ARRIVALS[case.load], **requests)  # type: ignore[arg-type]
     common = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
-    return simulated(workload, {**common, **configurations()[name][1]}, label=name)
+    return simulated(workload, {**common, **configurations()[name]}, label=name)
 
 
 def summarized(case: Case, name: str) -> tuple[str, Any]:
@@ -108,9 +106,8 @@ def sweep(case: Case, jobs: int) -> Found:
 
 def best(summaries: Found, kind: str, rate: float | None) -> str:
     """Of those that keep up with the offered rate the lowest median latency; if none does, the highest throughput."""
-    mine = [
-        name for name, (its_kind, _) in configurations().items() if its_kind == kind and name in summaries
-    ]
+    known = configurations()
+    mine = [name for name in known if known[name]["mode"] == kind and name in summaries]
     keeping_up = [name for name in mine if rate and summaries[name]["requests_per_s"] >= 0.95 * rate]
     if keeping_up:
         return min(keeping_up, key=lambda name: summaries[name]["e2e_s"]["p50"])
@@ -131,18 +128,16 @@ def figures(summary: Summary) -> list[object]:
     flag("--out", Path("docs/concepts"), "folder", kind=Path),
     flag("--num-requests", 1500),
     flag("--jobs", 2, "processes"),
-    flag("--sweep", None, "take the sweep from this file instead of running it", kind=Path),
 )
 def modes(given: Given) -> None:
     """Continuous, static and dynamic batching on one trace."""
     given.out.mkdir(parents=True, exist_ok=True)
-    known = json.loads(given.sweep.read_text()) if given.sweep is not None else None
     study: Found = {"trace": Path(given.trace).name, "num_requests": given.num_requests}
     study |= {"model": MODEL, "device": DEVICE, "loads": {}}
     rates: dict[str, float | None] = {"saturation": None}
     for load in ARRIVALS:
         case = Case(load=load, trace=given.trace, num_requests=given.num_requests, rate=rates[load])
-        found = known["loads"][load]["all"] if known else sweep(case, given.jobs)
+        found = sweep(case, given.jobs)
         if load == "saturation":
             rates["equal load"] = 0.8 * float(found[best(found, "static", None)]["requests_per_s"])
             rates["5 % load"] = 0.05 * float(found["continuous"]["requests_per_s"])
@@ -169,7 +164,7 @@ def draw(case: Case, found: Found, out: Path) -> None:
     plot_cdfs(records, out / f"cdfs-{slug}.png", title=title)
     if load == "saturation":
         for name, record in zip(names[:2], records[:2], strict=True):
-            kind = configurations()[name][0]
+            kind = configurations()[name]["mode"]
             plot_timeline(record, out / f"timeline-{kind}.png", title=f"{name}, saturation")
 
 
@@ -278,7 +273,6 @@ LOADS = {
     "long outputs": ((300, 2_500, 1.0),),
     "mixed": ((150, 900, 0.8), (16_000, 4_000, 0.2)),
 }
-FINISHED = OUTCOMES.index("finished")
 
 
 def make_load(name: str, count: int, seed: int) -> Workload:

@@ -1,4 +1,4 @@
-"""What the HTTP process costs, over real sockets: chunks, refusals, the start, the ledger, and the load client.
+"""What the HTTP process costs, over real sockets: chunks, refusals, the start, the ledger, tokens, the load client.
 
 *chunks*: CPU time of the HTTP process, read from /proc around runs of many streams at once, a tiny model behind it;
 what a request costs before its first chunk comes from streams of one token. Beside it, in turns, plain uvicorn sends
@@ -6,13 +6,16 @@ the same bytes from a bare ASGI application at the same pace: the floor. *refusa
 filled; refusals (429), /health/live and /health/ready are timed. *start*: from the command to the first answer of a
 server whose model is cached (PACELINE_CACHE_ROOT), seen from outside: the listener by a connection, the engine's
 process and its libraries in /proc, readiness by /health. *ledger*: requests that end and share writes, and sums over a
-long ledger. *client*: how many streamed tokens the load generator of `paceline bench serve` takes in on one core, and
-how late: a token is late by the time between the mock server's handing it to its socket and the client's noting it.
+long ledger. *ipc*: from the engine's step to the reader in the HTTP process: joining, encoding, the socket, decoding,
+handing out; both sides are timed apart, in one process, with a reader task behind each stream. *client*: how many
+streamed tokens the load generator of `paceline bench serve` takes in on one core, and how late: a token is late by the
+time between the mock server's handing it to its socket and the client's noting it.
 
     python -m benchmarks.server_cost chunks [--streams 40] [--chunks 200] [--rounds 5]
     python -m benchmarks.server_cost refusals [--seconds 15]
     python -m benchmarks.server_cost start [--model MODEL] [--runs 3]
     python -m benchmarks.server_cost ledger [--entries 1000000] [--at-once 64] [--folder DIR]
+    python -m benchmarks.server_cost ipc [--steps 2000]
     python -m benchmarks.server_cost client
 """
 
@@ -20,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import statistics
@@ -28,16 +30,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import uvloop
 
 from benchmarks.harness import (
+    GREEDY,
     HOST,
     START_S,
     Benchmark,
@@ -48,18 +52,31 @@ from benchmarks.harness import (
     flag,
     free_port,
     in_turns,
+    program,
+    request_bytes,
     row,
+    rows_of,
     served,
     spread,
     table,
 )
+from paceline.config.process import ProcessConfig
+from paceline.core.events import StepEvents, TokenEvents
+from paceline.core.sampling import SamplingParams
 from paceline.lab.bench.load.figures import figures
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
 from paceline.lab.bench.load.pool import Pool, Target
 from paceline.lab.bench.load.prompt_source import BodyForm, RandomSource
+from paceline.process import frames
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.channel import Channel
+from paceline.process.outbox import Outbox
+from paceline.process.streams import Stream
+from paceline.process.supervisor import Link
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import COMPLETE, Closing, LedgerDb, Opening, now_ms, reading
 from paceline.server.billing.usage_report import read_usage
+from tests.fake_engine import engine_info
 from tests.mock_openai import RunningMock, running_mock
 from tests.model_folder import write_model
 
@@ -72,13 +89,14 @@ FLOOR = "--floor"
 # -- cost of a chunk -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """CPU of one process for some chunks, in microseconds each."""
+class Streaming(NamedTuple):
+    """What many streams cost the process that sends them."""
 
-    user_us: float
+    user_us: float  # of CPU, per chunk
     system_us: float
     chunks: int
+    took_s: float
+    piece: bytes  # one of the events
 
     @property
     def total_us(self) -> float:
@@ -100,14 +118,10 @@ def tiny_server(*flags: str) -> Iterator[Server]:
 @contextmanager
 def bare(piece: bytes, pause_s: float) -> Iterator[Server]:
     """Plain uvicorn that sends the same piece to every client at every tick."""
-    command = (sys.executable, "-m", "benchmarks.server_cost", FLOOR, piece.hex(), str(pause_s))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
+    command = ("benchmarks.server_cost", FLOOR, piece.hex(), pause_s)
+    with program(*command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         yield Server(int(process.stdout.readline()), process.pid)
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def run_bare(piece: bytes, pause_s: float) -> None:
@@ -151,14 +165,8 @@ def run_bare(piece: bytes, pause_s: float) -> None:
 
 def stream_request(num_tokens: int) -> bytes:
     messages = [{"role": "user", "content": "hello"}]
-    body = {"model": "m", "messages": messages, "max_tokens": num_tokens, "temperature": 0}
-    payload = json.dumps({**body, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
-
-
-def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode()
+    body = {"model": "m", "messages": messages, "max_tokens": num_tokens, "stream": True, **GREEDY}
+    return request_bytes("/v1/chat/completions", body)
 
 
 async def exchange(port: int, request: bytes) -> bytes:
@@ -185,17 +193,14 @@ def cpu_s(pid: int) -> tuple[float, float]:
     return int(fields[11]) / TICK_S, int(fields[12]) / TICK_S
 
 
-def measure(
-    pid: int, work: Callable[[], Coroutine[Any, Any, tuple[int, bytes]]]
-) -> tuple[Cost, float, bytes]:
-    """Cost of what happens meanwhile, how long it took, and one piece of it."""
-    user_s, system_s = cpu_s(pid)
+def measure(server: Server, request: bytes, num_streams: int) -> Streaming:
+    user_s, system_s = cpu_s(server.pid)
     began_s = time.monotonic()
-    count, piece = asyncio.run(work())
+    count, piece = asyncio.run(stream_all(server.port, request, num_streams))
     took_s = time.monotonic() - began_s
-    user_end_s, system_end_s = cpu_s(pid)
+    user_end_s, system_end_s = cpu_s(server.pid)
     user, system = (user_end_s - user_s) * 1e6 / count, (system_end_s - system_s) * 1e6 / count
-    return Cost(user_us=user, system_us=system, chunks=count), took_s, piece
+    return Streaming(user, system, count, took_s, piece)
 
 
 @bench.part(flag("--streams", 40), flag("--chunks", 200, "of each stream"), flag("--rounds", 5))
@@ -205,18 +210,16 @@ def chunks(given: Given) -> Found:
     with tiny_server() as server:
         long, short = stream_request(count), stream_request(1)
         asyncio.run(stream_all(server.port, stream_request(20), streams))
-        _, took_s, piece = measure(server.pid, lambda: stream_all(server.port, long, streams))
-        with bare(piece + b"\n\n", took_s / count) as floor:
+        first = measure(server, long, streams)
+        with bare(first.piece + b"\n\n", first.took_s / count) as floor:
             works = {
-                "paceline": lambda: measure(server.pid, lambda: stream_all(server.port, long, streams))[0],
-                "opening": lambda: measure(server.pid, lambda: stream_all(server.port, short, streams))[0],
-                "bare_uvicorn": lambda: measure(
-                    floor.pid, lambda: stream_all(floor.port, get(f"/{count}"), streams)
-                )[0],
+                "paceline": partial(measure, server, long, streams),
+                "opening": partial(measure, server, short, streams),
+                "bare_uvicorn": partial(measure, floor, request_bytes(f"/{count}"), streams),
             }
             costs = in_turns(works, given.rounds)
     found: Found = {"streams": streams, "chunks_per_stream": count, "rounds": given.rounds}
-    found["bytes"] = len(piece)
+    found["bytes"] = len(first.piece)
     table("", "us per chunk", "user", "system", "least")
     for name in ("paceline", "bare_uvicorn"):
         middle = sorted(costs[name], key=lambda cost: cost.total_us)[given.rounds // 2]
@@ -246,8 +249,8 @@ async def saturated(port: int, num_streams: int, seconds: float) -> dict[str, li
 
     fillers = [asyncio.create_task(fill()) for _ in range(num_streams)]
     await asyncio.sleep(1.0)
-    kinds = {"429": (stream_request(1), b" 429 "), "/health/live": (get("/health/live"), b" 200 ")}
-    kinds["/health/ready"] = (get("/health/ready"), b" 503 ")
+    kinds = {"429": (stream_request(1), b" 429 "), "/health/live": (request_bytes("/health/live"), b" 200 ")}
+    kinds["/health/ready"] = (request_bytes("/health/ready"), b" 503 ")
     times: dict[str, list[float]] = {name: [] for name in kinds}
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -282,16 +285,14 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is the capi
 def watched_start(model: str | None) -> dict[str, float]:
     """Seconds from the command to each stage of one start."""
     port, times_s = free_port(), dict[str, float]()
-    command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), "--served-model-name", "m"]
     began_s = time.monotonic()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([*command, *([model] if model else [])], **quiet)  # type: ignore[call-overload]
 
     def note(stage: str, is_reached: object = True) -> None:
         if is_reached:
             times_s.setdefault(stage, round(time.monotonic() - began_s, 3))
 
-    try:
+    command = ("paceline", "serve", "--port", port, "--served-model-name", "m", *([model] if model else []))
+    with program(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while "ready" not in times_s:
             if time.monotonic() - began_s > START_S or process.poll() is not None:
                 raise SystemExit("the server did not start; is the model in the cache?")
@@ -309,10 +310,7 @@ def watched_start(model: str | None) -> dict[str, float]:
         status, _ = call(port, "/v1/chat/completions", {**CHAT, "max_tokens": 8})
         assert status == 200, status
         note("answered")
-        return times_s
-    finally:
-        process.terminate()
-        process.wait(60)
+    return {stage: times_s[stage] for stage in STAGES}
 
 
 def _read(path: str) -> str:
@@ -324,11 +322,7 @@ def _read(path: str) -> str:
 @bench.part(flag("--model", None, "default: SmolLM2-135M-Instruct"), flag("--runs", 3))
 def start(given: Given) -> Found:
     """Seconds from `paceline serve` to its first answer, and where they go."""
-    runs = []
-    table(*STAGES)
-    for _ in range(given.runs):
-        runs.append(watched_start(given.model))
-        row(*(runs[-1][stage] for stage in STAGES))
+    runs = rows_of(watched_start(given.model) for _ in range(given.runs))
     return {
         "seconds": {stage: statistics.median(run[stage] for run in runs) for stage in STAGES},
         "runs": runs,
@@ -438,6 +432,72 @@ def ledger(given: Given) -> Found:
         }
 
 
+# -- between the processes -----------------------------------------------------------------------------------
+
+
+async def token_costs(rows: int, steps: int) -> Found:
+    """Microseconds: per step on the engine's side and for a look at an empty socket, per token on both sides."""
+    config = ProcessConfig()
+    ours, theirs = socket.socketpair()
+    channel, outbox = Channel(theirs, config.max_frame_bytes), Outbox(config.max_frame_bytes)
+    client = AsyncEngine(config)
+
+    def on_frame(frame: frames.FromEngine) -> None:
+        assert isinstance(frame, frames.Update)
+        client.on_update(frame)
+
+    link = Link(1, config.max_frame_bytes, client.rejects, on_frame)
+    await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+    client.attach(link)
+    client.ready(engine_info())
+    sampling = SamplingParams(max_tokens=steps)
+    streams = [client.submit([1], sampling, tenant="a") for _ in range(rows)]
+    readers = [asyncio.create_task(_take_all(stream, steps)) for stream in streams]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    channel.receive()
+    ids, tokens = np.arange(1, rows + 1, dtype=np.int64), np.arange(rows, dtype=np.int32)
+    index = np.zeros(rows, np.int64)
+    events = StepEvents(tokens=(TokenEvents(seq=1, time_s=1.0, requests=ids, tokens=tokens, index=index),))
+    looked_s = engine_s = 0.0
+    started_s = time.process_time()
+    for _ in range(steps):
+        before_s = time.perf_counter()
+        channel.receive()
+        between_s = time.perf_counter()
+        outbox.put(events)
+        channel.send(frames.encode(outbox.take()))
+        after_s = time.perf_counter()
+        looked_s += between_s - before_s
+        engine_s += after_s - before_s
+        await asyncio.sleep(0)  # the link reads
+        await asyncio.sleep(0)  # the readers run
+    await asyncio.gather(*readers)
+    http_s = time.process_time() - started_s - engine_s
+    link.close()
+    channel.close()
+    return {
+        "rows": rows,
+        "engine_step_us": round(1e6 * engine_s / steps, 2),
+        "empty_look_us": round(1e6 * looked_s / steps, 2),
+        "engine_token_us": round(1e6 * engine_s / (rows * steps), 3),
+        "http_token_us": round(1e6 * http_s / (rows * steps), 3),
+    }
+
+
+async def _take_all(stream: Stream, count: int) -> None:
+    while count > 0:
+        for update in await stream.take():
+            count -= len(update.tokens)
+
+
+@bench.part(flag("--steps", 2000))
+def ipc(given: Given) -> Found:
+    """A token between the engine's step and its reader in the HTTP process."""
+    costs = (uvloop.run(token_costs(rows, given.steps)) for rows in (1, 32, 256))
+    return {"results": rows_of(costs)}
+
+
 # -- the load generator --------------------------------------------------------------------------------------
 
 # Streams at once, and milliseconds between the tokens of each: what is offered is their ratio.
@@ -479,15 +539,14 @@ def client(given: Given) -> Found:
     """Tokens per second that the load generator takes in on one core, with the mock server on another."""
     everywhere = os.sched_getaffinity(0)
     own, *others = sorted(everywhere)
-    results = []
-    for streams, gap_ms in LOADS:
+
+    def measured(streams: int, gap_ms: float) -> Found:
         os.sched_setaffinity(0, others or {own})  # where the server will run
         with running_mock(ttft_ms=50, gap_ms=gap_ms) as mock:
             os.sched_setaffinity(0, {own})
-            results.append(taken_in(mock, streams, gap_ms))
-        if len(results) == 1:
-            table(*results[0])
-        row(*results[-1].values())
+            return taken_in(mock, streams, gap_ms)
+
+    results = rows_of(starmap(measured, LOADS))
     os.sched_setaffinity(0, everywhere)
     return {"results": results}
 

@@ -9,7 +9,7 @@ In the order of arrival all tenants wait behind one that floods. By shares (`fai
 import sys
 
 from paceline import LLM, SamplingParams
-from paceline.core.service_class import Urgency
+from paceline.core.service_class import ServiceLevel
 
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ARRIVALS = [("flood", 1)] * 5 + [("alice", 1), ("bob", 0)]  # tenant and priority
@@ -25,7 +25,7 @@ def begins(policy: str) -> list[str]:
     names, order = {}, []
     for number, (tenant, priority) in enumerate(ARRIVALS):
         (request,) = engine.add(
-            tokenizer.encode("Hello"), FEW, tenant=tenant, urgency=Urgency(priority=priority)
+            tokenizer.encode("Hello"), FEW, tenant=tenant, service_level=ServiceLevel(priority=priority)
         )
         names[request] = f"{tenant}{number}"
     while engine.has_requests:

@@ -1,12 +1,15 @@
 """What every test run shares: Hypothesis profiles, interrupts that arrive, and which tests stay on one worker.
 
 The default profile `ci` draws the same examples on every run and every machine, so that a red test is red
-for a reason in the change. `quick` draws a quarter of them, for `make check`; `make test` draws them all.
+for a reason in the change. `quick` draws a quarter of them, for `make check` and `make test`; `make campaign` runs the
+property tests again with all of them.
 `HYPOTHESIS_PROFILE=explore pytest ...` searches with fresh random examples.
 """
 
 import os
+import re
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,13 +30,37 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Files whose tests share a server or a model: whatever runs them in parallel keeps a file on one worker.
-SHARING = ("e2e", "torch")
+# Folders with the longest groups come first, short tests last: they fill the workers up to the end.
+FIRST, LAST = ("soak", "browser", "mutants", "torch", "native"), "pure"
+PARITY = re.compile(r"tests/torch/test_parity_engine\.py::\w+\[(?:native )?([\w-]+?)(?:-torch|-native)?[:\]]")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def group_of(nodeid: str) -> str:
+    """Tests of one group run on one worker, in order. They share a server, a model or a browser."""
+    file, _, _ = nodeid.partition("::")
+    if file.startswith("tests/mutants/"):
+        return nodeid
+    if file.startswith("tests/browser/"):
+        return "browser"
+    architecture = PARITY.match(nodeid)
+    return file if architecture is None else f"{file} {architecture[1]}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadgroup":
+        return None
+    # Not the marker `xdist_group`: xdist 3.8 adds it to the node id, which pytest 9.2 no longer lets it change.
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = group_of
+    return scheduler
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+    def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        if folder in SHARING and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        return FIRST.index(folder) if folder in FIRST else len(FIRST) + (folder == LAST)
+
+    items.sort(key=place)

@@ -13,7 +13,7 @@ from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast
 from paceline.core.request import Change, ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.process.client import (
     EngineInfo,
     EngineState,
@@ -110,7 +110,7 @@ class IdleClient:
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
     ) -> EngineStream:
         raise NotImplementedError
@@ -121,7 +121,7 @@ class IdleClient:
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from paceline.scheduler.invariants import InvariantViolation
 VOCAB = 1 << 20
 MASK = (1 << 64) - 1
 PRIME = 0x9E3779B97F4A7C15
-POISON = 0xDEADBEEF  # a slot nobody wrote must never be read
+POISON = 0xDEADBEEF  # a slot that was not written must never be read
 
 
 _MASKED = (0, 0, RUNNING_ON)  # no token
@@ -42,7 +42,7 @@ def reference_output(
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
-    With `at_most`, no more than so many tokens of it.
+    With `at_most`, no more than that number of tokens of it.
     """
     value = 0
     for token in prompt:

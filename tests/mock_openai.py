@@ -37,7 +37,7 @@ class Settings:
     splits: bool = False  # events arrive in two parts, the second with the next event
     closes: bool = False  # no keep-alive, and no length: the answer ends with the connection
     idle_closes_ms: float | None = None  # a connection that rests so long is closed
-    refused_until: int = 0  # a request is refused until it has come so many times
+    refused_until: int = 0  # a request is refused until it has come this number of times
     faults: dict[str, str] = field(default_factory=dict)
 
 
@@ -220,7 +220,7 @@ def _data(value: Any) -> bytes:
 
 
 class RunningMock:
-    """A mock in a process of its own."""
+    """A mock in a separate process."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"

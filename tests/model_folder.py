@@ -31,8 +31,9 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        # Sizes that the native CPU kernels cover.
+        "hidden_size": 64,
+        "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -53,7 +54,7 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
 
 def write_weights(folder: Path) -> Path:
     """Put random weights into a folder of `write_model`, so that it loads like any other."""
-    from tests.pure.checkpoint.made import arrays_for, packed, spec_of
+    from tests.pure.models.made import arrays_for, packed, spec_of
 
     spec = spec_of(json.loads((folder / "config.json").read_text()))
     (folder / "model.safetensors").write_bytes(packed(arrays_for(spec)))
@@ -61,7 +62,7 @@ def write_weights(folder: Path) -> Path:
 
 
 def _backend() -> Any:
-    # Byte-level spells a space and a newline as letters of their own.
+    # Byte-level spells a space and a newline as other letters.
     spelled = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
     vocabulary = {token: index for index, token in enumerate((*CONTROLS, *spelled))}
     backend = Backend(models.BPE(vocabulary, []))

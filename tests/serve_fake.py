@@ -19,9 +19,9 @@ from paceline.config.server import ServerConfig
 from paceline.process.client import EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.keys_file import read_keys
 from paceline.server.api.route import Route
-from paceline.server.api.sse import openai_error_frame
 from paceline.server.app import Api, Application
 from paceline.server.call import Answer, Call, Events, Handler
+from paceline.server.errors import openai_error_frame
 from paceline.server.http.listener import Listener, bind_tcp
 from paceline.server.lifecycle import Server
 from paceline.server.logs import set_up_logs
@@ -88,7 +88,9 @@ class Routes:
         return Answer(body=b"{}")
 
     async def stream(self, call: Call) -> Events:
-        return Events(frames=self._frames(call), error_frame=openai_error_frame, headers={"x-extra": "yes"})
+        return Events(
+            frames=self._frames(call), error_frame=openai_error_frame, headers=lambda: {"x-extra": "yes"}
+        )
 
     async def _frames(self, call: Call) -> AsyncGenerator[bytes, None]:
         body = call.body

@@ -21,7 +21,7 @@ from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, Preemption
 from paceline.core.clock import ManualClock
 from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import CLASSES, DEFAULT_CLASS, Urgency
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import EngineFailed, PacelineError
@@ -126,7 +126,7 @@ class Traffic:
                 prompt if self.rng.random() < 0.97 else prompt * 40,
                 sampling,
                 tenant=self.rng.choice(("default", "other")),
-                urgency=Urgency(
+                service_level=ServiceLevel(
                     self.rng.choice((DEFAULT_CLASS, DEFAULT_CLASS, *CLASSES)), self.rng.randint(-1, 2)
                 ),
                 deadline_s=self.clock.now() + self.rng.random() * 4 if self.rng.random() < 0.1 else None,

@@ -20,7 +20,7 @@ from paceline.llm.outputs import RequestMetrics
 from paceline.server.access.auth import Keyring
 from paceline.server.api.route import Route
 from paceline.server.app import Application
-from paceline.server.docs import fields_of, openapi_document
+from paceline.server.docs import openapi_document
 from paceline.server.health import PUBLIC
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -63,23 +63,39 @@ def http_page() -> str:
     parts = [HTTP_HEAD, "\n| route | what it does |\n|---|---|\n"]
     parts += [f"| `{name}` | {operation.get('summary', '')} |\n" for name, operation in operations]
     for name, operation in operations:
-        fields = fields_of(operation)
+        fields = _body_fields(operation)
         if fields:
             parts.append(f"\n## {name}\n\n| field | type | meaning |\n|---|---|---|\n")
             parts += [f"| `{field}` | {_cell(kind)} | {_cell(text)} |\n" for field, kind, text in fields]
     return "".join(parts)
 
 
+def _body_fields(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
+    content = operation.get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    return [
+        (name, _kind_of(entry), str(entry.get("description", "")))
+        for name, entry in schema.get("properties", {}).items()
+    ]
+
+
+def _kind_of(entry: dict[str, Any]) -> str:
+    alternatives = entry.get("anyOf") or entry.get("oneOf")
+    if alternatives:
+        return " or ".join(dict.fromkeys(_kind_of(alternative) for alternative in alternatives))
+    kind = entry.get("type", "any")
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
 def all_routes() -> list[Route]:
     """Every route of a server that has files and batches."""
     from paceline.server.api.batch_routes import batch_routes, file_routes
     from paceline.server.api.routes import routes
-    from paceline.server.batches.batches import ENDPOINTS
     from paceline.server.generate.service import ServiceSettings
 
     settings = ServiceSettings()
     nothing = cast(Any, SimpleNamespace(settings=settings, explanations=None))
-    batches = [*file_routes(nothing), *batch_routes(nothing, settings.limits, ENDPOINTS, strict=False)]
+    batches = [*file_routes(nothing), *batch_routes(nothing, settings.limits, strict=False)]
     application = Application(ServerConfig(), nothing, Keyring([]))
     return [*routes(nothing, batches), *application.main.table.routes]
 

@@ -150,7 +150,7 @@ OPERATOR = Board(
                 ),
                 Panel(
                     title="Predicted first token",
-                    text="How far predictions at the door were off, as a share of the real time: p90.",
+                    text="Error of the predicted time to the first token, as a share of the real time: p90.",
                     queries=percentiles("predicted_ttft_error_ratio")[:2],
                     unit="percentunit",
                 ),
@@ -188,7 +188,7 @@ OPERATOR = Board(
                 heat("Answer lengths", "Tokens of answers.", "request_generation_tokens", "short"),
                 Panel(
                     title="Requests that missed their times",
-                    text="By class of service, own wishes and the server's.",
+                    text="By class of service, own objectives and the server's.",
                     queries=(
                         Query(
                             expr=rate("goodput_requests", "class, slo", MISSED),
@@ -321,8 +321,8 @@ SCHEDULER = Board(
                     high=1.0,
                 ),
                 Panel(
-                    title="Gave way",
-                    text="Requests a second that lost their blocks, by what became of them and for what.",
+                    title="Preemptions",
+                    text="Preemptions per second, by kind and reason.",
                     queries=(
                         Query(expr=rate("preemptions", "kind, reason", ""), legend="{{reason}}: {{kind}}"),
                     ),

@@ -206,7 +206,7 @@ def policies() -> list[str]:
 
 def dial() -> list[str]:
     lines = ["| run | p99 between tokens, medians over 20 s, ms | furthest from the target |", _rule(3)]
-    for number, run in enumerate(result("dial_cpu_server"), 1):
+    for number, run in enumerate(result("dial_cpu_server")["outcomes"], 1):
         medians = ", ".join(f"{value:.0f}" for value in run["medians_ms"])
         lines.append(_row([str(number), medians, f"{100 * run['worst']:.0f} %"]))
     return lines
@@ -238,6 +238,144 @@ def simulator() -> list[str]:
     return lines
 
 
+def kernel(name: str, shape: str) -> Mapping[str, float]:
+    """A row of the kernels' file."""
+    (found,) = (
+        row for row in result("kernels_h200")["kernels"] if row["kernel"] == name and row["shape"] == shape
+    )
+    return found  # type: ignore[no-any-return]
+
+
+def decode_attention() -> list[str]:
+    lines = [
+        "| decode attention, 16 heads, 8 kv heads of 128, block 64 | us per layer | GB/s | of the read ceiling |",
+        _rule(4),
+    ]
+    for shape, title in {
+        "uniform: 256 rows, 214k tokens": "256 rows, 100 to 1,535 tokens (879 MB)",
+        "skewed: 97 rows, 100k tokens": "97 rows, skewed, one of 12,500 tokens (410 MB)",
+        "skewed: 256 rows, 330k tokens": "256 rows, skewed, 330,000 tokens",
+        "equal: 1024 rows, 147k tokens": "1,024 rows of 144 tokens",
+        "equal: 256 rows, 37k tokens": "256 rows of 144 tokens",
+        "equal: 64 rows, 9k tokens": "64 rows of 144 tokens",
+        "equal: 8 rows, 1k tokens": "8 rows of 144 tokens",
+        "equal: 1 rows, 0k tokens": "1 row of 144 tokens",
+        "one row: 1 rows, 32k tokens": "1 row of 32,000 tokens",
+    }.items():
+        found = kernel("decode attention", f"{shape}, 16/8 heads")
+        cells = (f"{found['us']:.1f}", f"{found['rate']:,.0f}", f"{100 * found['share']:.0f} %")
+        lines.append(_row([title, *cells]))
+    return lines
+
+
+def prefill_attention() -> list[str]:
+    sizes = (1024, 2048, 3584, 4096)
+    heads = [f"{size:,}" for size in sizes]
+    lines = [_row(["prefill attention, causal, TFLOP/s by tokens", *heads]), _rule(1 + len(sizes))]
+    kinds = {
+        "ours over pages": ("prefill attention",),
+        "torch SDPA, cuDNN / flash, dense": ("torch SDPA cudnn_attention", "torch SDPA flash_attention"),
+    }
+    for heads_of in (16, 32):
+        for title, names in kinds.items():
+            cells = []
+            for size in sizes:
+                shape = f"1 x {size} tokens after 0, {heads_of}/8 heads"
+                cells.append(" / ".join(f"{kernel(name, shape)['rate']:.0f}" for name in names))
+            lines.append(_row([f"{title}, {heads_of} heads", *cells]))
+    return lines
+
+
+def few_rows() -> list[str]:
+    shapes = {
+        "qkv": "4096 x 1024",
+        "output": "1024 x 2048",
+        "gate-up": "6144 x 1024",
+        "down": "1024 x 3072",
+        "head": "151936 x 1024",
+    }
+    heads = [f"{name} {shape}" for name, shape in shapes.items()]
+    lines = [_row(["matrix products of few rows, us", *heads]), _rule(1 + len(shapes))]
+    for rows, own in ((1, "row product"), (8, "skinny product")):
+        for title, name in (("cuBLAS", "cuBLAS"), ("ours", own)):
+            found = {
+                row["shape"]: row["us"] for row in result("kernels_h200")["kernels"] if row["kernel"] == name
+            }
+            times = (found.get(f"{rows} rows, {shape}") for shape in shapes.values())
+            cells = ["" if us is None else f"{us:.1f}" for us in times]
+            lines.append(_row([f"{rows} row{'s' if rows > 1 else ''}, {title}", *cells]))
+    return lines
+
+
+def swaps() -> list[str]:
+    columns = {f"{blocks}": f"8B, {blocks} blocks in a row" for blocks in (1, 4, 16, 64, 256)}
+    columns["256, host blocks scattered"] = "8B, 256 blocks scattered"
+    lines = [_row(["blocks of 8B (8 MB each)", *columns]), _rule(1 + len(columns))]
+    for title, key in (("to the host, GB/s", "out"), ("back, GB/s", "back")):
+        lines.append(_row([title, *(f"{result('swap_h200')[name][key]:.1f}" for name in columns.values())]))
+    queued = (result("swap_h200")[name]["queued_ms"] for name in columns.values())
+    return [*lines, _row(["host time to queue it, ms", *(f"{ms:.2g}" for ms in queued)])]
+
+
+def modes_demo() -> list[str]:
+    runs = {run["mode"]: run for run in result("demo_h200_0.6b")["modes"]}
+    order = ("static", "dynamic", "continuous")
+    first, last = runs["static"], runs["continuous"]
+    requests = first["summary"]["requests"]["finished"]
+    lines = [_row([f"{requests:,} requests", *order, "against static"]), _rule(5)]
+
+    def seconds(kind: str, *percentiles: str) -> list[str]:
+        times = {mode: [runs[mode]["summary"][kind][at] for at in percentiles] for mode in order}
+        cells = [" / ".join(f"{value:#.3g}" for value in times[mode]) for mode in order]
+        pairs = zip(times["static"], times["continuous"], strict=True)
+        return [*cells, " / ".join(f"{100 * (now / before - 1):.0f} %" for before, now in pairs)]
+
+    rates = [runs[mode]["summary"][OUTPUT] for mode in order]
+    useful = [runs[mode]["useful_slots"] for mode in order]
+    padded = [_share(runs[mode]["summary"]["padded_share"], digits=0) for mode in order]
+    ratios = (
+        last["summary"][OUTPUT] / first["summary"][OUTPUT],
+        last["useful_slots"] / first["useful_slots"],
+    )
+    return [
+        *lines,
+        _row(["output tokens/s", *(f"{rate:,.0f}" for rate in rates), f"{ratios[0]:.1f} times"]),
+        _row(["answer p50 / p99, s", *seconds("e2e_s", "p50", "p99")]),
+        _row(["first token p50, s", *seconds("ttft_s", "p50")]),
+        _row(["padded share", *padded, ""]),
+        _row(
+            ["slots that do useful work", *(f"{100 * it:.0f} %" for it in useful), f"{ratios[1]:.1f} times"]
+        ),
+    ]
+
+
+def modes_nano() -> list[str]:
+    lines = ["| nano | output tokens/s | answer p50 / p99, s | padded | steps |", _rule(5)]
+    for run in reversed(result("engine_h200_modes")["results"]):
+        answers = f"{run['e2e_s']['p50']:.2f} / {run['e2e_s']['p99']:.2f}"
+        padded = _share(run["padded_share"], digits=1)
+        lines.append(_row([run["mode"], f"{run[OUTPUT]:,.0f}", answers, padded, f"{run['steps']:,}"]))
+    return lines
+
+
+def _share(value: float, *, digits: int) -> str:
+    return f"{100 * value:.{digits}f} %" if value else "none"
+
+
+def log_cost() -> list[str]:
+    file = result("trail_cost_cpu")
+    lines = ["| | with the model | scheduler alone, engine thread |", _rule(3)]
+    for title, name in {
+        "decisions kept in memory (default)": "ring",
+        "`--decision-log`": "decision log",
+        "`--run-log`": "run log",
+        "both": "both logs",
+    }.items():
+        cells = (file["model"][name]["cpu"], file["churn"][name]["engine"])
+        lines.append(_row([title, *(f"{ratio:.2f}" for ratio in cells)]))
+    return lines
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "throughput": throughput,
     "throughput-short": throughput_short,
@@ -251,6 +389,13 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "policies": policies,
     "dial": dial,
     "simulator": simulator,
+    "decode-attention": decode_attention,
+    "prefill-attention": prefill_attention,
+    "few-rows": few_rows,
+    "swaps": swaps,
+    "modes-demo": modes_demo,
+    "modes-nano": modes_nano,
+    "log-cost": log_cost,
 }
 
 
@@ -285,7 +430,23 @@ def sentences() -> dict[str, list[str]]:
     demo = {
         mode["mode"]: mode["summary"]["output_tokens_per_s"] for mode in result("demo_h200_0.6b")["modes"]
     }
+    ceilings = result("kernels_h200")["ceilings"]
+    swapped = result("swap_h200")["a step of 16 GB"]
+    page = [result("page_cost_h200_server")[rows]["watch_us_per_step"] for rows in ("64", "256")]
+    client = result("load_generator")["results"][-1]
     return {
+        "docs/measurements/gpu-kernels.md": [
+            f"{ceilings['read_GB_s']:,.0f} GB/s read in order",
+            f"{ceilings['random_16KB_read_GB_s']:,.0f} in random pieces of 16 KB",
+            f"{ceilings['matrix_TFLOP_s']:.0f} TFLOP/s",
+            f"{swapped['alone, ms']:.2f} ms alone, {swapped['beside swaps out, ms']:.2f} beside copies to the host",
+            f"{swapped['beside swaps in, ms']:.2f} beside copies back",
+        ],
+        "docs/measurements/streaming-cost.md": [
+            f"{page[0]:.1f} and {page[1]:.1f} us per step",
+            f"{round(client['tokens_per_s'], -2):,.0f} tokens/s with {100 * client['client_cpu_share']:.0f} %",
+            f"{client['late_p50_ms']:.2f} ms after the server's write",
+        ],
         "README.md": [f"[{result('step_cost')['1024']['cpu_mean_us']:.0f} us]"],
         "docs/guides/serve-on-a-gpu.md": [
             f"256 rows decode at {decode} tokens/s",

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from paceline.config.server import ObserveConfig, ServerConfig
-from paceline.core.counters import Counters
+from paceline.core.counters import Counters, CPUWork
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
 from paceline.process.client import EngineState, EngineStats
@@ -22,7 +22,7 @@ from paceline.server.batches.batches import Batches
 from paceline.server.billing.billing import Billing
 from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.request_record import RequestRecord
-from paceline.server.metrics.tracing import SpanCounts, Tracing
+from paceline.server.metrics.tracing import Tracing
 from paceline.server.open_api import admission_gauges
 from tests.fake_engine import engine_info
 
@@ -76,6 +76,7 @@ class DescribedEngine:
             fairness_gap=1.0,
             next_place_s=1.0,
             dial=DialStatus(),
+            cpu=CPUWork(2, {"products": 0.5, "waiting": 0.1}),
         )
 
 
@@ -88,8 +89,8 @@ def full_application(prefix: str = "paceline") -> Application:
     app = Application(config, cast(Any, engine), Keyring(()))
     ledger = SimpleNamespace(problem="", num_entries=0, num_writes=0)
     billing = cast(Billing, SimpleNamespace(ledger=ledger))
-    lines = SimpleNamespace(batches={"completed": 0}, lines={"pending": 0, "in_progress": 0})
-    batches = cast(Batches, SimpleNamespace(runner=SimpleNamespace(figures=lines, num_lines_under_way=0)))
+    counts = ({"completed": 0}, {"pending": 0, "in_progress": 0})
+    batches = cast(Batches, SimpleNamespace(_counts=counts, num_lines_under_way=0))
     admission = Admission(Capacity(places=1, queued_tokens=1), lambda: None)
     recent = app.batching.recent
     recent.note(recent.totals()._replace(time_s=time.monotonic() - 30.0))
@@ -101,7 +102,7 @@ def full_application(prefix: str = "paceline") -> Application:
             labelled=lambda: Batches.figures(batches),
         )
     )
-    app.more_counters = lambda: Tracing.figures(cast(Tracing, SimpleNamespace(counts=SpanCounts())))
+    app.more_counters = lambda: Tracing.figures(cast(Tracing, SimpleNamespace(num_exported=0, num_dropped=0)))
     app.http.count("/v1/completions", "POST", 200)
     _work_a_little(app, engine)
     return app

@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml: pages from the root of the repository, and links that leave the site.
+"""What mkdocs gets beside mkdocs.yml: pages from the root of the repository, and links that leave the site.
 
 README is the first page; architecture, security, changelog and contributing are pages too. Links are written for the
 repository, where every file can be linked to: here those to pages become links to pages, those to a folder of pages

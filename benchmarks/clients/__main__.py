@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.clients.driver import (
     FLAGS,
@@ -27,9 +28,8 @@ from benchmarks.clients.driver import (
     offline,
     prepared,
     run_client,
-    small_folder,
+    small_model,
     target,
-    version_of,
 )
 from benchmarks.harness import Benchmark, Given, flag
 
@@ -42,8 +42,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
 @bench.part(*FLAGS)
 def langchain(options: Given) -> None:
     """LangChain's ChatOpenAI and OpenAI: invoke, stream, batch and their async forms."""
-    programs = prepared(options, "langchain", ["langchain-openai"])
-    client = f"langchain-openai {version_of(programs, 'langchain-openai')}"
+    programs, client = prepared(options, "langchain", "langchain-openai")
     folder = options.work / "langchain"
     with target(options) as served, judged(client, options, served) as outcomes:
         results, script = folder / "results.json", HERE / "langchain_requests.py"
@@ -59,11 +58,8 @@ def langchain(options: Given) -> None:
 @bench.part(*FLAGS, flag("--concurrency", 8), flag("--endpoint", "/v1/chat/completions", "route"))
 def guidellm(options: Given) -> None:
     """`guidellm run`: streamed chats, prompts made by guidellm."""
-    programs = prepared(options, "guidellm", [TORCH, "guidellm"])
-    client = f"guidellm {version_of(programs, 'guidellm')}"
-    tokenizer = small_folder(options.work)
-    flags = [] if options.model else ["--load-format", "dummy"]
-    options.model = options.model or str(tokenizer)
+    programs, client = prepared(options, "guidellm", TORCH, "guidellm")
+    tokenizer, flags = small_model(options)
     folder = options.work / "guidellm"
     backend = f"kind=openai_http,request_format={options.endpoint}"
     with target(options, *flags) as served, judged(client, options, served) as outcomes:
@@ -93,14 +89,10 @@ def _of_guidellm(report: dict[str, Any]) -> Outcome:
 @bench.part(*FLAGS, flag("--concurrency", 8), flag("--endpoint", "chat", "kind of endpoint"))
 def aiperf(options: Given) -> None:
     """`aiperf profile`: streamed chats, and the server's metrics."""
-    programs = prepared(options, "aiperf", ["aiperf"])
-    client = f"aiperf {version_of(programs, 'aiperf')}"
-    tokenizer = small_folder(options.work)
-    flags = [] if options.model else ["--load-format", "dummy"]
-    options.model = options.model or str(tokenizer)
+    programs, client = prepared(options, "aiperf", "aiperf")
+    tokenizer, flags = small_model(options)
     folder = options.work / "aiperf"
-    artifacts = folder / "artifacts"
-    shutil.rmtree(artifacts, ignore_errors=True)
+    artifacts = _emptied(folder / "artifacts")
     environment = offline()
     del environment["HF_HUB_OFFLINE"]  # aiperf then takes a folder for a name on the hub
     with target(options, *flags) as served, judged(client, options, served) as outcomes:
@@ -136,33 +128,32 @@ SOURCE = HERE / "lm_eval_task"
 LARGEST_DIFFERENCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What one backend found for one question."""
 
-    log_likelihoods: tuple[float, ...]
-    is_greedy: tuple[bool, ...]
+    log_likelihoods: list[float]
+    is_greedy: list[bool]
     accuracy: float
 
     @property
-    def choice(self) -> int:
-        return max(range(len(self.log_likelihoods)), key=self.log_likelihoods.__getitem__)
+    def decision(self) -> tuple[int, list[bool], float]:
+        """The answer it chooses, and whether each would be its greedy text."""
+        return int(np.argmax(self.log_likelihoods)), self.is_greedy, self.accuracy
 
 
-@bench.part(*FLAGS, flag("--concurrency", 4), flag("--batch-size", 1))
+@bench.part(*FLAGS, flag("--concurrency", 4))
 def lm_eval(options: Given) -> None:
     """lm-eval (local-completions), and its score against that of transformers on the same weights."""
-    programs = prepared(options, "lm-eval", [TORCH, "lm-eval[api,hf]"])
+    programs, client = prepared(options, "lm-eval", TORCH, "lm-eval[api,hf]")
     options.model = options.model or str(hf_folder(options.work / "smollm2-float32"))
     evaluate = partial(_evaluate, programs, options.work / "lm-eval")
-    client = f"lm-eval {version_of(programs, 'lm_eval')}"
     own = ("--quantization", "none", "--dtype", "float32")
     with target(options, *own) as served, judged(client, options, served) as outcomes:
         arguments = (
             f"model={served.model},base_url={served.url}/v1/completions,tokenized_requests=True,"
             f"num_concurrent={options.concurrency},max_retries=1,max_length=512"
         )
-        ours = evaluate("local-completions", arguments, "--batch_size", str(options.batch_size))
+        ours = evaluate("local-completions", arguments)
         count = sum(len(judgement.log_likelihoods) for judgement in ours)
         outcomes.append(Outcome(requests=count, errors=0))
     theirs = evaluate("hf", f"pretrained={options.model},dtype=float32", "--device", "cpu")
@@ -198,31 +189,21 @@ def _emptied(folder: Path) -> Path:
 def _judgements(folder: Path) -> list[Judgement]:
     (file,) = folder.rglob(f"samples_{TASK}_*.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
-    found = []
-    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-        answers = [(float(value), str(greedy) == "True") for value, greedy in sample["filtered_resps"]]
-        found.append(
-            Judgement(
-                log_likelihoods=tuple(value for value, _ in answers),
-                is_greedy=tuple(greedy for _, greedy in answers),
-                accuracy=sample["acc"],
-            )
+    return [
+        Judgement(
+            [float(value) for value, _ in sample["filtered_resps"]],
+            [str(greedy) == "True" for _, greedy in sample["filtered_resps"]],
+            sample["acc"],
         )
-    return found
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+    ]
 
 
 def _compare(ours: list[Judgement], theirs: list[Judgement]) -> None:
     pairs = list(zip(ours, theirs, strict=True))
-    apart = max(
-        abs(mine - other)
-        for one, two in pairs
-        for mine, other in zip(one.log_likelihoods, two.log_likelihoods, strict=True)
-    )
-    equal = sum(
-        (one.choice, one.is_greedy, one.accuracy) == (two.choice, two.is_greedy, two.accuracy)
-        for one, two in pairs
-    )
-    scores = [sum(judgement.accuracy for judgement in found) / len(found) for found in (ours, theirs)]
+    apart = max(np.abs(np.subtract(one.log_likelihoods, two.log_likelihoods)).max() for one, two in pairs)
+    equal = sum(one.decision == two.decision for one, two in pairs)
+    scores = [np.mean([judgement.accuracy for judgement in found]) for found in (ours, theirs)]
     line = (
         f"lm-eval: {len(pairs)} questions, accuracy {scores[0]:.4f} here and {scores[1]:.4f} by transformers, "
         f"{equal} decided alike, log-likelihoods at most {apart:.1e} apart"

@@ -63,19 +63,14 @@ FLAGS = (
 )
 
 
-def prepared(options: Given, name: str, packages: Sequence[str]) -> Path:
-    """The folder of the client's programs; installs the packages the first time."""
-    options.work = options.work.resolve()
-    options.work.mkdir(parents=True, exist_ok=True)
-    return environment_for(options.work, name, packages)
-
-
 # ---------------------------------------------------------------- environments
 
 
-def environment_for(work: Path, name: str, packages: Sequence[str]) -> Path:
-    """The folder of the client's programs; installs the packages the first time."""
-    folder = work / name / "venv"
+def prepared(options: Given, name: str, *packages: str) -> tuple[Path, str]:
+    """The folder of the client's programs, and the client with its version; installs the packages the first time."""
+    options.work = options.work.resolve()
+    options.work.mkdir(parents=True, exist_ok=True)
+    folder = options.work / name / "venv"
     mark = folder / ".installed"
     if not mark.exists() or mark.read_text() != " ".join(packages):
         print(f"installing {' '.join(packages)} into {folder}, once ...", file=sys.stderr, flush=True)
@@ -83,14 +78,10 @@ def environment_for(work: Path, name: str, packages: Sequence[str]) -> Path:
         pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-q", "install"]
         subprocess.run([*pip, *packages], check=True)
         mark.write_text(" ".join(packages))
-    return folder / "bin"
-
-
-def version_of(programs: Path, package: str) -> str:
+    package = packages[-1].partition("[")[0]
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
-    return subprocess.run(
-        [str(programs / "python"), "-c", code], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    version = subprocess.check_output([str(folder / "bin" / "python"), "-c", code], text=True).strip()
+    return folder / "bin", f"{package} {version}"
 
 
 def offline(**more: str) -> dict[str, str]:
@@ -193,15 +184,17 @@ def hf_folder(folder: Path) -> Path:
     return folder
 
 
-def small_folder(work: Path) -> Path:
-    """Two narrow layers with the default tokenizer, for `--load-format dummy`: clients only count tokens."""
-    folder, whole = work / "small", hf_folder(work / "smollm2-float32")
-    if folder.exists():
-        return folder
-    unfinished = folder.with_name("small.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(whole, unfinished, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((whole / "config.json").read_text())
-    (unfinished / "config.json").write_text(json.dumps(config | SMALL))
-    unfinished.rename(folder)
-    return folder
+def small_model(options: Given) -> tuple[Path, list[str]]:
+    """A folder with the default tokenizer, and flags of the server: a model of two narrow layers with this tokenizer,
+    unless one was named. Clients only count tokens."""
+    folder, whole = options.work / "small", hf_folder(options.work / "smollm2-float32")
+    if not folder.exists():
+        unfinished = folder.with_name("small.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(whole, unfinished, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((whole / "config.json").read_text())
+        (unfinished / "config.json").write_text(json.dumps(config | SMALL))
+        unfinished.rename(folder)
+    flags = [] if options.model else ["--load-format", "dummy"]
+    options.model = options.model or str(folder)
+    return folder, flags

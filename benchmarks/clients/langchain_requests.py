@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ def main() -> None:
     plain = OpenAI(**given, max_tokens=8)
     tally = Tally()
     questions = [f"Name a colour that goes well with the number {index}." for index in range(int(count) // 5)]
-    asked = iter(questions)
-    _one_by_one(chat, asked, len(questions) // 4, tally)
+    _one_by_one(chat, questions[: len(questions) // 4], tally)
     for message in chat.batch(questions, {"max_concurrency": CONCURRENCY}):
         tally.take(message)
     _completions(plain, len(questions), tally)
@@ -59,16 +59,12 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _one_by_one(chat: Any, questions: Iterator[str], count: int, tally: Tally) -> None:
-    for _, question in zip(range(count), questions, strict=False):
-        whole = chat.invoke([("system", "Answer in one word."), ("human", question)])
+def _one_by_one(chat: Any, questions: list[str], tally: Tally) -> None:
+    for question in questions:
+        messages = [("system", "Answer in one word."), ("human", question)]
+        whole = chat.invoke(messages)
         tally.take(whole)
-        pieces = list(
-            chat.stream([("system", "Answer in one word."), ("human", question)], stream_usage=True)
-        )
-        joined = pieces[0]
-        for piece in pieces[1:]:
-            joined = joined + piece
+        joined = reduce(add, chat.stream(messages, stream_usage=True))
         tally.take(joined)
         tally.expect(joined.content == whole.content, "a stream differs from its answer")
         tally.expect(

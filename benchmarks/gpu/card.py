@@ -90,8 +90,9 @@ def read_ceiling(gigabytes: float = 8.0) -> tuple[float, float]:
     return read_gigabytes_per_second(source, in_order), read_gigabytes_per_second(source, at_random)
 
 
-def matrix_ceiling(size: int = 8192) -> float:
+def matrix_ceiling() -> float:
     """TFLOP/s of a large bf16 product on random data."""
+    size = 8192
     a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     microseconds = graph_microseconds([lambda: torch.mm(a, b, out=out)] * 4, milliseconds=200)
@@ -106,25 +107,23 @@ LAYERS = {
 STEP_TOKENS = (1152, 2048, 4096, 8192)
 
 
-def measure_card(*, seconds: float = 1.0, pool_gigabytes: float = 100.0) -> dict[str, float]:
+def measure_card() -> dict[str, float]:
     """All figures by name; the unit is the last word of the name."""
-    figures: dict[str, float] = {}
-    in_order, at_random = read_ceiling(pool_gigabytes)
-    figures[f"read in order from {pool_gigabytes:.0f} GB, GB/s"] = in_order
-    figures[f"read 16 KB at random from {pool_gigabytes:.0f} GB, GB/s"] = at_random
+    in_order, at_random = read_ceiling(100.0)
+    figures = {
+        "read in order from 100 GB, GB/s": in_order,
+        "read 16 KB at random from 100 GB, GB/s": at_random,
+    }
     torch.cuda.empty_cache()
     for model, shapes in LAYERS.items():
         for tokens in STEP_TOKENS:
-            rate = layer_rate(shapes, tokens, seconds)
+            rate = layer_rate(shapes, tokens)
             figures[f"products of a {model} layer at {tokens} tokens, TFLOP/s"] = rate
-    figures.update(launch_costs())
-    figures.update(poll_latency())
-    figures.update(overlap())
-    return figures
+    return figures | launch_costs() | poll_latency() | overlap()
 
 
-def layer_rate(shapes: tuple[tuple[int, int], ...], tokens: int, seconds: float) -> float:
-    """Rate over the last half of `seconds` of one layer's products after another, different weights each."""
+def layer_rate(shapes: tuple[tuple[int, int], ...], tokens: int) -> float:
+    """Rate over the last half of a second of one layer's products after another, different weights each."""
     copies = max(1, min(16, 2**30 // sum(columns * inner * 2 for columns, inner in shapes)))
     calls: list[Callable[[], object]] = []
     flops = 0.0
@@ -136,7 +135,7 @@ def layer_rate(shapes: tuple[tuple[int, int], ...], tokens: int, seconds: float)
         flops += 2.0 * tokens * columns * inner
     graph = captured(calls)
     each = replay_milliseconds(graph, 2)
-    times = max(2, int(seconds * 500 / each))
+    times = max(2, int(500 / each))
     replay_milliseconds(graph, times)
     return flops / replay_milliseconds(graph, times) / 1e9
 

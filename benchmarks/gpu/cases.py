@@ -11,20 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     allocate_partials,
+    allocate_plan,
     decode_attention,
     decode_tuning,
+    plan_decode,
 )
-from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.runner.gpu.kernels.gated_activation import gated_activation
-from paceline.runner.gpu.kernels.gated_product import gated_product, is_worth_gating
+from paceline.runner.gpu.kernels.gated_product import gated_activation, gated_product, is_worth_gating
 from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
-from paceline.runner.gpu.kernels.paged_kv import PagedKV
-from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning, prefill_attention
-from paceline.runner.gpu.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
+from paceline.runner.gpu.kernels.prefill_attention import (
+    PrefillTuning,
+    Spans,
+    allocate_prefill_plan,
+    plan_prefill,
+    prefill_attention,
+)
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import row_product
@@ -51,10 +55,10 @@ def normal(*sizes: int) -> Tensor:
     return out
 
 
-def skewed_lengths(rows: int, tokens: int, seed: int = 0) -> list[int]:
+def skewed_lengths(rows: int, tokens: int) -> list[int]:
     """Log-normal as chat contexts are, one row of an eighth of all tokens, the rest scaled to the sum."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(rows, generator=generator).mul(1.0).exp()
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(rows, generator=generator).exp()
     lengths = (weights / weights.sum() * tokens * 7 / 8).long().clamp_min(1)
     lengths[0] = tokens // 8
     return [int(length) for length in lengths]
@@ -66,7 +70,6 @@ def decode_case(
     *,
     group: int = 2,
     layers: int = 8,
-    min_chunk: int = 256,
     tuning: DecodeTuning | None = None,
     kv_dtype: torch.dtype = BF16,
 ) -> Case:
@@ -80,7 +83,7 @@ def decode_case(
     for row in range(slots):
         table[row, : needed[row]] = blocks[sum(needed[:row]) :][: needed[row]]
     table = table.cuda()
-    plan = allocate_plan(slots, tuning.target_chunks(MULTIPROCESSORS, kv_heads), min_chunk=min_chunk)
+    plan = allocate_plan(slots, tuning.target_chunks(MULTIPROCESSORS, kv_heads))
     partials = allocate_partials(plan, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     rows = torch.arange(slots, dtype=torch.int32, device="cuda")
     plan_decode(plan, rows, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
@@ -117,10 +120,9 @@ def prefill_case(
     group: int,
     context: int = 0,
     spans: int = 1,
-    tuning: PrefillTuning = PrefillTuning(),  # noqa: B008 - frozen
     kv_dtype: torch.dtype = BF16,
 ) -> Case:
-    kv_heads, head_dim = 8, 128
+    kv_heads, head_dim, tuning = 8, 128, PrefillTuning()
     heads, length = kv_heads * group, context + tokens
     needed = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
     blocks = torch.randperm(needed * spans, device="cuda").to(torch.int32)
@@ -196,18 +198,19 @@ def small_cases(tokens: int, *, width: int, heads: int, inner: int) -> list[Case
     ]
 
 
-def sampling_case(rows: int, temperature: float, *, turns: int = 0) -> Case:
+def sampling_columns(rows: int, temperature: float) -> SamplingColumns:
+    numbers = torch.arange(rows, dtype=torch.int32, device="cuda")
+    heat = torch.full((rows,), temperature, dtype=torch.float64, device="cuda")
+    return SamplingColumns(slot_rows=numbers, temperature=heat, seed=numbers.long(), position=numbers.long())
+
+
+def sampling_case(rows: int, temperature: float) -> Case:
     vocabulary = 151_936
     logits = [normal(rows, vocabulary) for _ in range(max(1, min(8, 1024 // rows)))]
-    columns = SamplingColumns(
-        slot_rows=torch.arange(rows, dtype=torch.int32, device="cuda"),
-        temperature=torch.full((rows,), temperature, dtype=torch.float64, device="cuda"),
-        seed=torch.arange(rows, dtype=torch.int64, device="cuda"),
-        position=torch.arange(rows, dtype=torch.int64, device="cuda"),
-    )
+    columns = sampling_columns(rows, temperature)
     tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
     finite = torch.empty(rows, dtype=torch.uint8, device="cuda")
-    room = allocate_candidates(rows, vocabulary, turns=turns)
+    room = allocate_candidates(rows, vocabulary)
     calls = [lambda each=each: sample(tokens, finite, each, columns, room) for each in logits]
     shape = f"{rows} x {vocabulary}, temperature {temperature}, turns {room.turns}"
     return Case(kernel="sampling", shape=shape, calls=calls, num_bytes=rows * vocabulary * 2)

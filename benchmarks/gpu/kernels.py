@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from itertools import product
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -17,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu import cases
 from benchmarks.gpu.card import graph_microseconds, matrix_ceiling, measure_card, read_ceiling
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
-from benchmarks.harness import Benchmark, Found, Given, flag
+from benchmarks.harness import Benchmark, Found, Given, flag, row, rows_of, table
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
 
 bench = Benchmark(__doc__)
@@ -33,23 +32,24 @@ FP8_TILES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    read: float  # GB/s, in order
-    read_at_random: float  # GB/s, 16 KB pieces
-    matrix: float  # TFLOP/s
+def uniform_lengths() -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    return [int(length) for length in torch.randint(100, 1536, (256,), generator=generator)]
+
+
+def batches(kv_dtype: torch.dtype) -> Iterator[cases.Case]:
+    """Decode steps of any type of keys and values."""
+    for group in (2, 4):
+        yield cases.decode_case("uniform", uniform_lengths(), group=group, layers=6, kv_dtype=kv_dtype)
+        yield cases.decode_case("skewed", cases.skewed_lengths(97, 100_000), group=group, kv_dtype=kv_dtype)
+    for rows, layers in ((1024, 6), (256, 12), (64, 28), (8, 28), (1, 28)):
+        yield cases.decode_case("equal", [144] * rows, layers=layers, kv_dtype=kv_dtype)
 
 
 def decode_cases() -> Iterator[cases.Case]:
-    generator = torch.Generator().manual_seed(3)
-    uniform = [int(length) for length in torch.randint(100, 1536, (256,), generator=generator)]
-    for group in (2, 4):
-        yield cases.decode_case("uniform", uniform, group=group, layers=6)
-        yield cases.decode_case("skewed", cases.skewed_lengths(97, 100_000), group=group, layers=8)
+    yield from batches(cases.BF16)
     yield cases.decode_case("skewed", cases.skewed_lengths(256, 330_000), layers=4)
     yield cases.decode_case("one row", [32_000], layers=8)
-    for rows, layers in ((1024, 6), (256, 12), (64, 28), (8, 28), (1, 28)):
-        yield cases.decode_case("equal", [144] * rows, layers=layers)
     yield cases.plan_case(256)
     yield cases.plan_case(1024)
 
@@ -68,18 +68,12 @@ def prefill_cases() -> Iterator[cases.Case]:
 def fp8_cases() -> Iterator[cases.Case]:
     """Keys and values of eight bits: at what 16 bits are timed at, and with other tiles than theirs."""
     fp8 = torch.float8_e4m3fn
-    generator = torch.Generator().manual_seed(3)
-    uniform = [int(length) for length in torch.randint(100, 1536, (256,), generator=generator)]
-    for group in (2, 4):
-        yield cases.decode_case("uniform", uniform, group=group, layers=6, kv_dtype=fp8)
-        yield cases.decode_case("skewed", cases.skewed_lengths(97, 100_000), group=group, kv_dtype=fp8)
-    for rows, layers in ((1024, 6), (256, 12), (64, 28), (8, 28), (1, 28)):
-        yield cases.decode_case("equal", [144] * rows, layers=layers, kv_dtype=fp8)
+    yield from batches(fp8)
     for tile, warps, stages, programs in FP8_TILES:
         tuning = DecodeTuning(
             tile=tile, num_warps=warps, num_stages=stages, programs_per_multiprocessor=programs
         )
-        for name, lengths in (("uniform", uniform), ("equal", [144] * 1024)):
+        for name, lengths in (("uniform", uniform_lengths()), ("equal", [144] * 1024)):
             label = f"{name}, tile {tile}, {warps} warps, {stages} stages, {programs} programs"
             yield cases.decode_case(label, lengths, layers=6, tuning=tuning, kv_dtype=fp8)
     for tokens, group in ((1024, 2), (4096, 2), (1024, 4), (4096, 4)):
@@ -125,37 +119,25 @@ FAMILIES = {
 }
 
 
-def timed(case: cases.Case, ceilings: Ceilings) -> dict[str, Any]:
+def timed(case: cases.Case, ceilings: Mapping[str, float]) -> Found:
+    """Microseconds of a call, and its rate beside the ceiling in the same unit."""
     microseconds = graph_microseconds(case.calls)
-    row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "us": round(microseconds, 2)}
-    if case.flops:
-        rate = case.flops / microseconds / 1e6
-        row |= {"rate": round(rate, 1), "unit": "TFLOP/s", "share": round(rate / ceilings.matrix, 3)}
-    elif case.num_bytes:
-        rate = case.num_bytes / microseconds / 1e3
-        row |= {"rate": round(rate, 1), "unit": "GB/s", "share": round(rate / ceilings.read, 3)}
-    return row
+    found: Found = {"kernel": case.kernel, "shape": case.shape, "us": round(microseconds, 2)}
+    if case.flops or case.num_bytes:
+        unit = "TFLOP/s" if case.flops else "GB/s"
+        rate = case.flops / microseconds / 1e6 if case.flops else case.num_bytes / microseconds / 1e3
+        found |= {"rate": round(rate, 1), "unit": unit, "share": round(rate / ceilings[unit], 3)}
+    return found
 
 
-def show(row: dict[str, Any]) -> None:
-    rate = f"{row['rate']:9,.0f} {row['unit']:8} {row['share']:6.1%}" if "rate" in row else ""
-    print(f"{row['kernel']:28} {row['shape']:54} {row['us']:10,.1f} us {rate}", flush=True)
-
-
-def time_steps() -> list[dict[str, Any]]:
-    found = []
-    for model, rows_of in ((SMALL, (1, 8, 64, 256, 1024)), (LARGE, (1, 8, 64, 256))):
-        for rows, overlapped in [(rows, overlapped) for rows in rows_of for overlapped in (False, True)]:
+def decode_steps() -> Iterator[Found]:
+    for model, sizes in ((SMALL, (1, 8, 64, 256, 1024)), (LARGE, (1, 8, 64, 256))):
+        for rows, overlapped in product(sizes, (False, True)):
             milliseconds = step_milliseconds(model, rows, overlapped=overlapped)
             torch.cuda.empty_cache()
-            tokens = rows / milliseconds * 1000
             how = "overlapped launches" if overlapped else "plain launches"
-            row = {"model": model.name, "rows": rows, "launches": how, "ms": round(milliseconds, 3)}
-            found.append(row | {"tok/s": round(tokens)})
-            print(
-                f"decode step {model.name:5} {rows:5} rows, {how:20} {milliseconds:8.3f} ms {tokens:10,.0f} tok/s"
-            )
-    return found
+            found = {"model": model.name, "rows": rows, "launches": how, "ms": round(milliseconds, 3)}
+            yield found | {"tok/s": round(rows / milliseconds * 1000)}
 
 
 @bench.part(
@@ -164,20 +146,25 @@ def time_steps() -> list[dict[str, Any]]:
     flag("--only", ",".join(FAMILIES), "families of kernels"),
 )
 def kernels(given: Given) -> Found:
+    families = given.only.split(",")
+    unknown = [family for family in families if family not in FAMILIES]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: the families are {', '.join(FAMILIES)}")
     torch.manual_seed(0)
     read, at_random = read_ceiling()
-    ceilings = Ceilings(read=read, read_at_random=at_random, matrix=matrix_ceiling())
-    print(f"ceilings: read {read:,.0f} GB/s, at random {at_random:,.0f} GB/s, {ceilings.matrix:,.0f} TFLOP/s")
-    named = {"read_GB_s": read, "random_16KB_read_GB_s": at_random, "matrix_TFLOP_s": ceilings.matrix}
+    matrix = matrix_ceiling()
+    print(f"ceilings: read {read:,.0f} GB/s, at random {at_random:,.0f} GB/s, {matrix:,.0f} TFLOP/s")
+    named = {"read_GB_s": read, "random_16KB_read_GB_s": at_random, "matrix_TFLOP_s": matrix}
     result: Found = {"kernels": [], "ceilings": named}
-    for family in given.only.split(","):
+    table("kernel", "shape", "us", "rate", "unit", "of the ceiling")
+    for family in families:
         for case in FAMILIES[family]():
-            result["kernels"].append(timed(case, ceilings))
-            show(result["kernels"][-1])
+            result["kernels"].append(timed(case, {"GB/s": read, "TFLOP/s": matrix}))
+            row(*result["kernels"][-1].values())
             del case
             torch.cuda.empty_cache()
     if given.steps:
-        result["decode_steps"] = time_steps()
+        result["decode_steps"] = rows_of(decode_steps())
     if given.card:
         result["card"] = measure_card()
         for name, value in result["card"].items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,45 +29,32 @@ from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_expert_cases as expert_cases
 from tests.gpu import kernel_rule_cases as rule_cases
 from tests.gpu import kernel_truncation_cases as truncation_cases
+from tests.gpu.kernel_cases import Shape
 
 bench = Benchmark(__doc__)
-Family = Callable[["Place"], None]
+Family = Callable[[Shape], None]
 
 
-class Place:
-    """Where the cases live, and in which type."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-
-    def shape(self, *, kv_heads: int = 2, group: int = 2, head_dim: int = 64) -> kernel_cases.Shape:
-        return kernel_cases.Shape(
-            device=self.device, dtype=self.dtype, kv_heads=kv_heads, group=group, head_dim=head_dim
-        )
-
-
-def decode(place: Place) -> None:
+def decode(shape: Shape) -> None:
     for window in (0, 70):
-        kernel_cases.check_plan([5, 700, 64, 1, 0, 65], place.device, window=window, target=5)
-        kernel_cases.check_decode(place.shape(), [1, 0, 64, 300, 65], window=window, target_chunks=4)
-    kernel_cases.check_decode(place.shape(group=4, head_dim=128), [130, 33], target_chunks=4)
+        kernel_cases.check_plan([5, 700, 64, 1, 0, 65], shape.device, window=window, target=5)
+        kernel_cases.check_decode(shape, [1, 0, 64, 300, 65], window=window, target_chunks=4)
+    kernel_cases.check_decode(replace(shape, group=4, head_dim=128), [130, 33], target_chunks=4)
 
 
-def prefill(place: Place) -> None:
+def prefill(shape: Shape) -> None:
     spans = [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)]
     for window in (0, 70):
-        kernel_cases.check_prefill(place.shape(), spans, window=window)
-    kernel_cases.check_prefill(place.shape(group=4, head_dim=128), spans[:3])
+        kernel_cases.check_prefill(shape, spans, window=window)
+    kernel_cases.check_prefill(replace(shape, group=4, head_dim=128), spans[:3])
 
 
-def shared(place: Place) -> None:
+def shared(shape: Shape) -> None:
     for by_row in (False, True):
-        kernel_cases.check_cascade(place.shape(), 128, [1, 70, 64] * 3, by_row=by_row)
+        kernel_cases.check_cascade(shape, 128, [1, 70, 64] * 3, by_row=by_row)
 
 
-def elementwise(place: Place) -> None:
-    shape = place.shape()
+def elementwise(shape: Shape) -> None:
     for has_norm in (False, True):
         kernel_cases.check_rope_kv_write(shape, 9, rotary_dim=32, has_norm=has_norm)
     for parts in (0, 1, 3):
@@ -75,43 +63,43 @@ def elementwise(place: Place) -> None:
     kernel_small_cases.check_gated_activation(shape, 3, 1100, "gelu_tanh")
 
 
-def products(place: Place) -> None:
+def products(shape: Shape) -> None:
     for has_norm, gated in ((False, False), (True, False), (True, True)):
-        kernel_cases.check_row_product(place.shape(), 6, 1100, has_norm=has_norm, gated=gated)
+        kernel_cases.check_row_product(shape, 6, 1100, has_norm=has_norm, gated=gated)
     for parts in (1, 2):
         tuning = ProductTuning(columns=64, inner=128, parts=parts, num_warps=4)
-        kernel_small_cases.check_skinny_product(place.shape(), 5, 128, 512, tuning)
-    kernel_small_cases.check_gated_product(place.shape(), 300, 256, 128)
+        kernel_small_cases.check_skinny_product(shape, 5, 128, 512, tuning)
+    kernel_small_cases.check_gated_product(shape, 300, 256, 128)
 
 
-def rows(place: Place) -> None:
-    kernel_row_cases.check_decode_inputs(place.device)
-    kernel_row_cases.check_span_inputs(place.device)
-    kernel_row_cases.check_write_words(place.device)
-    kernel_row_cases.check_row_update(place.device, rows=30, slots=20)
+def rows(shape: Shape) -> None:
+    kernel_row_cases.check_decode_inputs(shape.device)
+    kernel_row_cases.check_span_inputs(shape.device)
+    kernel_row_cases.check_write_words(shape.device)
+    kernel_row_cases.check_row_update(shape.device, rows=30, slots=20)
 
 
-def sampling(place: Place) -> None:
+def sampling(shape: Shape) -> None:
     for vocabulary in (1000, 5001):
-        kernel_row_cases.check_sampling(place.device, slots=5, vocabulary=vocabulary, dtype=place.dtype)
+        kernel_row_cases.check_sampling(shape.device, slots=5, vocabulary=vocabulary, dtype=shape.dtype)
 
 
-def rules(place: Place) -> None:
-    rule_cases.check_seen(place.device, rows=5, width=70, vocabulary=5001)
-    rule_cases.check_rules(place.device, slots=6, vocabulary=5001)
-    rule_cases.check_bans_that_would_leave_nothing(place.device)
-    rule_cases.check_unusable_logits_stay(place.device)
+def rules(shape: Shape) -> None:
+    rule_cases.check_seen(shape.device, rows=5, width=70, vocabulary=5001)
+    rule_cases.check_rules(shape.device, slots=6, vocabulary=5001)
+    rule_cases.check_bans_that_would_leave_nothing(shape.device)
+    rule_cases.check_unusable_logits_stay(shape.device)
 
 
-def truncation(place: Place) -> None:
-    truncation_cases.check_truncation(place.device, slots=6, vocabulary=5001, dtype=torch.float32)
-    truncation_cases.check_rows_that_are_not_finite(place.device)
+def truncation(shape: Shape) -> None:
+    truncation_cases.check_truncation(shape.device, slots=6, vocabulary=5001, dtype=torch.float32)
+    truncation_cases.check_rows_that_are_not_finite(shape.device)
 
 
-def experts(place: Place) -> None:
+def experts(shape: Shape) -> None:
     for number, hidden, inner in ((8, 96, 72), (4, 128, 64)):
         layer = expert_cases.Mixture(
-            device=place.device, dtype=place.dtype, experts=number, per_token=2, hidden=hidden, inner=inner
+            device=shape.device, dtype=shape.dtype, experts=number, per_token=2, hidden=hidden, inner=inner
         )
         chosen, _ = layer.choices(40)
         expert_cases.check_plan(chosen, number, tile_rows=16)
@@ -156,11 +144,12 @@ def modules_with_kernels() -> set[str]:
 @bench.part(flag("--only", ",".join(FAMILIES), "families"), flag("--device", "cuda", choices=("cuda", "cpu")))
 def sanitize(given: Given) -> None:
     torch.manual_seed(0)
-    seen, place = watch_launches(given.device), Place(given.device)
+    seen = watch_launches(given.device)
+    shape = Shape(device=given.device, dtype=torch.bfloat16 if given.device == "cuda" else torch.float32)
     chosen = given.only.split(",")
     for name in chosen:
         started_s = time.perf_counter()
-        FAMILIES[name](place)
+        FAMILIES[name](shape)
         if given.device == "cuda":
             torch.cuda.synchronize()
         print(f"{name:12} {time.perf_counter() - started_s:6.1f} s", flush=True)

@@ -1,6 +1,6 @@
 """A whole decode step of a model's shape, kernel after kernel in one graph: what the card allows without a host.
 
-Random weights and keys, plain greedy or sampled rows at one context length. No engine: positions do not move, and
+Random weights and keys, greedy rows at one context length. No engine: positions do not move, and
 nothing is read back. It says what the engine's step can reach, and how much of it is not matrix products.
 """
 
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.card import graph_microseconds
-from benchmarks.gpu.cases import BF16, MULTIPROCESSORS, normal
-from paceline.runner.gpu.kernels import BLOCK_SIZE
-from paceline.runner.gpu.kernels.decode_attention import allocate_partials, decode_attention, decode_tuning
-from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.runner.gpu.kernels.gated_activation import gated_activation
-from paceline.runner.gpu.kernels.gated_product import gated_product, is_worth_gating
-from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
-from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from benchmarks.gpu.cases import BF16, MULTIPROCESSORS, normal, sampling_columns
+from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
+from paceline.runner.gpu.kernels.decode_attention import (
+    allocate_partials,
+    allocate_plan,
+    decode_attention,
+    decode_tuning,
+    plan_decode,
+)
+from paceline.runner.gpu.kernels.gated_product import gated_activation, gated_product, is_worth_gating
+from paceline.runner.gpu.kernels.gumbel_sampling import allocate_candidates, sample
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
@@ -69,17 +72,11 @@ class DecodeStep:
         rows: int,
         *,
         context: int = 144,
-        temperature: float = 0.0,
         overlapped: bool = False,
     ) -> None:
         self.model, self.rows, self.overlapped = model, rows, overlapped
-        width, inner, heads, kv_heads, dim = (
-            model.width,
-            model.inner,
-            model.heads,
-            model.kv_heads,
-            model.head_dim,
-        )
+        width, inner, heads = model.width, model.inner, model.heads
+        kv_heads, dim = model.kv_heads, model.head_dim
         self.weights = [
             LayerWeights(
                 qkv=normal((heads + 2 * kv_heads) * dim, width),
@@ -104,9 +101,9 @@ class DecodeStep:
         slots = self.table[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
         self.places = TokenPlaces(positions=self.lengths - 1, slots=slots)
         self.rotation = torch.rand(context + 1, dim, device="cuda")
-        self._allocate(temperature)
+        self._allocate()
 
-    def _allocate(self, temperature: float) -> None:
+    def _allocate(self) -> None:
         model, rows = self.model, self.rows
         heads, dim = model.heads, model.head_dim
         tuning = replace(decode_tuning(rows), overlapped=self.overlapped)
@@ -123,12 +120,7 @@ class DecodeStep:
         self.candidates = allocate_candidates(rows, model.vocabulary)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device="cuda")
         self.finite = torch.zeros(rows, dtype=torch.uint8, device="cuda")
-        self.columns = SamplingColumns(
-            slot_rows=self.slot_rows,
-            temperature=torch.full((rows,), temperature, dtype=torch.float64, device="cuda"),
-            seed=self.slot_rows.long(),
-            position=self.slot_rows.long(),
-        )
+        self.columns = sampling_columns(rows, 0.0)
 
     def __call__(self) -> None:
         plan_decode(self.plan, self.slot_rows, self.lengths)

@@ -45,7 +45,7 @@ class QueueFull(PacelineError):
 
 
 class DeadlineImpossible(InvalidRequest):
-    """A request whose times this machine could not keep even if it were alone; `param` names the wish."""
+    """A request whose times this machine could not keep even if it were alone; `param` names the objective."""
 
     code = "deadline_impossible"
 

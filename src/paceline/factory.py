@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
@@ -24,6 +25,7 @@ from paceline.config.engine import (
 )
 from paceline.config.options import pick
 from paceline.core.clock import Clock, MonotonicClock
+from paceline.core.counters import CPUWork
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import BothRecorders, StepRecorder
@@ -46,6 +48,7 @@ from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
+    from paceline.runner.cpu import StepCompute
     from paceline.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 3  # of which the shortest counts
@@ -97,9 +100,11 @@ def build_engine(
     policy: Policy | None = None,
     make_pool: Callable[..., BlockPool] = BlockPool,
     make_checker: Callable[[Scheduler], StepChecker] | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> Engine:
-    """An engine around `runner`. Without hooks of its own it makes prefix keys from token ids; without a checker of
-    its own it looks at the invariants every `config.check_every` steps and logs what it finds."""
+    """An engine around `runner`. Without `hooks` it makes prefix keys from token ids; without `make_checker`
+    it checks the invariants every `config.check_every` steps and logs what it finds. `about` goes into the header of
+    a run log."""
     clock = clock if clock is not None else MonotonicClock()
     hooks = hooks if hooks is not None else PrefixKeyHooks(KeyMaker(config.kv.block_size))
     scheduler = build_scheduler(config, clock, hooks, policy=policy, make_pool=make_pool)
@@ -114,14 +119,16 @@ def build_engine(
         clock=clock,
         hooks=hooks,
         depth=config.depth,
-        recorder=_recorders(config, recorder),
+        recorder=_recorders(config, recorder, about or {}),
         checker=checker,
         ring=DecisionRing(config.decision_ring),
     )
 
 
-def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder | None:
-    """Who records the steps: the one given, the decision log and the run log if there are to be any."""
+def _recorders(
+    config: EngineConfig, given: StepRecorder | None, about: Mapping[str, object]
+) -> StepRecorder | None:
+    """The recorder of steps: the one given, and the decision log and the run log if they are on."""
     recorders = [] if given is None else [given]
     if config.decision_log:
         from paceline.audit.trail import Retention, TrailDb, TrailWriter
@@ -137,7 +144,7 @@ def _recorders(config: EngineConfig, given: StepRecorder | None) -> StepRecorder
         from paceline.audit.runlog import run_header
 
         sizes = {"max_bytes": config.run_log_bytes, "max_files": config.run_log_files}
-        recorders.append(RunRecorder(config.run_log, run_header(config), **sizes))
+        recorders.append(RunRecorder(config.run_log, run_header(config, **about), **sizes))
     return reduce(BothRecorders, recorders) if recorders else None
 
 
@@ -149,6 +156,7 @@ class Hardware:
     dtype: str
     kv_dtype: str
     kv_bytes: int
+    runner: dict[str, str | int]  # what computes steps: its name, and more about it
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -163,6 +171,7 @@ class LoadedModel:
     notices: tuple[str, ...]  # what an operator should know, a sentence each
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
+    cpu_work: Callable[[], CPUWork]
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -186,7 +195,7 @@ def load_model(
 
     `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: a reader waits for
     each token, so that a step must not take long; else for the last one. `relatives` are processes whose use of the
-    cores counts as our own. `on_progress` is told of each stage, from any thread.
+    cores counts as our own. `on_progress` is called for each stage, from any thread.
     """
     load = MachineLoad(relatives=relatives)  # from here on: loading shows how busy the machine is
     from paceline.models.files.fetch import resolve
@@ -198,27 +207,23 @@ def load_model(
         from paceline.audit.run_recorder import check_run_log
 
         check_run_log(given["run_log"])
-    # Before torch is loaded: what is wrong with a model is told at once.
+    # Before torch is loaded: mistakes in a model are reported at once.
     path = resolve(model.model, model.revision, model.download_dir)
     checkpoint = open_checkpoint(path, load_format=model.load_format)
     tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
 
-    on_progress("starting torch", 0, 0)
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
-        config, runner, hardware, notices = _on_gpu(
-            model, given, checkpoint, ends, on_progress, interactive=interactive
-        )
+        built = _on_gpu(model, given, checkpoint, ends, on_progress, interactive=interactive)
     else:
-        config, runner, hardware, notices = _on_cpu(
-            model, given, checkpoint, ends, (pulse, free), on_progress
-        )
+        built = _on_cpu(model, given, checkpoint, ends, pulse, free, on_progress)
+    config, runner, hardware, notices, cpu_work = built
     return LoadedModel(
-        engine=build_engine(config, runner, recorder=recorder),
+        engine=build_engine(config, runner, recorder=recorder, about={"runner": hardware.runner}),
         config=config,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
@@ -226,10 +231,18 @@ def load_model(
         notices=notices,
         pulse=pulse,
         free=None if on_gpu else free,
+        cpu_work=cpu_work,
     )
 
 
-Built = tuple[EngineConfig, Runner, Hardware, tuple[str, ...]]
+class Built(NamedTuple):
+    """An engine's parts on one device."""
+
+    config: EngineConfig
+    runner: Runner
+    hardware: Hardware
+    notices: tuple[str, ...]
+    cpu_work: Callable[[], CPUWork]
 
 
 def _on_cpu(
@@ -237,53 +250,154 @@ def _on_cpu(
     given: Mapping[str, Any],
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
-    life: tuple[Pulse, FreeCores],
+    pulse: Pulse,
+    free: FreeCores,
     on_progress: LoadProgress,
 ) -> Built:
-    from paceline.models.load import build_decoder
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.device import choose_storage
-    from paceline.runner.kv_tensors import block_bytes
-    from paceline.runner.sizing import (
-        block_seconds,
-        choose_sizes,
-        line_costs,
-        line_preemption_costs,
-        measure_step,
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+
+    backend = _native_backend(model, checkpoint, (pulse, free), given, on_progress)
+    if not isinstance(backend, CPUBackend):
+        backend = _torch_backend(model, checkpoint, (pulse, free), on_progress, backend)
+    config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
+    # Without either, the budget of a CPU keeps steps short already.
+    if config.scheduler.step_target_ms or config.scheduler.has_dial:
+        decoding = partial(
+            _decode_seconds, config.kv, lambda small: CPURunner(small, backend.make_step(small), ends)
+        )
+        costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
+        config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
+    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
+    hardware = Hardware(
+        device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes, runner=backend.about
     )
+    runner = CPURunner(config, backend.make_step(config), ends, pulse)
+    if _weighs_preemption(config):
+        block_s = block_seconds(config, runner.copy_out_and_back)
+        rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
+        fixed_s, token_s = backend.measure()
+        step_s = fixed_s + token_s * rows
+        config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
+    return Built(config, runner, hardware, backend.notices, runner.work)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CPUBackend:
+    """A way to compute steps on the CPU, with a model's weights in memory."""
+
+    make_step: Callable[[EngineConfig], StepCompute]
+    measure: Callable[[], tuple[float, float]]  # seconds of a step at least, and for each token more
+    notices: tuple[str, ...]
+    about: dict[str, str | int]  # for run logs
+
+
+def _native_backend(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    life: tuple[Pulse, FreeCores],
+    given: Mapping[str, Any],
+    on_progress: LoadProgress,
+) -> CPUBackend | str:
+    """The native kernels, or why they are not used. Raises ConfigError where they are asked for by name."""
+    made = model.quantization in ("int4", "int8")  # while loading
+    stored = sorted(name for name in checkpoint.stored if name.startswith(("Q", "IQ")))
+    if made and stored:
+        raise ConfigError(
+            f"--quantization {model.quantization}: the weights of this file are quantised already "
+            f"({', '.join(stored)}); leave it at auto"
+        )
+    if model.cpu_backend == "torch":
+        if made:
+            raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
+        return ""
+    from paceline.runner.native.code import KernelsUnavailable, host_code
+    from paceline.runner.native.model import build_model, expected_seconds, objection
+    from paceline.runner.native.step import NativeStep
+
+    reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+    if not reason:
+        try:
+            code = host_code(lambda stage: on_progress(stage, 0, 0))
+        except KernelsUnavailable as error:
+            reason = str(error)
+    if reason:
+        if model.cpu_backend == "native":
+            raise ConfigError(f"--cpu-backend native: {reason}; --cpu-backend torch computes it with torch")
+        if made:
+            raise ConfigError(f"--quantization {model.quantization} needs the native CPU kernels: {reason}")
+        return f"steps are computed by torch, not by the native CPU kernels: {reason}"
+    loaded = build_model(
+        checkpoint, checkpoint.spec.max_positions, partial(on_progress, "loading weights"), model.quantization
+    )
+    pulse, free = life
+    threads = min(model.cpu_threads or free.most, free.most)
+    notices = []
+    if model.cpu_threads and model.cpu_threads > threads:
+        notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
+
+    def make_step(config: EngineConfig) -> NativeStep:
+        return NativeStep(loaded, config, code, threads, free, pulse)
+
+    return CPUBackend(
+        make_step=make_step,
+        measure=lambda: expected_seconds(loaded, threads),
+        notices=tuple(notices),
+        about={
+            "name": "native",
+            "isa": code.isa.name,
+            "kernels": code.isa.title,
+            "key": code.key,
+            "threads": threads,
+        },
+    )
+
+
+def _torch_backend(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    life: tuple[Pulse, FreeCores],
+    on_progress: LoadProgress,
+    notice: str,
+) -> CPUBackend:
+    """Plain torch; `notice`: why not the native kernels."""
+    if find_spec("torch") is None:
+        what = notice or "--cpu-backend torch needs torch"
+        raise ConfigError(f"{what}; torch is not installed: pip install 'paceline[torch]'")
+    on_progress("starting torch", 0, 0)
+    from paceline.models.load import build_decoder
+    from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
+    pulse, free = life
     storage, notices = choose_storage(model, checkpoint)
     decoder = build_decoder(
         checkpoint, checkpoint.spec.max_positions, storage, partial(on_progress, "loading weights")
     )
     on_progress("measuring steps", 0, 0)
-    pulse, free = life
     workers = Workers(free)
-    with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
-        config = _engine_config(checkpoint, choose_sizes(model, decoder, given, is_busy=free.load.is_busy))
-        # Without either, the budget of a CPU keeps steps short already.
-        if config.scheduler.step_target_ms or config.scheduler.has_dial:
-            decoding = partial(_decode_seconds, lambda small: CPURunner(small, decoder, ends))
-            costs = line_costs(*measure_step(decoder), config.scheduler.max_num_batched_tokens, decoding)
-            config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
-    hardware = Hardware(device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes)
-    runner = CPURunner(config, decoder, ends, pulse, workers)
-    if _weighs_preemption(config):
-        block_s = block_seconds(config, runner.copy_out_and_back)
-        rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
-        with workers.step(MANY_TOKENS):
-            config = _with_costs(config, line_preemption_costs(*measure_step(decoder), rows, block_s))
-    return config, runner, hardware, notices
+
+    def measure() -> tuple[float, float]:
+        with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
+            return measure_step(decoder, is_busy=free.load.is_busy)
+
+    return CPUBackend(
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse),
+        measure=measure,
+        notices=(*notices, *([notice] if notice else [])),
+        about={"name": "torch", "threads": free.most},
+    )
 
 
-def _decode_seconds(make_runner: Callable[[EngineConfig], Runner], rows: int, context: int) -> float:
-    """How long a step takes in which so many rows decode that read so much; on a small engine of its own."""
+def _decode_seconds(
+    kv: KVConfig, make_runner: Callable[[EngineConfig], Runner], rows: int, context: int
+) -> float:
+    """Seconds of a step in which `rows` rows with `context` tokens each decode, on a small separate engine."""
     length, block_size = context + MEASURED_STEPS + 2, 16
+    groups = tuple(GroupSpec(window=group.window) for group in kv.groups)
     blocks = rows * (-(-length // block_size)) + 1
     config = EngineConfig(
-        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False),
+        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False, groups=groups),
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=rows * context, max_model_len=length, watermark=0.0
         ),
@@ -313,10 +427,12 @@ def _on_gpu(
     *,
     interactive: bool,
 ) -> Built:
+    on_progress("starting torch", 0, 0)
     import torch
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
+    from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
     from paceline.runner.sizing import block_seconds
 
@@ -331,7 +447,8 @@ def _on_gpu(
     parts = build.load_parts(checkpoint, device, dtype, partial(on_progress, "loading weights"))
     on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
-    runner = build.make_runner(model, config, spec, parts, ends, device, kv_dtype)
+    graphs = not model.enforce_eager
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype)
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
     if wanted or (interactive and "max_num_batched_tokens" not in given):
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
@@ -343,8 +460,9 @@ def _on_gpu(
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
         kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype),
+        runner={"name": "gpu"},
     )
-    return config, runner, hardware, ()
+    return Built(config, runner, hardware, (), CPUWork)
 
 
 def _weighs_preemption(config: EngineConfig) -> bool:

@@ -7,8 +7,8 @@ load = load_workload("azure-conv", num_requests=200, rate=12.0)
 record = simulate(SimConfig(machine=machine, engine=engine_config(machine, load, {})), load)
 """
 
-from paceline.audit.explanation import explain_from_log
 from paceline.audit.runlog import read_run_log
+from paceline.audit.story import explain_from_log
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.report.plots import Curve, curve_point, plot_throughput_latency, plot_timeline
 from paceline.lab.report.summary import summarize

@@ -16,7 +16,7 @@ from tests.browser.viewing import NARROW, WIDE, View, Viewer
 from tests.e2e.client_server import DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
 from tests.e2e.model_cli import environment
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 ADMIN = "key-of-the-operator"
 CONTEXT = 32_768
 SHORT = 12  # tokens of an answer that is to end
@@ -75,7 +75,7 @@ def messages(view: View) -> list[dict[str, Any]]:
     return found
 
 
-def forgive(view: View, status: int) -> None:
+def expect_status(view: View, status: int) -> None:
     """A browser notes every refused request as an error on the console; these were meant."""
     note = f"status of {status}"
     assert any(note in problem for problem in view.problems), view.problems
@@ -117,8 +117,8 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_named(server: ClientServer, viewe
         assert ended(view)[1]["content"]
         page.reload()
         view.wait("paceline.server.state === 'ready'")  # the tab keeps the key
-        forgive(view, 401)
-        forgive(view, 403)
+        expect_status(view, 401)
+        expect_status(view, 403)
 
 
 def test_an_answer_is_a_lane_of_ones_own_and_is_explained(server: ClientServer, viewer: Viewer) -> None:
@@ -312,8 +312,8 @@ def test_a_refusal_for_now_is_tried_again_when_the_server_says(server: ClientSer
         view.page.locator(".state button", has_text="Try now").click()
         answer = ended(view)[1]
         assert answer["state"] == "done" and answer["content"]
-        forgive(view, 429)
-        forgive(view, 403)  # the live batch is not for this key
+        expect_status(view, 429)
+        expect_status(view, 403)  # the live batch is not for this key
 
 
 def test_what_went_wrong_is_said_with_what_to_do(server: ClientServer, viewer: Viewer) -> None:
@@ -323,7 +323,7 @@ def test_what_went_wrong_is_said_with_what_to_do(server: ClientServer, viewer: V
         failed = ended(view)[1]
         assert failed["problem"]["code"] == "context_length_exceeded"
         page.wait_for_selector(".state:has-text('Start a new chat, or edit an earlier message.')")
-        forgive(view, 400)
+        expect_status(view, 400)
         page.locator("#new").click()
         scripted(page, [])
         send(page, "Say nothing")
@@ -354,7 +354,7 @@ def test_a_full_storage_is_told_and_the_chat_goes_on(server: ClientServer, viewe
         view.wait("paceline.current().messages[1]?.content.length > 0")
         view.page.keyboard.press("Escape")
         assert ended(view)[1]["content"]
-        forgive(view, 401)
+        expect_status(view, 401)
 
 
 def test_a_server_that_restarts_is_found_again(

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 HOSTILE = "<img src=x onerror=alert(1)>"
 REFUSED = "the server responded with a status of"  # what Chromium notes of an answer that is an error
 
@@ -119,8 +119,9 @@ def test_a_request_is_sent_and_its_answer_streams(viewer: Viewer, server: Client
         assert place.locator(".status b").inner_text() == "200 OK"
         assert "x-request-id" in place.locator(".headers dt").all_inner_texts()
         raw = place.locator(".answer pre").nth(1).inner_text()
-        assert raw.count("data: ") > 3
-        assert place.locator(".answer pre.text").inner_text(), "the text of the answer by itself"
+        # Tokens that wait for the reader come in one event, and some of this model's tokens have no text yet.
+        assert raw.count("data: ") > 1
+        assert place.locator(".answer pre.text").inner_text(), "the text of the answer alone"
         view.shoot(f"docs-try-{route}")
         place.locator("label.check input").uncheck()
         assert "stream" not in json.loads(place.locator("textarea").input_value())

@@ -14,7 +14,7 @@ import pytest
 from tests.browser.viewing import NARROW, WIDE, Viewer
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 ADMIN = "key-of-the-operator"
 NUM_BLOCKS = 36  # of 16 tokens each: two long streams do not fit beside each other
 PROMPT = "hello " * 20
@@ -32,6 +32,7 @@ def server(viewer: Viewer, run_log: Path, tmp_path_factory: pytest.TempPathFacto
     flags = (
         *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "512", "--max-num-seqs", "8"),
         *("--run-log", str(run_log), "--disable-log-requests"),
+        *("--cpu-backend", "torch"),  # native steps of this model are over before a page has drawn one
     )
     with client_server(tmp_path_factory.mktemp("server"), *flags, PACELINE_ADMIN_KEY=ADMIN) as running:
         running.wait_for(200)
@@ -80,7 +81,7 @@ def stream(server: ClientServer, prompt: str, max_tokens: int) -> Iterator[Itera
 
 @contextmanager
 def crowd(server: ClientServer, count: int) -> Iterator[None]:
-    """Requests whose answers nobody reads, each with a prompt of its own; some of them wait."""
+    """Requests whose answers are not read, each with a separate prompt; some of them wait."""
     connections = [sent(server, f"{number} {PROMPT}", LONG) for number in range(count)]
     try:
         yield
@@ -150,12 +151,12 @@ def test_a_preemption_is_seen_and_the_drawer_tells_what_the_api_tells(
             for each in streams:
                 assert list(each)[-1]
         view.wait("stage.rows.size === 0")
-        gave_way = view.value(f"stage.marks.find({theirs}).request")
-        view.page.evaluate("request => { paceline.drawer.show(request); }", gave_way)
+        preempted = view.value(f"stage.marks.find({theirs}).request")
+        view.page.evaluate("request => { paceline.drawer.show(request); }", preempted)
         view.page.wait_for_selector("#drawer-state:has-text('ended')")
         told = view.page.locator("#drawer-story li").all_inner_texts()
         stories = [ask(server, "GET", f"/v1/requests/{each}/explain") for each in ids]
-        (own,) = [each for each in stories if each["branches"][0]["number"] == gave_way]
+        (own,) = [each for each in stories if each["branches"][0]["number"] == preempted]
         assert told == own["branches"][0]["sentences"]
         assert any("was preempted" in sentence for sentence in told)
         assert own["id"] in view.page.locator("#drawer-title").inner_text()

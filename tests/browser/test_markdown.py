@@ -6,7 +6,7 @@ import pytest
 
 from tests.browser.viewing import Viewer
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 # The same text at once and letter by letter, as the page's own module shows it.
 RENDERED = """async (source) => {
   const { Markdown } = await import("/ui/chat/markdown.js");

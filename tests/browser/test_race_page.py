@@ -14,7 +14,7 @@ import pytest
 from tests.browser.viewing import NARROW, PATIENCE_MS, View, Viewer
 from tests.e2e.shown_run import shown
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 DEMO = ("demo", "--shape", "tiny", "--seconds", "1.5", "--rate", "10", "--rows", "4")
 MODES = ["static", "dynamic", "continuous"]
 # Every combination of the tracks' states that the page has been in.
@@ -139,7 +139,7 @@ def test_a_recorded_race_is_played_by_one_clock(viewer: Viewer, recorded: str, f
         view.shoot("race-recorded-1440-dark")
 
 
-def test_who_wants_no_motion_sees_the_result_at_once(viewer: Viewer, recorded: str) -> None:
+def test_with_reduced_motion_the_result_is_shown_at_once(viewer: Viewer, recorded: str) -> None:
     with viewer.view(recorded, "/ui/race", size=NARROW, dark=True) as view:
         page = view.page
         page.emulate_media(reduced_motion="reduce")

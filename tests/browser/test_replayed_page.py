@@ -14,7 +14,7 @@ from tests.browser.viewing import NARROW, View, Viewer
 from tests.e2e.model_cli import run
 from tests.e2e.shown_run import shown
 
-pytestmark = [pytest.mark.campaign, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.campaign
 SIMULATED = (
     *("sim", "--trace", "uniform:200-900x60-200", "--num-requests", "60", "--rate", "20"),
     *("--max-num-seqs", "16", "--num-blocks", "200", "--block-size", "16", "--host-blocks", "400"),
@@ -30,7 +30,7 @@ PADDED = (
     *("sim", "--mode", "static", "--batch-size", "8", "--trace", "uniform:100-900x20-300", "--seed", "5"),
     *("--num-requests", "24", "--rate", "50", "--max-num-seqs", "16", "--max-model-len", "2048"),
 )
-# Whether the labels of so many lanes keep off the edges of what they are drawn on.
+# Whether the labels of this number of lanes keep off the edges of what they are drawn on.
 LABELS_ARE_WHOLE = """(count) => {
   const { lanes, stage } = paceline, most = stage.mostRow;
   stage.mostRow = count - 1;
@@ -43,7 +43,7 @@ LABELS_ARE_WHOLE = """(count) => {
 
 
 class Rows:
-    """Who is on which row after each step of a log, from the state of the scheduler that replays it."""
+    """Which request is on which row after each step of a log, from the state of the scheduler that replays it."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
@@ -56,12 +56,12 @@ class Rows:
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None: ...
 
-    def told(self, events: StepEvents) -> None: ...
+    def on_events(self, events: StepEvents) -> None: ...
 
     def close(self, decisions: object, time_s: float) -> None: ...
 
 
-def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Viewer, tmp_path: Path) -> None:
+def test_a_simulation_is_played_and_both_kinds_of_preemption_are_seen(viewer: Viewer, tmp_path: Path) -> None:
     with shown(tmp_path, *SIMULATED) as origin, viewer.view(origin) as view:
         page = view.page
         view.wait("stage.checked > 3")
@@ -81,8 +81,8 @@ def test_a_simulation_is_played_and_both_ways_of_giving_way_are_seen(viewer: Vie
         at = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').at")
         page.locator("#play-slider").fill(str(at + 0.2))
         view.wait_for_pixels("lanes", "swap")
-        gave_way = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').request")
-        page.evaluate("request => { paceline.drawer.show(request); }", gave_way)
+        preempted = view.value("stage.marks.findLast((mark) => mark.kind === 'swap').request")
+        page.evaluate("request => { paceline.drawer.show(request); }", preempted)
         page.wait_for_selector("#drawer-story li:has-text('host memory')")
         assert "preempted: swapped out" in page.locator("#drawer-falls span").all_inner_texts()
         assert view.value("stage.disagreements") == 0
@@ -168,7 +168,7 @@ def way_is_whole(view: View) -> None:
 
 
 def charts_rest(view: View) -> None:
-    """A minute without a step: nothing of steps, no tokens in any second, nobody there."""
+    """A minute without a step: nothing of steps, no tokens in any second, no requests."""
     view.wait("paceline.charts.data[0][0].length === 0")
     rates, requests = view.value("paceline.charts.data[1]"), view.value("paceline.charts.data[2]")
     assert len(rates[0]) >= 58 and set(rates[1]) == set(rates[2]) == {0}

@@ -18,7 +18,7 @@ PATIENCE_MS = 60_000.0
 WIDE, NARROW = ViewportSize(width=1440, height=1000), ViewportSize(width=390, height=844)
 NOWHERE = "http://pages.test"
 KEY_NAME = "paceline-admin-key"  # under which the page keeps what its user typed in
-# Every step the page has folded, with who is on which row after it and whether it decodes.
+# Every step the page has folded, with the request on each row after it and whether it decodes.
 KEEP_PICTURES = """() => {
   window.pictures = {};
   paceline.stage.onStep = (seq, stage) => {

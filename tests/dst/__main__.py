@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=700, help="steps with traffic per seed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
-        "--min-steps", type=int, default=0, help="go on with further seeds until so many steps"
+        "--min-steps", type=int, default=0, help="continue with further seeds until this number of steps"
     )
     parser.add_argument("--require", type=int, default=0, help="least count of every required event")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Where a seed's dial stands, what it holds, and when it is turned. Draws from a stream of its own."""
+"""Where a seed's dial stands, what it holds, and when it is turned. Draws from a separate stream."""
 
 from __future__ import annotations
 

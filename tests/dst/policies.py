@@ -1,4 +1,4 @@
-"""Which policy a seed's engine has, and when it is changed. Draws from a stream of its own."""
+"""Which policy a seed's engine has, and when it is changed. Draws from a separate stream."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 
 def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
-    """Some engines keep a pace: the tokens of a step follow from what its rows read and from who waits. Some of these
-    take short requests first. Of the others some have larger steps while nobody decodes, and learn their sizes."""
+    """Some engines keep a pace: the tokens of a step follow from what its rows read and from which requests wait. Some
+    take short requests first. Of the others some have larger steps while no row decodes, and learn their sizes."""
     if rng.random() < 0.8:
         alone = replace(config.scheduler, max_num_prompt_tokens=rng.choice((0, 0, 40, 100)))
         if alone.max_num_prompt_tokens == 40 and alone.mode == "continuous":

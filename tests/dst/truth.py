@@ -1,9 +1,9 @@
 """Whether decisions tell the truth: what they say is worked out again from inputs, plans and results alone.
 
-Keeps its own picture of who sits where, which blocks each row holds and which rest behind a step under way, and
-compares it with every admission, deferral, preemption and ending on record. Takes from the decisions nothing but
-who joined: a plan knows rows, not requests; the sizes of the two have to agree. Knows engines with one layer group,
-rows that come and go one by one, no swaps, and nothing that fails; others are passed over.
+Keeps its own picture of which request is on which row, which blocks each row holds and which rest behind a step under
+way, and compares it with every admission, deferral, preemption and ending on record. Takes from the decisions only
+which requests joined: a plan knows rows, not requests; the sizes of the two have to agree. Knows engines with one
+layer group, rows that come and go one by one, no swaps, and nothing that fails; others are passed over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ENDS: dict[type[Input], tuple[Rule, ...]] = {
     Expired: (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
     FinishRequest: (Rule.STOP,),
 }
-_IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # who gave way while it was made
+_IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # preempted while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
@@ -66,8 +66,8 @@ class Known:
 
 
 @dataclass(slots=True)
-class Seat:
-    """A row and who sits there."""
+class TrackedRow:
+    """A row and the request on it."""
 
     owner: int
     generation: int
@@ -86,14 +86,14 @@ class Truth:
         self._usable = (config.kv.groups[0].num_blocks or config.kv.num_blocks) - 1
         self._num_rows = Capacity.of(config).num_rows
         self._requests: dict[int, Known] = {}
-        self._seats: dict[int, Seat] = {}
+        self._rows: dict[int, TrackedRow] = {}
         self._decoding: set[int] = set()
         self._fences: list[tuple[int, frozenset[int]]] = []
         self._resting: list[tuple[int, int]] = []  # rows that may not be used before a step is done
         self._results: dict[int, StepResult] = {}
-        self._left: list[int] = []  # rows somebody has been taken off since the last plan
+        self._left: list[int] = []  # rows whose request left since the last plan
         self._holders: dict[bytes, int] = {}  # how many requests have a first key
-        self._let_in: list[int] = [int(NO_REQUEST), int(NO_REQUEST)]  # the last two, who are not the same
+        self._admitted: list[int] = [int(NO_REQUEST), int(NO_REQUEST)]  # the last two different requests
         self._dialled = config.scheduler.has_dial
         limits = Dial(config.scheduler, 1).limits
         self._most_rows = config.scheduler.max_num_seqs if limits is None else limits.rows
@@ -119,13 +119,13 @@ class Truth:
         joined = [decision for decision in record.decisions if decision.kind in _JOINED]
         self._prompts(plan, joined)
         for decision in record.decisions:
-            # Who was asked when there was no plan was asked in a picture that no plan shows.
+            # A request judged while there was no plan was judged in a state that no plan shows.
             if decision.time_s == record.t_plan and decision.kind is DecisionKind.DEFER:
                 self._check_deferral(decision, plan)
             elif decision.time_s == record.t_plan and decision.kind is DecisionKind.CHUNK:
                 self._check_chunk(decision, plan)
         for row, count in zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True):
-            self._seats[row].scheduled += count
+            self._rows[row].scheduled += count
         if record.result is not None:
             self._results[plan.seq] = record.result
 
@@ -159,7 +159,7 @@ class Truth:
                     self._learn(self._requests[given.request], given.keys)
                 case Idle():  # no plan was made, but room may have been, and results may have come after it
                     while victims and victims[0].time_s <= time_s:
-                        self._give_way(victims.popleft())
+                        self._preempt(victims.popleft())
             if isinstance(given, FinishRequest):
                 known = self._requests[given.request]
                 known.num_tokens = known.num_prompt + given.num_output
@@ -175,49 +175,49 @@ class Truth:
         result = self._results.pop(seq)
         columns = (result.rows, result.generation, result.count, result.finite, result.finished)
         for row, generation, count, finite, end in zip(*(column.tolist() for column in columns), strict=True):
-            seat = self._seats.get(row)
-            if seat is None or seat.generation != generation:
+            tracked = self._rows.get(row)
+            if tracked is None or tracked.generation != generation:
                 continue
-            known = self._requests[seat.owner]
+            known = self._requests[tracked.owner]
             if finite:
                 known.num_tokens += count
             if not finite or end == STOPPED or known.num_tokens >= known.max_total:
                 well = Rule.STOP if end == STOPPED else Rule.LENGTH
                 known.ends_by = (well if finite else Rule.NUMERICAL_ERROR,)
-                self._leave(seat.owner)
+                self._leave(tracked.owner)
 
     def _settle(self) -> None:
         self._fences = [fence for fence in self._fences if fence[0] > self._completed]
         self._resting = [resting for resting in self._resting if resting[0] > self._completed]
 
     def _leave(self, owner: int) -> None:
-        """Off its row, if it has one: nobody gets row or blocks before the last plan that knew it is done."""
+        """Off its row, if it has one: no request gets row or blocks before the last plan that knew it is done."""
         row = self._row_of(owner)
         if row is not None:
             self._left.append(row)
             self._decoding.discard(row)
-            self._fences.append((self._submitted, frozenset(self._seats.pop(row).table.values())))
+            self._fences.append((self._submitted, frozenset(self._rows.pop(row).table.values())))
             self._resting.append((self._submitted, row))
             self._settle()
 
     def _row_of(self, owner: int) -> int | None:
-        return next((row for row, seat in self._seats.items() if seat.owner == owner), None)
+        return next((row for row, tracked in self._rows.items() if tracked.owner == owner), None)
 
     def _decode(self, plan: StepPlan) -> None:
-        """Decoding rows and prompts under way come before those who join."""
+        """Decoding rows and prompts under way come before those that join."""
         joining = set(plan.joins.row.tolist())
         for row, index, source, target in _copies(plan):
             if row not in joining:
                 self._fences.append((plan.seq, frozenset((source,))))
-                self._seats[row].table[index] = target
+                self._rows[row].table[index] = target
         self._decoding -= set(plan.decode_rows.removed.tolist())
         self._decoding |= set(plan.decode_rows.added.tolist())
         spans = set(plan.spans.row.tolist())
         for row, index, block in _appends(plan):
             if row not in spans and row not in joining:
-                self._seats[row].table[index] = block
+                self._rows[row].table[index] = block
         for row in self._decoding:
-            self._seats[row].scheduled += 1
+            self._rows[row].scheduled += 1
 
     def _prompts(self, plan: StepPlan, joined: Sequence[Decision]) -> None:
         """Prompts and new rows in the order in which they were given blocks."""
@@ -226,26 +226,28 @@ class Truth:
         waiting = {entry[0]: entry for entry in zip(*(column.tolist() for column in columns), strict=True)}
         if len(waiting) != len(joined):
             raise InvariantViolation(NAME, f"{len(waiting)} rows joined and {len(joined)} decisions say so")
-        who = dict(zip(waiting, joined, strict=True))
+        joined_by_row = dict(zip(waiting, joined, strict=True))
         spans = {*plan.spans.row.tolist(), *waiting}
         appends = [entry for entry in _appends(plan) if entry[0] in spans]
         for row, index, block in appends:
             if row in waiting:
                 own = [each for each in appends if each[0] == row]
-                self._check_join(who[row], waiting.pop(row), own, plan)
-                # Its copy of a block that it shares is taken before anybody else is asked.
+                self._check_join(joined_by_row[row], waiting.pop(row), own, plan)
+                # Its copy of a block that it shares is taken before another request is judged.
                 copied = [frozenset((source, target)) for at, _, source, target in _copies(plan) if at == row]
                 self._fences += [(plan.seq, blocks) for blocks in copied]
-            self._seats[row].table[index] = block
+            self._rows[row].table[index] = block
         for row, entry in waiting.items():
-            raise InvariantViolation(NAME, f"request {who[row].request} joined with nothing: {entry}")
+            raise InvariantViolation(
+                NAME, f"request {joined_by_row[row].request} joined with nothing: {entry}"
+            )
         for row, index, _, target in _copies(plan):
-            self._seats[row].table[index] = target
+            self._rows[row].table[index] = target
 
     def _free(self) -> int:
         held: set[int] = set()
-        for seat in self._seats.values():
-            held.update(seat.table.values())
+        for tracked in self._rows.values():
+            held.update(tracked.table.values())
         for _, blocks in self._fences:
             held |= blocks
         return self._usable - len(held)
@@ -253,7 +255,7 @@ class Truth:
     @property
     def _has_reserved(self) -> bool:
         most = self._config.scheduler.max_preemptions
-        return any(self._requests[seat.owner].preemptions >= most > 0 for seat in self._seats.values())
+        return any(self._requests[tracked.owner].preemptions >= most > 0 for tracked in self._rows.values())
 
     # -- what is said --------------------------------------------------------------------------------------
 
@@ -285,13 +287,13 @@ class Truth:
                 needs.add(self._blocks(num_tokens) - self._blocks(num_computed) + 1)
             self._same(decision, "blocks needed", decision.blocks_needed in needs, True)
         known.has_run = True
-        self._seats[row] = Seat(decision.request, generation, num_tokens, num_computed)
-        if decision.request != self._let_in[1]:
-            self._let_in = [self._let_in[1], decision.request]
+        self._rows[row] = TrackedRow(decision.request, generation, num_tokens, num_computed)
+        if decision.request != self._admitted[1]:
+            self._admitted = [self._admitted[1], decision.request]
 
     def _need(self, num_tokens: int, found: list[int]) -> int:
-        """New blocks, and those found in the cache that nobody holds."""
-        held = {block for seat in self._seats.values() for block in seat.table.values()}
+        """New blocks, and those found in the cache that no row holds."""
+        held = {block for tracked in self._rows.values() for block in tracked.table.values()}
         held |= {block for _, blocks in self._fences for block in blocks}
         return self._blocks(num_tokens) - len(found) + sum(block not in held for block in found)
 
@@ -299,15 +301,17 @@ class Truth:
         return -(-num_tokens // self._size)
 
     def _ahead_of(self, request: int) -> int:
-        return self._let_in[1] if self._let_in[1] != request else self._let_in[0]
+        return self._admitted[1] if self._admitted[1] != request else self._admitted[0]
 
     def _check_deferral(self, decision: Decision, plan: StepPlan) -> None:
         config, known = self._config.scheduler, self._requests[decision.request]
-        if decision.step != plan.seq or decision.request in [seat.owner for seat in self._seats.values()]:
+        if decision.step != plan.seq or decision.request in [
+            tracked.owner for tracked in self._rows.values()
+        ]:
             raise InvariantViolation(NAME, f"request {decision.request} was let in: {decision}")
         if decision.reason is Rule.ROWS:
-            taken = len(self._seats) >= self._most_rows or (
-                len(self._seats) + len(self._resting) >= self._num_rows
+            taken = len(self._rows) >= self._most_rows or (
+                len(self._rows) + len(self._resting) >= self._num_rows
             )
             self._same(decision, "that all rows are taken", True, taken)
             self._same(decision, "the last one let in", decision.against, self._ahead_of(decision.request))
@@ -317,10 +321,13 @@ class Truth:
             other = self._requests.get(decision.against)
             shares = other is not None and set(other.keys) & set(known.keys)
             self._same(
-                decision, "who computes its prefix", True, bool(shares) or decision.against == known.parent
+                decision,
+                "the request that computes its prefix",
+                True,
+                bool(shares) or decision.against == known.parent,
             )
         elif decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
-            left = self._most_rows - len(self._seats)
+            left = self._most_rows - len(self._rows)
             self._same(decision, "that few rows are left", True, left <= int(SPARE * self._most_rows))
         elif decision.reason is Rule.BLOCKS and not self._has_reserved:
             self._check_shortage(decision, known, plan)
@@ -347,11 +354,11 @@ class Truth:
         """What prompts take after the deferral they were promised before it: the difference of the two stays."""
         scheduled = dict(zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True))
         promised = sum(
-            max(0, self._blocks(seat.known) - len(seat.table))
-            for row, seat in self._seats.items()
-            if seat.scheduled + scheduled.get(row, 0) < seat.known
+            max(0, self._blocks(tracked.known) - len(tracked.table))
+            for row, tracked in self._rows.items()
+            if tracked.scheduled + scheduled.get(row, 0) < tracked.known
         )
-        watermark = int(self._usable * self._config.scheduler.watermark) if self._seats else 0
+        watermark = int(self._usable * self._config.scheduler.watermark) if self._rows else 0
         left = self._free() - promised - watermark
         self._same(decision, "blocks left for it", decision.blocks_free - decision.value, left)
         self._same(decision, "that it needs more", True, decision.blocks_needed > left)
@@ -364,22 +371,22 @@ class Truth:
             self._same(decision, "blocks needed", decision.blocks_needed, self._blocks(known.num_tokens))
 
     def _preemptions(self, plan: StepPlan, victims: deque[Decision]) -> None:
-        """Who gave way for blocks when the plan was made, and to whom."""
-        rows = {seat.owner: row for row, seat in self._seats.items()}
+        """Requests that were preempted for blocks when the plan was made, and for which request."""
+        rows = {tracked.owner: row for row, tracked in self._rows.items()}
         given = {*plan.new_blocks.row.tolist(), *plan.block_copies.row.tolist()}
         for decision in victims:
-            self._give_way(decision)
+            self._preempt(decision)
             if decision.reason is Rule.PLACE_RECOMPUTE:
                 self._same(decision, "that the other waited", decision.against in rows, False)
             elif decision.against != NO_REQUEST:
                 gains = rows.get(decision.against)
                 stays = gains in given or gains not in plan.decode_rows.added
-                self._same(decision, "who got its place", True, gains is not None and stays)
+                self._same(decision, "the request that got its place", True, gains is not None and stays)
 
-    def _give_way(self, decision: Decision) -> None:
+    def _preempt(self, decision: Decision) -> None:
         if not self._has_reserved:
             self._same(decision, "blocks free", decision.blocks_free, self._free())
-        self._same(decision, "that it gives way to another", True, decision.against != decision.request)
+        self._same(decision, "that it is preempted for another", True, decision.against != decision.request)
         self._same(decision, "that it ran", True, self._row_of(decision.request) is not None)
         self._leave(decision.request)
 

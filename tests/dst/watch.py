@@ -1,4 +1,4 @@
-"""Looks at what the engine's own invariants cannot see: refusals, endings nobody asked for, distrusted blocks.
+"""Looks at what the engine's own invariants cannot see: rejections, endings without a cause, distrusted blocks.
 
 A watch that stands inside the engine's error boundary leaves what it sees with the checker, because the boundary
 would take it for a failing request; the world has it raised before anything that follows from it.
@@ -31,13 +31,13 @@ class Expectation:
     sampling: SamplingParams
     tenant: str
     tokens: list[int] = field(default_factory=list)
-    stop_at: int | None = None  # a stop string ends it after so many tokens
+    stop_at: int | None = None  # a stop string ends it after this number of tokens
     deadline_s: float | None = None
     told: set[str] = field(default_factory=set)  # details its ending may carry, by what was done to it
     ended: Finished | None = None
 
     def check_reason(self, ending: Finished) -> None:
-        """S20e: who ends early was told to, or something went wrong for it. L8: a deadline is not early."""
+        """S20e: a request that ends early was aborted, or something went wrong for it. L8: a deadline is not early."""
         if ending.detail == "deadline" and (self.deadline_s is None or ending.time_s < self.deadline_s):
             raise InvariantViolation("L8", f"request {ending.request} was ended before {self.deadline_s}")
         early = ending.reason in (FinishReason.ABORT, FinishReason.ERROR)
@@ -145,7 +145,7 @@ class WatchedRunner(FakeRunner):
 
 
 class BatchWatch:
-    """M1: the rows of a padded batch that end by themselves leave together."""
+    """M1: the rows of a padded batch that end without an abort leave together."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -169,7 +169,7 @@ class BatchWatch:
 
 
 def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> None:
-    """L4: when nobody is left, nothing is; and everybody has been told."""
+    """L4: when no request is left, nothing is; and every request has its ending."""
     for group in state.kv.groups:
         if group.pool.num_free != group.pool.usable:
             raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")

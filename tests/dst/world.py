@@ -25,9 +25,9 @@ from paceline.scheduler.scheduler import Scheduler
 from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
+from tests.dst.objectives import REFUSALS, Objectives
 from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
-from tests.dst.wishes import REFUSALS, Wishes
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
@@ -80,7 +80,7 @@ class World:
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
         self.changes = Changes(seed, self.engine.scheduler)
-        self.wishes, self.overlapped = Wishes(seed), self.config.depth > 0
+        self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
         self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
@@ -110,7 +110,7 @@ class World:
                 self.shortage.draw()
                 self._pass_time()
             else:
-                self._step()
+                self.step()
             was_empty = empty
         self._drain()
         self.engine.close()
@@ -118,7 +118,7 @@ class World:
         self._count()
         return self.coverage.counts
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self.shortage.draw()
         self.batches.before_step()
         try:
@@ -157,7 +157,7 @@ class World:
             elif request.state is RequestState.BLOCKED:
                 scheduler.unblock(request.id)
         while self.engine.has_requests or not self.engine.is_idle:
-            self._step()
+            self.step()
             wakeup = scheduler.next_wakeup_s()
             if wakeup is not None and not scheduler.state.flights and not scheduler.state.rows.num_live:
                 self.clock.advance_to(wakeup)
@@ -181,7 +181,7 @@ class World:
         counts["keeps a pace"] += self.config.scheduler.keeps_pace
 
     def _check_deadlines(self) -> None:
-        """L8: who has passed a deadline ended in the step that came after it."""
+        """L8: a request past its deadline ended in the step that came after it."""
         if not self.due:
             return
         now_s = self.engine.scheduler.state.now_s
@@ -246,7 +246,7 @@ class World:
     def _traffic(self) -> None:
         rng, traffic = self.rng, self.traffic
         self.changes.perhaps()
-        # Somebody waits now and then, not all the time: to ask the same request in every step tells little.
+        # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
                 self._add()
@@ -295,9 +295,9 @@ class World:
         try:
             ids = self.engine.add(
                 prompt,
-                self.wishes.of(sampling),
+                self.objectives.of(sampling),
                 tenant=tenant,
-                urgency=self.wishes.urgency(rng.choice((0, 0, 0, 1, 2))),
+                service_level=self.objectives.service_level(rng.choice((0, 0, 0, 1, 2))),
                 needs_host=rng.random() < traffic.host_share,
             )
         except REFUSALS:

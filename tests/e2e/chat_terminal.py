@@ -15,7 +15,7 @@ from tests.e2e.model_cli import COMMAND, TIMEOUT_S, environment
 
 
 class Terminal:
-    """A chat on a terminal of its own: a dumb one, unless the environment says otherwise."""
+    """A chat on a separate terminal: a dumb one, unless the environment says otherwise."""
 
     def __init__(self, *arguments: str, cache: Path, **more: str) -> None:
         self._master, slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""A real `paceline serve` with a tiny made-up model for client libraries: keys, a port of its own, its metrics.
+"""A real `paceline serve` with a tiny made-up model for client libraries: keys, a free port, its metrics.
 
 Three keys are let in: one that may do anything, one with a single request at a time and one that is disabled.
 """
@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import COMMAND, ENDLESS_CONTEXT, environment
 from tests.model_folder import write_model
 
 MODEL = "tiny"
 KEY, NARROW_KEY, DISABLED_KEY = "key-of-anybody", "key-for-one-at-a-time", "key-of-nobody"
+ADMIN = "key-of-the-operator"  # for servers whose environment names it
+COMPLETION = {"model": MODEL, "prompt": "hello there", "max_tokens": 5}
 PATIENCE_S = 60.0
-# Far more than a test waits for; what asks for it is never seen to end by itself.
+# Far more than a test waits for; what asks for it does not end before its client leaves.
 ENDLESS = ENDLESS_CONTEXT // 2
 
 
@@ -55,7 +58,7 @@ class ClientServer:
 
     def wait_for(self, status: int) -> None:
         """Until /health answers so: 503 while the model is being loaded, 200 from then on."""
-        self.wait_until(lambda: self._get("/health")[0] == status)
+        self.wait_until(lambda: self.ask("GET", "/health").status == status)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         until_s = time.monotonic() + PATIENCE_S
@@ -69,9 +72,13 @@ class ClientServer:
             time.sleep(0.02)
         raise AssertionError("it did not happen in time")
 
+    def page(self) -> str:
+        """All metrics, as Prometheus reads them."""
+        return self.ask("GET", "/metrics").body.decode()
+
     def metric(self, name: str) -> float:
         """The sum over all labels."""
-        lines = self._get("/metrics")[1].splitlines()
+        lines = self.page().splitlines()
         found = [line for line in lines if line.startswith((f"paceline:{name}{{", f"paceline:{name} "))]
         assert found, f"there is no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
@@ -96,14 +103,29 @@ class ClientServer:
         self.process.wait()
         self._errors.close()
 
-    def _get(self, path: str) -> tuple[int, str]:
+    def ask(self, method: str, path: str, body: object = None, *, key: str = KEY, **headers: str) -> Reply:
+        """A request and its whole answer; an empty `key` sends none."""
+        with self.open(method, path, body, key=key, **headers) as answer:
+            named = {name.lower(): value for name, value in answer.getheaders()}
+            return Reply(answer.status, named, answer.read())
+
+    def complete(self, *, key: str = KEY, **fields: object) -> Reply:
+        return self.ask("POST", "/v1/completions", {**COMPLETION, **fields}, key=key)
+
+    def open(
+        self, method: str, path: str, body: object = None, *, key: str = KEY, **headers: str
+    ) -> http.client.HTTPResponse:
+        """An answer that is still to be read; closing it hangs up."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        given = {"Content-Type": "application/json", "Connection": "close", **headers}
+        if key:
+            given["Authorization"] = f"Bearer {key}"
         try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
+            connection.request(method, path, None if body is None else json.dumps(body), given)
+            return connection.getresponse()
+        except BaseException:
             connection.close()
+            raise
 
 
 @contextmanager

@@ -38,15 +38,15 @@ def strike() -> None:
 
 def load(*arguments: Any, **named: Any) -> Any:
     loaded = load_model(*arguments, **named)
-    from paceline.models.decoder import Decoder
+    from paceline.runner.native.step import NativeStep
 
-    forward = Decoder.forward
+    forward = NativeStep.forward
 
-    def faulty(self: Decoder, *inputs: Any) -> Any:
+    def faulty(self: NativeStep, *inputs: Any) -> Any:
         strike()
         return forward(self, *inputs)
 
-    patch.object(Decoder, "forward", faulty).start()
+    patch.object(NativeStep, "forward", faulty).start()
     return loaded
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.e2e.ledger_crashes --kills 50 --seed 1
 
-Clients stream or wait for whole answers, and some leave on purpose. Each request of a life has a prompt of its own
+Clients stream or wait for whole answers, and some leave on purpose. Each request of a life has a separate prompt
 length, so that its entry is known even where no byte of an answer came. What has to hold is in `judge`.
 """
 
@@ -173,7 +173,7 @@ def judge(run: Run, ledger: Path) -> Counter[str]:
         found = entries.pop((sent.life, sent.prompt_tokens), [])
         assert len(found) <= 1, f"two entries: {sent}"
         cases[_case(sent, found[0] if found else None)] += 1
-    assert not entries, "entries of requests nobody sent"
+    assert not entries, "entries of requests that were not sent"
     return cases
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.server.docs import EXAMPLES_FILE
-from tests.e2e.client_server import client_server
+from tests.e2e.client_server import ADMIN, client_server
 from tools.api_examples import GENERATING, Recorder
 from tools.api_pages import all_routes
 
-ADMIN = "key-of-the-operator"
 Examples = dict[str, dict[str, Any]]
 # A field that only some tokenizers have, and the figures of a decision, which depend on what happened.
 VARYING = (".unk_token", ".decisions[0]")

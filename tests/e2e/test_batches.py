@@ -164,9 +164,9 @@ def test_a_key_sees_its_own_only(client: OpenAI, server: ClientServer) -> None:
         other.post("/chat/completions", body=body, cast_to=object)
         other.batches.cancel(own.id)
         wait(other, own.id, "cancelled")
-    nobody = OpenAI(base_url=f"{server.url}/v1", api_key=DISABLED_KEY, max_retries=0)
-    with nobody, pytest.raises(openai.PermissionDeniedError):
-        nobody.files.list()
+    disabled = OpenAI(base_url=f"{server.url}/v1", api_key=DISABLED_KEY, max_retries=0)
+    with disabled, pytest.raises(openai.PermissionDeniedError):
+        disabled.files.list()
 
 
 def test_lists_have_pages(client: OpenAI) -> None:

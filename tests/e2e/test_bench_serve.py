@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import run as run_command
-from tests.e2e.model_cli import run, start
+from tests.e2e.model_cli import run_process, start
 from tests.mock_openai import RunningMock, running_mock
 
 ATTEMPTS = 3  # a busy machine may spoil one
@@ -55,7 +53,7 @@ def test_known_latencies_are_measured(settings: dict[str, Any], flags: str, tmp_
     target = tmp_path / "run.json"
     for attempt in range(ATTEMPTS):
         with running_mock(**settings) as mock:
-            done = run(
+            done = run_process(
                 *("bench", "serve", "--url", mock.url, "--json", str(target), "--input-len", "8"),
                 *flags.split(),
                 cache=tmp_path,
@@ -115,7 +113,7 @@ def test_failures_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "  broken off:                            4" in printed.out
     assert "1 timeout; the first: no whole answer within 4 s" in printed.err
     assert printed.out.startswith("============ Serving Benchmark Result ============\n")
-    assert "\x1b" not in printed.out + printed.err  # no bar where nobody looks
+    assert "\x1b" not in printed.out + printed.err  # no bar without a terminal
 
 
 def test_refusals_are_counted_and_tried_again_only_when_asked(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def test_every_tenant_uses_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [entry["body"].get("ttft_slo_ms") for entry in entries] == [None, 700, None]
     assert value["tenants"] == ["alice", "bob", "alice"] and value["due_times"] == [0.0, 0.05, 0.1]
     assert value["input_lens"] == [9, 5, 4]
-    assert "sk-" not in json.dumps(value)  # a result may be shown to anybody
+    assert "sk-" not in json.dumps(value)  # a result may be shown in public
     with running_mock(gap_ms=1) as mock:
         measure(mock, tmp_path / "run.json", "--num-prompts", "1")
         assert {entry["key"] for entry in mock.record()["entries"]} == {"sk-everybody"}
@@ -292,7 +290,7 @@ def test_a_worse_server_fails_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
     (result,) = json.loads(target.read_text())["results"]
     assert result["differences"][0]["verdict"] == "worse" and result["differences"][0]["low"] > 0.5
     assert run_command(["bench", "compare", after, before, *strict]) == 0
-    assert run_command(["bench", "compare", before, after]) == 0  # nobody asked for a failure
+    assert run_command(["bench", "compare", before, after]) == 0  # no failure was requested
 
 
 @pytest.mark.parametrize(
@@ -356,16 +354,3 @@ def test_a_server_that_is_not_there_or_says_no_is_told(capsys: pytest.CaptureFix
     assert "came to nothing (rejected with 400): told to say 400" in capsys.readouterr().err
     assert run_command(["bench", "serve", "--url", mock.url]) == 1
     assert "cannot be reached" in capsys.readouterr().err
-
-
-def test_help_and_mistakes_load_nothing_heavy() -> None:
-    code = """
-import sys
-from paceline.cli.main import run
-assert all(run(["bench", name, "--help"]) == 0 for name in ("serve", "sweep", "compare"))
-assert run(["bench", "serve", "--rate", "0"]) == 2
-sys.exit("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--max-concurrency" in done.stdout and "--fail-if-worse" in done.stdout

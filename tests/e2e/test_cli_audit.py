@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 import signal
 import sqlite3
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from paceline.audit.trail import trail_files
-from tests.e2e.client_server import KEY, MODEL, NARROW_KEY, ClientServer, client_server
-from tests.e2e.model_cli import COMMAND
+from tests.e2e.client_server import KEY, NARROW_KEY, ClientServer, client_server
+from tests.e2e.model_cli import run, run_process
 
 NUM_REQUESTS = 10  # of each key
 
 
-def audit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "audit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def complete(server: ClientServer, key: str, **more: object) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    body = json.dumps({"model": MODEL, "prompt": "hello there", "max_tokens": 3, **more})
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request("POST", "/v1/completions", body, headers)
-    assert connection.getresponse().status == 200
-    connection.close()
+def complete(server: ClientServer, key: str = KEY, **fields: object) -> None:
+    assert server.complete(key=key, max_tokens=3, **fields).status == 200
 
 
 @pytest.fixture(scope="module")
@@ -39,37 +27,37 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with client_server(folder, "--decision-log", str(folder / "decisions")) as server:
         server.wait_for(200)
         for number in range(NUM_REQUESTS):
-            complete(server, KEY, priority=number % 3)
-            complete(server, NARROW_KEY, service_tier="batch", priority=number % 3)
+            complete(server, priority=number % 3)
+            complete(server, key=NARROW_KEY, service_tier="batch", priority=number % 3)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     return folder / "decisions"
 
 
 def test_the_log_of_a_server_that_was_stopped_is_whole(log: Path) -> None:
-    done = audit("verify", log)
+    done = run_process("audit", "verify", log)
     assert done.returncode == 0, done.stderr
     first, head = done.stdout.splitlines()
     # Two decisions about each request, at least.
     count = int(first.removeprefix("whole: ").partition(" ")[0])
     assert " decisions in pages 1 to " in first and count >= 4 * NUM_REQUESTS
-    assert audit("verify", log, "--head", head.removeprefix("head: ")).returncode == 0
-    assert audit("verify", log, "--head", "f" * 64).returncode == 1
+    assert run("audit", "verify", log, "--head", head.removeprefix("head: ")).returncode == 0
+    assert run("audit", "verify", log, "--head", "f" * 64).returncode == 1
 
 
 def test_groups_are_compared(log: Path) -> None:
-    done = audit("bias", log, "--by", "key", "--json")
+    done = run("audit", "bias", log, "--by", "key", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["num_requests"] == 2 * NUM_REQUESTS
     assert {each["measure"] for each in found["comparisons"]} == {"delay_s", "preemptions"}
     assert {each["count"] for each in found["comparisons"]} == {NUM_REQUESTS}
-    told = audit("bias", log).stdout.splitlines()
+    told = run("audit", "bias", log).stdout.splitlines()
     assert told[0] == f"{2 * NUM_REQUESTS} requests that were admitted and have ended"
     assert told[1].split()[:3] == ["by", "group", "of"] and "luck" in told[-1]
 
 
 def test_classes_are_told_apart_whatever_the_numbers_of_priority(log: Path) -> None:
-    found = json.loads(audit("bias", log, "--by", "class", "--json").stdout)
+    found = json.loads(run("audit", "bias", log, "--by", "class", "--json").stdout)
     assert {(each["group"], each["count"]) for each in found["comparisons"]} == {("batch", NUM_REQUESTS)}
 
 
@@ -80,7 +68,7 @@ def test_a_change_is_named(log: Path, tmp_path: Path) -> None:
     connection.executescript(f"DROP TRIGGER no_update; {changed}")
     first, last = connection.execute("SELECT first, first + count - 1 FROM pages WHERE page = 2").fetchone()
     connection.close()
-    done = audit("verify", log)
+    done = run("audit", "verify", log)
     said = f"broken: page 2 (entries {first} to {last}) was changed; page 1 before it is whole\n"
     assert (done.returncode, done.stdout) == (1, said)
 
@@ -92,13 +80,16 @@ def test_a_server_that_was_killed_leaves_a_log_that_is_whole(tmp_path: Path) -> 
         with client_server(tmp_path, "--decision-log", str(log)) as server:
             server.wait_for(200)
             for _ in range(NUM_REQUESTS):
-                complete(server, KEY)
+                complete(server)
             server.wait_until(
-                lambda: any(log.iterdir()) and audit("verify", log).stdout.count("decisions in") > 0
+                lambda: (
+                    any(log.iterdir())
+                    and run_process("audit", "verify", log).stdout.count("decisions in") > 0
+                )
             )
             server.process.kill()
             server.process.wait(60)
-        done = audit("verify", log)
+        done = run("audit", "verify", log)
         assert done.returncode == 0, done.stdout + done.stderr
         counts.append(int(done.stdout.partition("whole: ")[2].partition(" ")[0]))
     assert 0 < counts[0] < counts[1]
@@ -107,5 +98,5 @@ def test_a_server_that_was_killed_leaves_a_log_that_is_whole(tmp_path: Path) -> 
 @pytest.mark.parametrize("command", ["verify", "bias"])
 def test_mistakes_are_answered_with_a_sentence(command: str, tmp_path: Path) -> None:
     for arguments, message in (((), "say which log"), ((tmp_path,), "holds no decision log")):
-        done = audit(command, *arguments)
+        done = run("audit", command, *arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -10,22 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.chat_terminal import Terminal
-from tests.e2e.model_cli import ENDLESS_CONTEXT, TIMEOUT_S, TINY, run
+from tests.e2e.model_cli import TIMEOUT_S, TINY, run
 from tests.model_folder import write_model
 
 STATS = re.compile(
     r"\(prompt (\d+) tokens(?: \((\d+) cached\))?, first token after [\d.]+ s, (\d+) tokens at"
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=ENDLESS_CONTEXT))
 
 
 def prompts(stderr: str) -> list[int]:

@@ -5,35 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.client_server import ENDLESS, KEY, MODEL, ClientServer, client_server
-from tests.e2e.model_cli import COMMAND, environment
+from tests.e2e.client_server import ENDLESS, KEY, MODEL, ClientServer
+from tests.e2e.model_cli import COMMAND, environment, run
 
 TIMEOUT_S = 60
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    with client_server(tmp_path_factory.mktemp("server")) as running:
-        running.wait_for(200)
-        yield running
-
-
 def chat(*arguments: str, cache: Path, key: str = KEY, lines: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "chat", *arguments],
-        env=environment(cache, PACELINE_API_KEY=key),
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    return run("chat", *arguments, cache=cache, stdin=lines, PACELINE_API_KEY=key)
 
 
 def test_a_question_and_its_figures(server: ClientServer, tmp_path: Path) -> None:
@@ -103,8 +86,3 @@ def test_an_interrupt_stops_the_answer_on_the_server_too(server: ClientServer, t
     finally:
         process.kill()
     server.wait_until(server.is_idle)
-
-
-def test_talking_to_a_server_loads_no_torch() -> None:
-    code = "import sys, paceline.cli.remote, paceline.cli.chat.conversation; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

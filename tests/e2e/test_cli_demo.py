@@ -13,7 +13,7 @@ import pytest
 
 from paceline.audit.runlog import read_run_log
 from paceline.lab.sim.replayer import replay
-from tests.e2e.client_server import KEY, client_server
+from tests.e2e.client_server import ADMIN, KEY, ClientServer
 from tests.e2e.model_cli import COMMAND, environment, run, start
 
 QUICK = ("demo", "--shape", "tiny", "--seconds", "0.5", "--rate", "40", "--rows", "4")
@@ -122,18 +122,8 @@ def test_from_a_recorded_run_to_flags(shown: tuple[str, Path], tmp_path: Path) -
     """The way of the guide: calibrate on a real run, compare it, and tune with the model."""
     log = str(shown[1] / "continuous.jsonl.gz")
     costs, told = str(tmp_path / "costs.json"), tmp_path / "told.json"
-    done = run(
-        "sim",
-        "--calibrate",
-        log,
-        "--save-costs",
-        costs,
-        "--compare",
-        log,
-        "--json",
-        str(told),
-        cache=tmp_path,
-    )
+    flags = ("--calibrate", log, "--save-costs", costs, "--compare", log, "--json", told)
+    done = run("sim", *flags, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Cost model fitted to" in done.stdout and "as they were and as simulated" in done.stdout
     measures = {each["name"]: each for each in json.loads(told.read_text())["measures"]}
@@ -151,19 +141,19 @@ def test_from_a_recorded_run_to_flags(shown: tuple[str, Path], tmp_path: Path) -
     assert tuned.stdout.splitlines()[-1].startswith("paceline serve --max-num-batched-tokens ")
 
 
-def test_what_was_found_is_verified_on_a_live_server(shown: tuple[str, Path], tmp_path: Path) -> None:
+def test_what_was_found_is_verified_on_a_live_server(
+    shown: tuple[str, Path], server: ClientServer, tmp_path: Path
+) -> None:
     log = str(shown[1] / "continuous.jsonl.gz")
     asked = ("--slo", "ttft_p99=30s", "--trace", "fixed:20x5", "--num-requests", "30", "--rate", "15")
-    with client_server(tmp_path, PACELINE_ADMIN_KEY="admin") as server:
-        server.wait_for(200)
-        done = run(
-            *("tune", "--cost-model", log, *asked, "--max-trials", "2"),
-            *("--verify", server.url, "--verify-seconds", "2"),
-            cache=tmp_path,
-            PACELINE_API_KEY=KEY,
-            PACELINE_ADMIN_KEY="admin",
-        )
-        refused = run("tune", "--cost-model", log, *asked, "--verify", server.url, cache=tmp_path)
+    done = run(
+        *("tune", "--cost-model", log, *asked, "--max-trials", "2"),
+        *("--verify", server.url, "--verify-seconds", "2"),
+        cache=tmp_path,
+        PACELINE_API_KEY=KEY,
+        PACELINE_ADMIN_KEY=ADMIN,
+    )
+    refused = run("tune", "--cost-model", log, *asked, "--verify", server.url, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Sending 30 requests to" in done.stdout and "predicted" in done.stdout
     lines = {line.split("(")[0].strip(): line for line in done.stdout.splitlines() if "(ms)" in line}

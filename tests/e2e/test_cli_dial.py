@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
-from tests.e2e.model_cli import COMMAND, environment
+from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
+from tests.e2e.model_cli import run
 
-ADMIN = "key-of-the-operator"
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "dial.md"
 
 
@@ -27,35 +24,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
 
 
 def steer(
-    server: ClientServer, *arguments: str, cache: Path, **variables: str
+    server: ClientServer, *arguments: str, cache: Path, key: str = ADMIN
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments, "--url", server.url],
-        env=environment(cache, **(variables or {"PACELINE_ADMIN_KEY": ADMIN})),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def call(
-    server: ClientServer, method: str, path: str, body: object = None, key: str = ADMIN
-) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
+    return run(*arguments, "--url", server.url, cache=cache, PACELINE_ADMIN_KEY=key)
 
 
 def generate(server: ClientServer, count: int = 8) -> None:
     for _ in range(count):
-        body = {"model": MODEL, "prompt": "hello " * 40, "max_tokens": 40, "ignore_eos": True}
-        assert call(server, "POST", "/v1/completions", body, key=KEY)[0] == 200
+        assert server.complete(prompt="hello " * 40, max_tokens=40, ignore_eos=True).status == 200
 
 
 def test_a_dial_is_looked_at_turned_held_and_let_go(server: ClientServer, tmp_path: Path) -> None:
@@ -92,8 +68,8 @@ def test_the_policy_is_changed_while_requests_come(server: ClientServer, tmp_pat
     assert "tenant_weights = somebody=3" in kept and "replace" not in kept, "nothing was said of weights"
     again = steer(server, "policy", "fair", "--tenant-weights", "anybody=2", cache=tmp_path).stdout
     assert again.endswith("These replace the weights there were: somebody=3.\n")
-    status, found = call(server, "GET", "/v1/admin/policy")
-    assert (status, found["policy"], found["options"]["tenant_weights"]) == (200, "fair", "anybody=2")
+    found = server.ask("GET", "/v1/admin/policy", key=ADMIN).json
+    assert (found["policy"], found["options"]["tenant_weights"]) == ("fair", "anybody=2")
 
 
 def test_mistakes_are_told_by_name(server: ClientServer, tmp_path: Path) -> None:
@@ -106,16 +82,17 @@ def test_mistakes_are_told_by_name(server: ClientServer, tmp_path: Path) -> None
     ):
         done = steer(server, *arguments, cache=tmp_path)
         assert done.returncode and message in done.stderr, done.stderr
-    status, found = call(server, "PUT", "/v1/admin/dial", {"positon": 1})
-    assert (status, found["error"]["code"], found["error"]["param"]) == (400, "unknown_parameter", "positon")
-    assert call(server, "POST", "/v1/admin/dial", {"position": 1})[0] == 405
+    refused = server.ask("PUT", "/v1/admin/dial", {"positon": 1}, key=ADMIN)
+    assert (refused.status, refused.code) == (400, "unknown_parameter")
+    assert refused.json["error"]["param"] == "positon"
+    assert server.ask("POST", "/v1/admin/dial", {"position": 1}, key=ADMIN).status == 405
 
 
 def test_other_keys_may_not(server: ClientServer, tmp_path: Path) -> None:
     for method, body in (("GET", None), ("PUT", {"position": 0.0})):
         for path in ("/v1/admin/dial", "/v1/admin/policy"):
-            status, found = call(server, method, path, body, key=KEY)
-            assert (status, found["error"]["code"]) == (403, "admin_only")
-    done = steer(server, "dial", "0.2", cache=tmp_path, PACELINE_API_KEY=KEY)
+            refused = server.ask(method, path, body)
+            assert (refused.status, refused.code) == (403, "admin_only")
+    done = steer(server, "dial", "0.2", cache=tmp_path, key=KEY)
     assert done.returncode == 1 and "the server answered 403: This route needs an admin key" in done.stderr
-    assert call(server, "GET", "/v1/admin/dial", key="wrong")[0] == 401
+    assert server.ask("GET", "/v1/admin/dial", key="wrong").status == 401

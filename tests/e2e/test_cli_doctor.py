@@ -12,16 +12,21 @@ import paceline
 from paceline.cli.doctor import find_problems
 from tests.e2e.model_cli import run
 
+KERNELS = {"isa": "neon", "title": "neon dotprod", "missing": [], "gops_per_core": 70.0, "error": None}
 WELL = {
-    "versions": {"paceline": "1", "python": "3.11", "torch": "2.13", "numpy": "2"},
-    "cpu": {"cores": 4, "threads": 4, "fast_4bit_product": "dynamic", "instructions": {}, "is_busy": False},
+    "versions": {"paceline": "1", "python": "3.11", "numba": "0.68", "numpy": "2"},
+    "cpu": {"cores": 4, "threads": 4, "kernels": KERNELS, "instructions": {}, "is_busy": False},
     "memory": {"total_bytes": 2**34, "available_bytes": 2**33},
     "cache": {"path": "/c", "free_bytes": 2**40, "is_writable": True},
     "default_model": {"path": None},
     "gpus": [],
+    "gpu_error": None,
     "environment": {},
-    "torch_error": None,
 }
+
+
+def with_kernels(**changes: object) -> dict[str, object]:
+    return {"cpu": {**WELL["cpu"], "kernels": {**KERNELS, **changes}}}  # type: ignore[dict-item]
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -31,17 +36,26 @@ def test_this_machine(tmp_path: Path) -> None:
         *(
             f"paceline {paceline.__version__}",
             f"python {platform.python_version()}",
-            "torch 2.",
+            "numba 0.",
             "tokenizers ",
         ),
-        *("cores", "instructions", "4-bit product", "memory", "GPU", str(tmp_path), "not downloaded"),
+        *(
+            "cores",
+            "instructions",
+            "CPU kernels",
+            "memory",
+            "GPU",
+            str(tmp_path),
+            "not downloaded",
+        ),
         *("OMP_NUM_THREADS=1", "HF_TOKEN=(set, not shown)"),
     ):
         assert text in shown.stdout, text
     assert "hf_secret" not in shown.stdout
     facts = json.loads(run("doctor", "--json", cache=tmp_path).stdout)
     assert facts["versions"]["paceline"] == paceline.__version__
-    assert facts["cpu"]["threads"] == 1 and facts["memory"]["available_bytes"] > 0
+    assert facts["cpu"]["kernels"]["isa"] and not facts["cpu"]["kernels"]["error"]
+    assert facts["cpu"]["threads"] >= 1 and facts["memory"]["available_bytes"] > 0
     assert facts["cache"]["path"] == str(tmp_path / "models") and facts["default_model"] == {"path": None}
     assert facts["environment"]["PACELINE_CACHE_ROOT"] == str(tmp_path)
     assert all(set(problem) == {"problem", "is_broken"} for problem in facts["problems"])
@@ -60,12 +74,11 @@ def test_nothing_is_said_of_a_machine_that_is_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "says", "is_broken"),
     [
-        ({"versions": {"torch": None}}, "torch is not installed", True),
-        ({"torch_error": "OSError: libgomp"}, "cannot be imported (OSError: libgomp)", True),
-        ({"cpu": {**WELL["cpu"], "fast_4bit_product": None}}, "no fast 4-bit product", False),  # type: ignore[dict-item]
-        ({"cpu": {**WELL["cpu"], "threads": 9}}, "9 threads share 4 cores", False),  # type: ignore[dict-item]
+        ({"versions": {"numba": None}}, "numba is not installed", True),
+        (with_kernels(error="OSError: libz"), "cannot be used (OSError: libz)", False),
+        (with_kernels(isa="plain", missing=["asimddp"]), "this processor has no asimddp", False),
         ({"cpu": {**WELL["cpu"], "is_busy": True, "used_by_others": 1.8}}, "use 1.8 of 4 cores", False),  # type: ignore[dict-item]
-        ({"gpus": ["H200"]}, "computes on the CPU only", False),
+        ({"gpus": ["H200"], "gpu_error": "Triton is not installed"}, "the GPU is not used: Triton", False),
         ({"memory": {"available_bytes": 2**29}}, "less than 1 GiB of memory", False),
         ({"cache": {"path": "/c", "free_bytes": 2**40, "is_writable": False}}, "cannot be written", True),
         ({"cache": {"path": "/c", "free_bytes": 2**20, "is_writable": True}}, "has no room", True),

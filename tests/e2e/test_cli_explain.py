@@ -1,22 +1,17 @@
-"""`paceline explain` and `paceline replay` over a log that `paceline sim` wrote, as a user runs them."""
+"""`paceline explain` and `paceline replay` over a log that `paceline sim` wrote, and over a real server."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.client_server import KEY, NARROW_KEY, ClientServer
+from tests.e2e.model_cli import run, run_process
+
 CROWDED = ("sim", "--num-requests", "120", "--rate", "60", "--num-blocks", "500")
-
-
-def run(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +23,24 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preempted(log: Path) -> int:
-    """A request that gave way."""
+    """A request that was preempted."""
     for line in log.read_text().splitlines()[1:]:
         for kind, request, *_ in json.loads(line)["decisions"]:
             if kind == "preempt":
                 return int(request)
-    raise AssertionError("nobody gave way")
+    raise AssertionError("no request was preempted")
 
 
-def test_the_story_of_a_request_that_gave_way(log: Path) -> None:
+def test_the_story_of_a_preempted_request(log: Path) -> None:
     request = preempted(log)
-    done = run("explain", request, "--log", log)
+    done = run_process("explain", request, "--log", log)
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
     assert told[0].startswith(f"request {request} came at ") and "tokens of prompt" in told[0]
     assert any(line.startswith("waited ") for line in told)
-    gave_way = next(index for index, line in enumerate(told) if line.startswith("was preempted at step "))
-    assert "for request " in told[gave_way] and "more needed" in told[gave_way]
-    assert any(line.startswith("came back at step ") for line in told[gave_way:])
+    at = next(index for index, line in enumerate(told) if line.startswith("was preempted at step "))
+    assert "for request " in told[at] and "more needed" in told[at]
+    assert any(line.startswith("came back at step ") for line in told[at:])
     assert told[-1].startswith("reached its length")
 
 
@@ -62,7 +57,7 @@ def test_the_same_as_json(log: Path) -> None:
 
 
 def test_a_replay_of_what_was_recorded_is_identical(log: Path, tmp_path: Path) -> None:
-    done = run("replay", log, "--output", tmp_path / "again.jsonl")
+    done = run_process("replay", log, "--output", tmp_path / "again.jsonl")
     num_steps = len(log.read_text().splitlines()) - 2
     assert (done.returncode, done.stdout) == (0, f"identical: {num_steps:,} steps\n")
     assert (tmp_path / "again.jsonl").read_bytes() == log.read_bytes()
@@ -127,3 +122,42 @@ def test_mistakes_are_answered_with_a_sentence(
     done = run(*(argument.format(**places) for argument in arguments))
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+# ----------------------------------------------------------------
+# `paceline explain ID --url`: a real server tells the key that sent a request why it went as it did.
+
+
+def explain(
+    server: ClientServer, *arguments: str, cache: Path, key: str = KEY
+) -> subprocess.CompletedProcess[str]:
+    return run("explain", *arguments, "--url", server.url, cache=cache, PACELINE_API_KEY=key)
+
+
+def test_the_story_of_a_request_that_has_ended(server: ClientServer, tmp_path: Path) -> None:
+    request_id = server.complete(ignore_eos=True).json["id"]
+    done = explain(server, request_id, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[0].startswith("request ") and told[0].endswith(" of the engine:")
+    assert told[1].startswith("waited ") and "was admitted at step " in told[1]
+    assert told[-1].startswith("reached its length after 5 tokens of output")
+    values = json.loads(explain(server, request_id, "--json", cache=tmp_path).stdout)
+    assert values["branches"][0]["sentences"] == told[1:] and values["branches"][0]["state"] == "ended"
+    assert values["branches"][0]["decisions"][0]["kind"] == "admit"
+
+
+def test_branches_are_told_apart(server: ClientServer, tmp_path: Path) -> None:
+    done = explain(server, server.complete(n=2, temperature=1.0).json["id"], cache=tmp_path)
+    headings = [line.partition(", ")[2] for line in done.stdout.splitlines() if line.startswith("request ")]
+    assert headings == ["branch 0:", "branch 1:"] and "shares the KV of" in done.stdout
+
+
+def test_another_key_hears_that_there_is_no_such_request(server: ClientServer, tmp_path: Path) -> None:
+    request_id = server.complete().json["id"]
+    for key, asked in ((NARROW_KEY, request_id), (KEY, "cmpl-never")):
+        done = explain(server, asked, cache=tmp_path, key=key)
+        assert (
+            done.returncode == 1
+            and "the server answered 404: this key has sent no request of that id" in done.stderr
+        )

@@ -92,7 +92,7 @@ def test_what_a_key_may_do_is_written_and_listed(keys: Keys) -> None:
     assert head.index("tokens/min") == line.index("2,000,000")
 
 
-def test_a_revoked_key_is_let_in_no_more_and_its_name_can_come_back(keys: Keys) -> None:
+def test_a_revoked_key_is_rejected_and_its_name_can_come_back(keys: Keys) -> None:
     old = keys("add", "a").strip()
     assert keys("revoke", "a") == "Revoked a.\n" and "kill -HUP" in keys.said
     with pytest.raises(Exception, match="disabled"):
@@ -182,7 +182,7 @@ def test_a_link_to_the_file_stays_a_link(keys: Keys, tmp_path: Path) -> None:
     assert link.is_symlink() and len(read_keys(str(keys.path), {})) == 2
 
 
-def test_what_a_killed_writer_left_is_in_nobodys_way(keys: Keys) -> None:
+def test_what_a_killed_writer_left_is_harmless(keys: Keys) -> None:
     (keys.path.parent / ".keys.jsonl.new").write_text("half of", encoding="utf-8")
     keys("add", "a")
     assert len(keys.json("ls")["keys"]) == 1
@@ -192,19 +192,19 @@ def test_two_writers_lose_nothing(keys: Keys) -> None:
     """Each adds eight keys and revokes half of them, both at once."""
     script = (
         "import sys\nfrom pathlib import Path\nfrom paceline.server.access.keys_file import add_key, revoke_key\n"
-        "path, who = Path(sys.argv[1]), sys.argv[2]\n"
+        "path, writer = Path(sys.argv[1]), sys.argv[2]\n"
         "for n in range(8):\n"
-        "    add_key(path, {'name': f'{who}{n}', 'sha256': f'{who}{n}'.encode().hex().rjust(64, '0')})\n"
-        "    if n % 2:\n        revoke_key(path, f'{who}{n}')\n"
+        "    add_key(path, {'name': f'{writer}{n}', 'sha256': f'{writer}{n}'.encode().hex().rjust(64, '0')})\n"
+        "    if n % 2:\n        revoke_key(path, f'{writer}{n}')\n"
     )
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(keys.path), who],
+            [sys.executable, "-c", script, str(keys.path), writer],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        for who in "ab"
+        for writer in "ab"
     ]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     found = {key["name"]: key["enabled"] for key in keys.json("ls")["keys"]}
-    assert found == {f"{who}{n}": n % 2 == 0 for who in "ab" for n in range(8)}
+    assert found == {f"{writer}{n}": n % 2 == 0 for writer in "ab" for n in range(8)}

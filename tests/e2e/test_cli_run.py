@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.model_cli import ENDLESS_CONTEXT, TIMEOUT_S, TINY, run, start
+from tests.e2e.model_cli import TIMEOUT_S, TINY, run, start
 from tests.model_folder import write_model
 
 LLM_CODE = """
@@ -23,16 +23,6 @@ sampling = SamplingParams(temperature=0, max_tokens=20)
 (raw,) = llm.generate("hello", sampling, use_tqdm=False)
 sys.stdout.write(chat.outputs[0].text + "\\0" + raw.outputs[0].text)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=ENDLESS_CONTEXT))
 
 
 def test_the_answer_alone_is_on_standard_output(model: str, tmp_path: Path) -> None:
@@ -71,7 +61,7 @@ def test_ctrl_c_keeps_what_there_is(endless: str, tmp_path: Path) -> None:
     assert "Traceback" not in stderr.decode()
 
 
-def test_a_reader_that_goes_away_is_no_news(endless: str, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_no_error(endless: str, tmp_path: Path) -> None:
     process = start("run", "--model", endless, *TINY, "--max-tokens", "90000", "go", cache=tmp_path)
     assert process.stdout is not None and process.stderr is not None
     os.read(process.stdout.fileno(), 1)
@@ -111,17 +101,3 @@ def test_mistakes_are_one_line(
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("paceline: error: ") and done.stderr.count("\n") == 1
     assert says in done.stderr and done.stdout == ""
-
-
-def test_help_and_mistakes_load_no_torch() -> None:
-    code = """
-import sys
-from paceline.cli.main import run
-for command in ([], ["chat"], ["run"], ["run-batch"], ["doctor"], ["pull"]):
-    assert run([*command, "--help"]) == 0
-assert run(["run", "--temperature", "9", "hi"]) == 2
-assert run(["chat", "--url", "ftp://localhost"]) == 2
-sys.exit("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

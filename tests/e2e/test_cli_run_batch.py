@@ -38,15 +38,30 @@ def results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
+def flags_of(model: Path) -> tuple[str, ...]:
+    return ("--model", str(model), "--load-format", "dummy", "--max-num-batched-tokens", "64")
+
+
 def batch(model: Path, source: Path, target: Path, *more: str, failed: int = 0) -> str:
-    flags = ("--model", str(model), "--load-format", "dummy", "--max-num-batched-tokens", "64", *more)
-    done = run("run-batch", str(source), str(target), *flags, cache=source.parent)
+    done = run("run-batch", source, target, *flags_of(model), *more, cache=source.parent)
     assert done.returncode == (1 if failed else 0), done.stderr
     assert (f"{failed} request" in done.stderr and f"see the errors in {target}" in done.stderr) == bool(
         failed
     )
     assert done.stdout == "" and "Traceback" not in done.stderr
     return done.stderr
+
+
+def interrupted(model: Path, *arguments: str, target: Path, num_lines: int, number: int) -> tuple[int, str]:
+    """The exit code and errors of a process that gets a signal once it has written some results."""
+    process = start("run-batch", *arguments, *flags_of(model), cache=target.parent)
+    end_s = time.monotonic() + TIMEOUT_S
+    while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
+        assert time.monotonic() < end_s and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, stderr.decode()
 
 
 # ---------------------------------------------------------------- requests that work
@@ -249,24 +264,18 @@ def test_a_killed_run_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
         line(
             f"r{index}", COMPLETIONS, prompt=f"prompt {index}", max_tokens=100, temperature=0, ignore_eos=True
         )
-        for index in range(80)
+        for index in range(32)
     ]
     source = write(tmp_path / "in.jsonl", [*lines, lines[3], "bad"])
     whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     flags = ("--max-num-seqs", "4")
     batch(model, source, whole, *flags, failed=2)
-    more = ("--model", str(model), "--load-format", "dummy", "--max-num-batched-tokens", "64", *flags)
-    process = start("run-batch", "-i", str(source), "-o", str(target), *more, cache=tmp_path)
-    end_s = time.monotonic() + TIMEOUT_S
-    while not target.exists() or target.read_bytes().count(b"\n") < 9:
-        assert time.monotonic() < end_s and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_S)
+    files = ("-i", str(source), "-o", str(target))
+    interrupted(model, *files, *flags, target=target, num_lines=9, number=signal.SIGKILL)
     done = target.read_bytes().count(b"\n")
-    assert done < 82
+    assert done < 34
     with target.open("ab") as file:  # what a crash in the middle of a line leaves
-        file.write(b'{"id": "batch_req_79", "custom_id": "r7')
+        file.write(b'{"id": "batch_req_31", "custom_id": "r3')
     assert f"{done} done before" in batch(model, source, target, *flags, failed=2)
 
     def texts(path: Path) -> list[tuple[str, object]]:
@@ -281,25 +290,10 @@ def test_ctrl_c_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
         line(f"r{index}", COMPLETIONS, prompt="x", max_tokens=200, ignore_eos=True) for index in range(200)
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    flags = (
-        "--model",
-        str(model),
-        "--load-format",
-        "dummy",
-        "--max-num-batched-tokens",
-        "64",
-        "--max-num-seqs",
-        "2",
-    )
-    process = start("run-batch", str(source), str(target), *flags, cache=tmp_path)
-    end_s = time.monotonic() + TIMEOUT_S
-    while not target.exists() or target.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < end_s and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130 and "Traceback" not in stderr.decode()
-    assert "run the same command again to continue" in stderr.decode()
+    asked = (str(source), str(target), "--max-num-seqs", "2")
+    code, stderr = interrupted(model, *asked, target=target, num_lines=2, number=signal.SIGINT)
+    assert code == 130 and "Traceback" not in stderr
+    assert "run the same command again to continue" in stderr
     assert 2 <= len(results(target)) < 200, "whole lines only"
 
 

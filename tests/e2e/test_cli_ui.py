@@ -1,4 +1,4 @@
-"""`paceline sim --ui` and `paceline replay --ui`: what they serve, to whom, and how they end."""
+"""`paceline sim --ui` and `paceline replay --ui`: what they serve, to which clients, and how they end."""
 
 from __future__ import annotations
 

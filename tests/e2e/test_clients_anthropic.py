@@ -42,15 +42,6 @@ def text_of(message: anthropic.types.Message) -> str:
     return str(block.text)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    with client_server(tmp_path_factory.mktemp("anthropic")) as running:
-        running.wait_for(200)
-        yield running
-        assert running.process.poll() is None
-        running.wait_until(running.is_idle)
-
-
 @pytest.fixture
 def client(server: ClientServer) -> Iterator[Anthropic]:
     with Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as one:
@@ -228,6 +219,9 @@ def test_a_request_too_many_is_a_rate_limit_and_a_retry_gets_through(server: Cli
 
         def note(response: httpx2.Response) -> None:
             statuses.append(response.status_code)
+            response.headers["retry-after"] = (
+                "1"  # the place is free at once, not when the answer would have ended
+            )
             held.close()
 
         hooked = anthropic.DefaultHttpxClient(event_hooks={"response": [note]})

@@ -35,15 +35,6 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    with client_server(tmp_path_factory.mktemp("openai")) as running:
-        running.wait_for(200)
-        yield running
-        assert running.process.poll() is None
-        running.wait_until(running.is_idle)
-
-
 @pytest.fixture
 def client(server: ClientServer) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:

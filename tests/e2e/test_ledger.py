@@ -1,10 +1,9 @@
-"""The ledger of a real server: what it says, who may ask, and what happens when it fails or the server is killed."""
+"""The ledger of a real server: what it says, which keys may read it, and what happens on failures and kills."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
-import http.client
 import json
 import sqlite3
 import subprocess
@@ -16,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
+from tests.e2e.http_server import Reply
 from tests.e2e.ledger_crashes import crash
-from tests.e2e.model_cli import COMMAND, environment
+from tests.e2e.model_cli import run, run_process
 
 KEYS = {"payer": KEY, "saver": "key-of-a-saver", "boss": "key-of-the-boss"}
 PRICES = {"prompt": 1, "cached_prompt": 0.5, "output": 10, "kv_block_second": 0.01}
@@ -55,35 +55,16 @@ def server(folder: Path, ledger: Path) -> Iterator[ClientServer]:
         yield running
 
 
-def send(server: ClientServer, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS[key]}"}
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
-
-
-def complete(server: ClientServer, key: str, **fields: Any) -> tuple[int, Any]:
-    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 5, "ignore_eos": True, **fields}
-    return send(server, "POST", "/v1/completions", key, body)
+def complete(server: ClientServer, key: str, **fields: Any) -> Reply:
+    return server.complete(key=KEYS[key], ignore_eos=True, **fields)
 
 
 def usage(*arguments: str, cache: Path, key: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "usage", *arguments],
-        env=environment(cache, PACELINE_API_KEY=key),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run("usage", *arguments, cache=cache, PACELINE_API_KEY=key)
 
 
 def test_receipts_add_up_to_what_usage_says(server: ClientServer, ledger: Path, tmp_path: Path) -> None:
-    answers = [complete(server, key, n=n)[1] for key in ("payer", "saver") for n in (1, 2)]
+    answers = [complete(server, key, n=n).json for key in ("payer", "saver") for n in (1, 2)]
     receipts = [answer["usage"]["paceline"] for answer in answers]
     for told in receipts:
         price = told["price"]
@@ -111,13 +92,13 @@ def test_receipts_add_up_to_what_usage_says(server: ClientServer, ledger: Path, 
 
 
 def test_usage_is_for_admins(server: ClientServer, tmp_path: Path) -> None:
-    status, told = send(server, "GET", "/v1/admin/usage", "payer")
-    assert (status, told["error"]["code"]) == (403, "admin_only")
+    refused = server.ask("GET", "/v1/admin/usage")
+    assert (refused.status, refused.code) == (403, "admin_only")
     for query in ("by=colour", "since=soon", "since=1h&since=2h"):
-        status, told = send(server, "GET", f"/v1/admin/usage?{query}", "boss")
-        assert (status, told["error"]["param"]) == (400, query.partition("=")[0])
-    status, told = send(server, "GET", "/v1/admin/usage?by=&until=2001-01-01", "boss")
-    assert (status, told["data"][0]["requests"] if told["data"] else 0) == (200, 0)
+        refused = server.ask("GET", f"/v1/admin/usage?{query}", key=KEYS["boss"])
+        assert (refused.status, refused.json["error"]["param"]) == (400, query.partition("=")[0])
+    told = server.ask("GET", "/v1/admin/usage?by=&until=2001-01-01", key=KEYS["boss"])
+    assert told.status == 200 and not any(row["requests"] for row in told.json["data"])
 
 
 def test_mistakes_on_the_command_line(ledger: Path, tmp_path: Path) -> None:
@@ -133,39 +114,24 @@ def test_mistakes_on_the_command_line(ledger: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_server_does_not_get_the_ledger(server: ClientServer, ledger: Path, folder: Path) -> None:
-    done = subprocess.run(
-        [
-            *COMMAND,
-            "serve",
-            str(folder / MODEL),
-            "--load-format",
-            "dummy",
-            "--port",
-            "0",
-            "--ledger",
-            str(ledger),
-        ],
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    model = (folder / MODEL, "--load-format", "dummy", "--port", "0")
+    done = run_process("serve", *model, "--ledger", ledger, cache=folder)
     assert done.returncode == 78 and "is in use by another server" in done.stderr.splitlines()[-1]
 
 
-def test_a_locked_ledger_lets_nobody_in_until_it_is_free(server: ClientServer, ledger: Path) -> None:
+def test_a_locked_ledger_rejects_requests_until_it_is_free(server: ClientServer, ledger: Path) -> None:
     with closing(sqlite3.connect(ledger, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        status, told = complete(server, "payer")
-        assert (status, told["error"]["code"]) == (503, "ledger_unavailable")
-        status, told = complete(server, "payer")  # refused at the door now
-        assert status == 503 and "no requests are taken" in told["error"]["message"]
-        assert send(server, "GET", "/health", "payer") == (503, {"status": "ledger_unavailable"})
+        refused = complete(server, "payer")
+        assert (refused.status, refused.code) == (503, "ledger_unavailable")
+        refused = complete(server, "payer")  # rejected before it is generated now
+        assert refused.status == 503 and "no requests are taken" in refused.json["error"]["message"]
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json) == (503, {"status": "ledger_unavailable"})
         assert server.metric("ledger_up") == 0
         other.execute("ROLLBACK")
     server.wait_for(200)
-    assert complete(server, "payer")[0] == 200
+    assert complete(server, "payer").status == 200
     with closing(sqlite3.connect(ledger)) as connection:
         reasons = connection.execute(
             "SELECT state, reason, total_nano FROM entries WHERE state != 'complete'"

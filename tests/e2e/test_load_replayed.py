@@ -10,7 +10,7 @@ from paceline.lab.bench.load.pool import Target
 from paceline.lab.bench.load.prompt_source import COMPLETIONS, PATHS
 from paceline.lab.bench.load.replayed import TokenSource, send_workload
 from tests.mock_openai import running_mock
-from tests.pure.sim.sim_helpers import make_workload
+from tests.pure.lab.sim.sim_helpers import make_workload
 
 
 def test_a_workload_is_sent_as_it_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 import subprocess
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
-from tests.e2e.model_cli import COMMAND, environment
+from tests.e2e.client_server import ADMIN, COMPLETION, KEY, MODEL, ClientServer, client_server
+from tests.e2e.model_cli import run
 from tests.pure.server_tracing.collector import Collector
 
-ADMIN = "key-of-the-operator"
 NUM_REQUESTS, NUM_TOKENS = 6, 40
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -52,18 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector | None
 
 
 def generate(server: ClientServer) -> None:
-    body = {"model": MODEL, "prompt": "hello " * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 7}
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {KEY}",
-        "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    assert answer.status == 200, answer.read()
-    answer.read()
-    connection.close()
+    body = {**COMPLETION, "prompt": "hello " * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 7}
+    answer = server.ask("POST", "/v1/completions", body, traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")
+    assert answer.status == 200, answer.body
 
 
 def test_the_engines_totals_agree_with_each_other(server: ClientServer) -> None:
@@ -87,11 +76,11 @@ def test_work_follows_from_the_models_shape(server: ClientServer) -> None:
     assert flops > 2 * server.metric("engine_computed_tokens_total")
     assert server.metric("estimated_read_bytes_per_gpu_total") > 0
     with pytest.raises(AssertionError, match="no metric"):
-        server.metric("device_peak_flops")  # of a processor nobody knows it
+        server.metric("device_peak_flops")  # not known of a processor
 
 
 def test_the_last_minute_is_told(server: ClientServer) -> None:
-    server.wait_until(lambda: "slot_occupancy_mean" in server._get("/metrics")[1])
+    server.wait_until(lambda: "slot_occupancy_mean" in server.page())
     assert 0 < server.metric("slot_occupancy_mean") <= 1
     assert 0 < server.metric("busy_share") <= 1.5
     assert server.metric("goodput_share") == 1
@@ -103,7 +92,7 @@ def test_promtool_takes_a_real_page(server: ClientServer) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not there; it comes with Debian's package prometheus")
-    text = server._get("/metrics")[1]
+    text = server.page()
     done = subprocess.run(
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
@@ -124,14 +113,8 @@ def test_requests_become_spans_of_their_clients_trace(
 
 
 def top(folder: Path, server: ClientServer, *flags: str, key: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "top", "--url", server.url, "--once", *flags],
-        env=environment(folder, PACELINE_ADMIN_KEY=key, COLUMNS="80"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    asked = ("top", "--url", server.url, "--once", *flags)
+    return run(*asked, cache=folder, PACELINE_ADMIN_KEY=key, COLUMNS="80")
 
 
 def test_top_shows_the_server(server: ClientServer, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client_server import ENDLESS, KEY, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.e2e.client_server import COMPLETION, ENDLESS, KEY, NARROW_KEY, ClientServer, client_server
 
 PATIENCE_S = 60.0
 
@@ -26,11 +25,8 @@ class Stream:
     """A completion that comes token by token."""
 
     def __init__(self, server: ClientServer, **fields: Any) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-        body = {"model": MODEL, "prompt": "hello there", "stream": True, "ignore_eos": True, **fields}
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        self._answer = self._connection.getresponse()
+        body = {**COMPLETION, "stream": True, "ignore_eos": True, **fields}
+        self._answer = server.open("POST", "/v1/completions", body)
         self.text = ""
         self.finish_reason: str | None = None
         self.num_chunks = self.num_comments = 0
@@ -55,17 +51,11 @@ class Stream:
 
     def close(self) -> None:
         self._answer.close()
-        self._connection.close()
 
 
 def change(server: ClientServer, request_id: str, key: str = KEY, **given: Any) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request("PATCH", f"/v1/requests/{request_id}", json.dumps(given), headers)
-    answer = connection.getresponse()
-    status, body = answer.status, json.loads(answer.read())
-    connection.close()
-    return status, body
+    answer = server.ask("PATCH", f"/v1/requests/{request_id}", given, key=key)
+    return answer.status, answer.json
 
 
 def test_a_paused_stream_holds_nothing_and_goes_on_as_if_nothing_had_been(server: ClientServer) -> None:
@@ -103,7 +93,7 @@ def test_a_paused_request_can_be_left_and_ends_at_its_deadline(server: ClientSer
     late.close()
 
 
-def test_who_did_not_send_it_and_what_makes_no_sense(server: ClientServer) -> None:
+def test_another_caller_and_what_makes_no_sense(server: ClientServer) -> None:
     stream = Stream(server, max_tokens=ENDLESS)
     assert change(server, stream.id, NARROW_KEY, paused=True)[0] == 404
     assert change(server, "nobody", paused=True)[1]["error"]["code"] == "request_not_found"
@@ -116,14 +106,8 @@ def test_who_did_not_send_it_and_what_makes_no_sense(server: ClientServer) -> No
 
 
 def test_a_better_class_than_the_keys_is_refused(server: ClientServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-    body = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "service_tier": "interactive"}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    told = json.loads(answer.read())
-    assert (answer.status, told["error"]["param"]) == (403, "service_tier")
-    connection.close()
+    refused = server.complete(service_tier="interactive")
+    assert (refused.status, refused.json["error"]["param"]) == (403, "service_tier")
 
 
 def test_paused_streams_go_on_when_the_server_drains(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.http_server import read_reply, request_bytes
-from tests.e2e.model_cli import COMMAND, environment, run
+from tests.e2e.model_cli import COMMAND, environment, run_process
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -26,16 +26,16 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> 
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
-    one_line(run("serve", "--port", "80000", cache=tmp_path), 2, "--port")
-    one_line(run("serve", "--prot", "1", cache=tmp_path), 2, "--prot")
-    one_line(run("serve", "--trust-remote-code", cache=tmp_path), 2, "--trust-remote-code")
-    one_line(run("serve", "--api-key", "k", cache=tmp_path), 2, "--api-keys-file")
-    one_line(run("serve", "--host", "0.0.0.0", cache=tmp_path), 2, "--host", "--api-keys-file")
-    one_line(run("serve", "--api-keys-file", "/nowhere", cache=tmp_path), 78, "--api-keys-file")
+    one_line(run_process("serve", "--port", "80000", cache=tmp_path), 2, "--port")
+    one_line(run_process("serve", "--prot", "1", cache=tmp_path), 2, "--prot")
+    one_line(run_process("serve", "--trust-remote-code", cache=tmp_path), 2, "--trust-remote-code")
+    one_line(run_process("serve", "--api-key", "k", cache=tmp_path), 2, "--api-keys-file")
+    one_line(run_process("serve", "--host", "0.0.0.0", cache=tmp_path), 2, "--host", "--api-keys-file")
+    one_line(run_process("serve", "--api-keys-file", "/nowhere", cache=tmp_path), 78, "--api-keys-file")
     config = tmp_path / "server.yaml"
     config.write_text("prot: 1\n")
-    one_line(run("serve", "--config", str(config), cache=tmp_path), 2, "prot", "port")
-    one_line(run("serve", cache=tmp_path, PACELINE_PORT="tcp://1.2.3.4"), 2, "PACELINE_PORT")
+    one_line(run_process("serve", "--config", str(config), cache=tmp_path), 2, "prot", "port")
+    one_line(run_process("serve", cache=tmp_path, PACELINE_PORT="tcp://1.2.3.4"), 2, "PACELINE_PORT")
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -43,11 +43,11 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        one_line(run("serve", "--port", port, cache=tmp_path), 78, port, "--port")
+        one_line(run_process("serve", "--port", port, cache=tmp_path), 78, port, "--port")
 
 
 def test_a_model_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    done = run("serve", "--port", "0", str(tmp_path / "nothing"), cache=tmp_path)
+    done = run_process("serve", "--port", "0", str(tmp_path / "nothing"), cache=tmp_path)
     assert done.returncode not in (0, 1)
     assert "no such file" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr

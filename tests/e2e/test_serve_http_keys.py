@@ -68,7 +68,7 @@ def test_a_key_is_held_to_its_requests(tmp_path: Path) -> None:
         assert "key-a" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_who_is_told_to_come_again_has_not_spent_a_request(tmp_path: Path) -> None:
+def test_a_request_that_is_sent_away_is_not_counted(tmp_path: Path) -> None:
     path = write_keys(tmp_path / "keys", a={"requests_per_minute": 5, "tokens_per_minute": 10})
     with fake_server(api_keys_file=str(path)) as server:
         assert server.post("/v1/echo", {"tokens": 10}, A).headers["x-ratelimit-remaining-tokens"] == "0"

@@ -96,7 +96,7 @@ def counts_after(server: FakeServer, name: str, before: dict[str, int]) -> None:
         ("/v1/slow", {}, "cancelled"),  # not streaming
         ("/v1/stream", {"first_s": 60}, "closed"),  # waiting for the first event
         ("/v1/stream", {"count": 10**9, "pause_s": 0.01}, "closed"),
-        ("/v1/stream", {"count": 10**9}, "closed"),  # never lets go of the loop by itself
+        ("/v1/stream", {"count": 10**9}, "closed"),  # never returns to the event loop
     ],
 )
 @pytest.mark.parametrize("resets", [False, True])
@@ -128,7 +128,7 @@ def test_a_client_that_does_not_read_is_bounded_and_cut(server: FakeServer) -> N
         counts_after(server, "closed", before)
         made = server.seen()["frames"] - before["frames"]
         assert made < 1200  # a kilobyte each: about what the buffers of both sides hold
-        # Reset, not closed: nothing unread stays with the system until somebody reads it.
+        # Reset, not closed: nothing unread stays with the system until it is read.
         server.wait_until(lambda: client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET)
     assert "connections_stalled_total" in server.get("/metrics").body.decode()
 

@@ -1,47 +1,19 @@
-"""The live page against a real server: its files, who may watch, and a feed whose steps agree with its state."""
+"""The live page against a real server: its files, which keys may watch, and a feed whose steps agree with its state."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from paceline.watch.unpack import unpack_steps
-from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
-
-ADMIN = "key-of-the-operator"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    with client_server(tmp_path_factory.mktemp("server"), PACELINE_ADMIN_KEY=ADMIN) as running:
-        running.wait_for(200)
-        yield running
-
-
-def ask(
-    server: ClientServer, method: str, path: str, body: object = None, key: str = ""
-) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
-    finally:
-        connection.close()
+from paceline.cli.top.picture import unpack_steps
+from tests.e2e.client_server import ADMIN, ClientServer
 
 
 def messages(server: ClientServer, count: int, query: str = "") -> list[dict[str, Any]]:
     """The next messages of the feed."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", f"/v1/admin/watch{query}", None, {"Authorization": f"Bearer {ADMIN}"})
-    answer = connection.getresponse()
+    answer = server.open("GET", f"/v1/admin/watch{query}", key=ADMIN)
     assert answer.status == 200 and answer.getheader("content-type", "").startswith("text/event-stream")
     found: list[dict[str, Any]] = []
     try:
@@ -51,16 +23,14 @@ def messages(server: ClientServer, count: int, query: str = "") -> list[dict[str
             if line.startswith(b"data: "):
                 found.append(json.loads(line[6:]))
     finally:
-        connection.close()
+        answer.close()
     return found
 
 
 def watch(server: ClientServer, count: int) -> list[dict[str, Any]]:
     """The next messages of the feed, while requests are answered."""
-    body = {"model": MODEL, "prompt": "hello " * 20, "max_tokens": 200, "ignore_eos": True}
-    asked = [
-        threading.Thread(target=ask, args=(server, "POST", "/v1/completions", body, KEY)) for _ in range(4)
-    ]
+    fields = {"prompt": "hello " * 20, "max_tokens": 200, "ignore_eos": True}
+    asked = [threading.Thread(target=server.complete, kwargs=fields) for _ in range(4)]
     for thread in asked:
         threading.Timer(0.3, thread.start).start()
     try:
@@ -73,20 +43,21 @@ def watch(server: ClientServer, count: int) -> list[dict[str, Any]]:
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(server: ClientServer) -> None:
-    status, headers, page = ask(server, "GET", "/ui")
-    assert status == 200 and headers["content-type"].startswith("text/html") and b"<canvas" in page
-    assert "connect-src 'self'" in headers["content-security-policy"]
+    page = server.ask("GET", "/ui", key="")
+    assert page.status == 200 and page.headers["content-type"].startswith("text/html")
+    assert b"<canvas" in page.body and "connect-src 'self'" in page.headers["content-security-policy"]
     for name in ("main.js", "stage.js", "style.css", "vendor/uplot.js", "icon.svg"):
-        assert ask(server, "GET", f"/ui/{name}")[0] == 200
-    status, headers, chat = ask(server, "GET", "/")
-    assert status == 200 and headers["content-type"].startswith("text/html") and b"/ui/chat/main.js" in chat
-    assert ask(server, "GET", "/ui/chat/main.js")[0] == 200
-    assert ask(server, "POST", "/", {})[0] == 405
-    assert ask(server, "GET", "/ui/../keys")[0] in (401, 404)
+        assert server.ask("GET", f"/ui/{name}", key="").status == 200
+    chat = server.ask("GET", "/", key="")
+    assert chat.status == 200 and chat.headers["content-type"].startswith("text/html")
+    assert b"/ui/chat/main.js" in chat.body
+    assert server.ask("GET", "/ui/chat/main.js", key="").status == 200
+    assert server.ask("POST", "/", {}, key="").status == 405
+    assert server.ask("GET", "/ui/../keys", key="").status in (401, 404)
     for path in ("/v1/admin/watch", "/v1/admin/about", "/v1/admin/requests/1/explain"):
-        assert ask(server, "GET", path)[0] == 401
-        assert ask(server, "GET", path, key=KEY)[0] == 403
-    about = json.loads(ask(server, "GET", "/v1/admin/about", key=ADMIN)[2])
+        assert server.ask("GET", path, key="").status == 401
+        assert server.ask("GET", path).status == 403
+    about = server.ask("GET", "/v1/admin/about", key=ADMIN).json
     assert about["engine"]["max_num_seqs"] >= 1 and about["model"]
 
 
@@ -109,16 +80,15 @@ def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> Non
         snapshot = delta["snapshot"]
         shown = {row: request for row, request in rows.items() if row not in snapshot["left"]}
         assert shown == dict(zip(snapshot["rows"][0], snapshot["rows"][1], strict=True))
-    assert joined, "nobody was seen to come"
-    told = json.loads(ask(server, "GET", f"/v1/admin/requests/{min(joined)}/explain", key=ADMIN)[2])
+    assert joined, "no request was seen to come"
+    told = server.ask("GET", f"/v1/admin/requests/{min(joined)}/explain", key=ADMIN).json
     assert told["branches"][0]["sentences"]
 
 
 def test_the_last_minute_is_there_for_a_page_that_is_opened_late(server: ClientServer) -> None:
-    body = {"model": MODEL, "prompt": "hello late page", "max_tokens": 40, "ignore_eos": True}
-    status, _, answer = ask(server, "POST", "/v1/completions", body, KEY)
-    assert status == 200
-    wanted = json.loads(answer)["id"].removeprefix("cmpl-")
+    answer = server.complete(prompt="hello late page", max_tokens=40, ignore_eos=True)
+    assert answer.status == 200
+    wanted = answer.json["id"].removeprefix("cmpl-")
     server.wait_until(server.is_idle)
     begun = messages(server, 1, "?past=true")[0]
     names = {name: numbers for numbers, name, _ in begun["names"]}
@@ -129,34 +99,31 @@ def test_the_last_minute_is_there_for_a_page_that_is_opened_late(server: ClientS
     assert number in [request for step in steps for _, request in step.get("joins", ())]
     seqs = [step["seq"] for step in steps]
     assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
-    assert "past" not in messages(server, 1)[0], "who does not ask for it is told from now on"
+    assert "past" not in messages(server, 1)[0], (
+        "a viewer that does not ask for it gets what comes from now on"
+    )
     assert 0 < server.metric("watch_cpu_seconds_total") < server.metric("engine_cpu_seconds_total")
 
 
 def test_traffic_is_many_requests_over_one_connection_and_ends_with_it(server: ClientServer) -> None:
-    status, headers, stream = ask(
-        server, "POST", "/v1/admin/traffic", {"message": "hello", "count": 5}, ADMIN
-    )
-    assert status == 200 and headers["content-type"].startswith("text/event-stream")
-    frames = [line[6:] for line in stream.splitlines() if line.startswith(b"data: ")]
+    stream = server.ask("POST", "/v1/admin/traffic", {"message": "hello", "count": 5}, key=ADMIN)
+    assert stream.status == 200 and stream.headers["content-type"].startswith("text/event-stream")
+    frames = [line[6:] for line in stream.body.splitlines() if line.startswith(b"data: ")]
     assert frames[-1] == b"[DONE]"
     first, *chunks = [json.loads(frame) for frame in frames[:-1]]
     assert len(first["ids"]) == 5 and {chunk["id"] for chunk in chunks} == set(first["ids"])
     ended = [chunk["id"] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
     assert sorted(ended) == sorted(first["ids"])
     for name in (first["ids"][0], first["ids"][0].removeprefix("chatcmpl-")):
-        told = json.loads(ask(server, "GET", f"/v1/admin/requests/{name}/explain", key=ADMIN)[2])
+        told = server.ask("GET", f"/v1/admin/requests/{name}/explain", key=ADMIN).json
         number = told["branches"][0]["number"]
-        by_number = json.loads(ask(server, "GET", f"/v1/admin/requests/{number}/explain", key=ADMIN)[2])
+        by_number = server.ask("GET", f"/v1/admin/requests/{number}/explain", key=ADMIN).json
         assert by_number["branches"][0]["sentences"] == told["branches"][0]["sentences"]
     for body in ({"message": "hello", "count": 257}, {"message": ""}, {"count": 2}, {"message": "a", "x": 1}):
-        assert ask(server, "POST", "/v1/admin/traffic", body, ADMIN)[0] == 400
-    assert ask(server, "POST", "/v1/admin/traffic", {"message": "hello"}, KEY)[0] == 403
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    given = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
-    connection.request(
-        "POST", "/v1/admin/traffic", json.dumps({"message": "hello " * 50, "count": 64}), given
-    )
-    assert connection.getresponse().readline()
-    connection.close()
+        assert server.ask("POST", "/v1/admin/traffic", body, key=ADMIN).status == 400
+    assert server.ask("POST", "/v1/admin/traffic", {"message": "hello"}).status == 403
+    with server.open(
+        "POST", "/v1/admin/traffic", {"message": "hello " * 50, "count": 64}, key=ADMIN
+    ) as answer:
+        assert answer.readline()
     server.wait_until(server.is_idle)

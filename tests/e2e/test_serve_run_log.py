@@ -5,31 +5,21 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.client_server import KEY, MODEL, NARROW_KEY, ClientServer, client_server
-from tests.e2e.model_cli import COMMAND
+from tests.e2e.client_server import COMPLETION, KEY, NARROW_KEY, ClientServer, client_server
+from tests.e2e.model_cli import run, run_process
 
 # Blocks for some three of these requests at once.
 SMALL = ("--max-model-len", "256", "--num-gpu-blocks-override", "40", "--max-num-seqs", "6")
 
 
-def paceline(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def post(server: ClientServer, key: str = KEY, **fields: object) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    body = json.dumps({"model": MODEL, "prompt": "hello there", "ignore_eos": True, **fields})
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request("POST", "/v1/completions", body, headers)
-    return connection.getresponse()
+    return server.open("POST", "/v1/completions", {**COMPLETION, "ignore_eos": True, **fields}, key=key)
 
 
 def leave(server: ClientServer, prompt: str) -> None:
@@ -40,7 +30,7 @@ def leave(server: ClientServer, prompt: str) -> None:
 
 
 def mixed(server: ClientServer, number: int) -> None:
-    """A client of its own kind."""
+    """A custom client."""
     prompt = f"{number:>3} " + "once upon a time there was a scheduler " * (1 + number % 3)
     if number % 5 == 0:
         leave(server, prompt)
@@ -80,7 +70,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         server.wait_for(200)
         all_at_once(server, 25)
         all_at_once(server, 10)
-        # Somebody is still there when it stops, and is not waited for.
+        # A client is still there when it stops, and is not waited for.
         hanging = post(server, max_tokens=200, stream=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -93,7 +83,7 @@ def test_a_run_of_the_server_replays_plan_for_plan(stopped: Path) -> None:
     for kind in ("add", "abort", "finish_at", "done", "admit", "fork", "preempt", "resume", "finish"):
         assert counts[kind], f"nothing of the kind {kind} happened: {dict(counts)}"
     again = stopped.with_name("again.jsonl")
-    done = paceline("replay", stopped, "--output", again)
+    done = run("replay", stopped, "--output", again)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("identical: ") and "not closed" not in done.stdout
     assert again.read_bytes() == stopped.read_bytes()
@@ -109,7 +99,7 @@ def test_a_changed_figure_is_found(stopped: Path) -> None:
     changed.write_text(
         "\n".join([*lines[:at], json.dumps(step, separators=(",", ":")), *lines[at + 1 :]]) + "\n"
     )
-    done = paceline("replay", changed)
+    done = run("replay", changed)
     assert done.returncode == 1 and f"step {step['seq']} " in done.stdout and "decisions[" in done.stdout
 
 
@@ -120,7 +110,7 @@ def test_requests_are_explained_from_the_log(stopped: Path) -> None:
         for entry in json.loads(line)["decisions"]
         if entry[0] == "preempt"
     )
-    done = paceline("explain", victim, "--log", stopped)
+    done = run("explain", victim, "--log", stopped)
     assert (
         done.returncode == 0 and "was preempted at step" in done.stdout and "came back at step" in done.stdout
     )
@@ -139,15 +129,15 @@ def test_a_server_that_was_killed_leaves_a_log_that_replays(tmp_path: Path) -> N
             server.process.wait(60)
             hanging.close()
     for path in (log, log.with_name("run.jsonl.gz.1")):
-        refused = paceline("replay", path)
+        refused = run("replay", path)
         assert refused.returncode == 2 and "--allow-cut replays them" in refused.stderr
-        done = paceline("replay", path, "--allow-cut")
+        done = run("replay", path, "--allow-cut")
         assert done.returncode == 0, done.stdout + done.stderr
         assert int(done.stdout.removeprefix("identical: ").partition(" ")[0].replace(",", "")) > 20
 
 
 def test_a_log_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere" / "run.jsonl"
-    done = paceline("serve", tmp_path, "--load-format", "dummy", "--run-log", missing, "--port", "0")
+    done = run_process("serve", tmp_path, "--load-format", "dummy", "--run-log", missing, "--port", "0")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "nowhere" in last and "make it first" in last, done.stderr

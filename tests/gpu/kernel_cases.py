@@ -12,29 +12,30 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.runner.gpu.kernels import BLOCK_SIZE
-from paceline.runner.gpu.kernels.attention_merge import merge_attention
+from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     allocate_partials,
+    allocate_plan,
     decode_attention,
-    reference_decode_attention,
+    plan_decode,
 )
-from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
-from paceline.runner.gpu.kernels.paged_kv import PagedKV
 from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
+    Spans,
+    allocate_prefill_plan,
+    merge_attention,
+    plan_prefill,
     prefill_attention,
+)
+from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from tests.gpu.kernel_references import (
+    reference_decode_attention,
     reference_prefill_attention,
-)
-from paceline.runner.gpu.kernels.prefill_plan import Spans, allocate_prefill_plan, plan_prefill
-from paceline.runner.gpu.kernels.rope_kv_write import (
-    HeadNorm,
-    TokenPlaces,
     reference_rope_kv_write,
-    rope_kv_write,
+    reference_row_product,
 )
-from paceline.runner.gpu.kernels.row_product import RowNorm, reference_row_product, row_product
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -278,7 +279,7 @@ def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm:
         else:
             assert_close(found, expected, shape.tolerance)
         total = int(torch.count_nonzero(part[num_blocks - tokens // BLOCK_SIZE - 3 :].abs().sum((1, 3))))
-        assert total == int(stored.sum()), "a slot was written that nobody asked for"
+        assert total == int(stored.sum()), "a slot was written that was not asked for"
         assert not part[0].any(), "the null block was written"
 
 

@@ -18,9 +18,8 @@ from paceline.runner.gpu.kernels.expert_product import (
     allocate_expert_plan,
     expert_product,
     plan_experts,
-    reference_expert_product,
-    reference_order,
 )
+from tests.gpu.kernel_references import reference_expert_product, reference_order
 
 
 @dataclass(frozen=True, kw_only=True)

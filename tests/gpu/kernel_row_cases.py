@@ -8,27 +8,19 @@ import torch
 from torch import Tensor
 
 from paceline.runner.gpu.kernels import BLOCK_SIZE
-from paceline.runner.gpu.kernels.gumbel_sampling import (
-    SamplingColumns,
-    allocate_candidates,
-    reference_sample,
-    sample,
-)
-from paceline.runner.gpu.kernels.prefill_plan import Spans
-from paceline.runner.gpu.kernels.row_update import (
+from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
+from paceline.runner.gpu.kernels.prefill_attention import Spans
+from paceline.runner.gpu.kernels.step_rows import (
     MAX_STOP_IDS,
     DrawnTokens,
     RowColumns,
-    reference_update_rows,
-    update_rows,
-)
-from paceline.runner.gpu.kernels.step_inputs import (
     StepTokens,
     decode_inputs,
-    reference_decode_inputs,
     span_inputs,
+    update_rows,
     write_words,
 )
+from tests.gpu.kernel_references import reference_decode_inputs, reference_sample, reference_update_rows
 
 
 def column(*values: int, device: str = "cpu") -> Tensor:

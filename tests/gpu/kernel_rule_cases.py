@@ -18,9 +18,8 @@ from paceline.runner.gpu.kernels.logit_rules import (
     apply_rules,
     fill_seen,
     note_drawn,
-    reference_rules,
-    reference_seen,
 )
+from tests.gpu.kernel_references import reference_rules, reference_seen
 
 Lists = tuple[list[int] | None, list[int], list[int], dict[int, float]]  # allowed, banned, ends, bias
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from paceline.runner.gpu.kernels.gated_activation import (
-    Activation,
-    gated_activation,
-    reference_gated_activation,
-)
-from paceline.runner.gpu.kernels.gated_product import gated_product, reference_gated_product
-from paceline.runner.gpu.kernels.residual_norm import reference_residual_norm, residual_norm
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning, reference_skinny_product, skinny_product
+from paceline.runner.gpu.kernels.gated_product import Activation, gated_activation, gated_product
+from paceline.runner.gpu.kernels.residual_norm import residual_norm
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning, skinny_product
 from tests.gpu.kernel_cases import Shape, assert_close
+from tests.gpu.kernel_references import (
+    reference_gated_activation,
+    reference_gated_product,
+    reference_residual_norm,
+    reference_skinny_product,
+)
 
 NAN = float("nan")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -12,11 +11,9 @@ from paceline.runner.gpu.kernels.truncation import (
     FloorSearch,
     TruncationColumns,
     allocate_floor_search,
-    reference_floor,
     truncate,
 )
-
-Floors = Callable[[Tensor, float, int, float, float], float]  # of one row, as `reference_floor`
+from tests.gpu.kernel_references import reference_floor
 
 
 def _pick(choices: list[float], number: int, dtype: torch.dtype) -> Tensor:
@@ -63,9 +60,7 @@ def check_search_is_clean(search: FloorSearch) -> None:
     assert bool((search.peak == -(2**31)).all())
 
 
-def check_truncation(
-    device: str, *, slots: int, vocabulary: int, dtype: torch.dtype, floors: Floors = reference_floor
-) -> None:
+def check_truncation(device: str, *, slots: int, vocabulary: int, dtype: torch.dtype) -> None:
     """Exactly the tokens of the definition are left, with their logits."""
     columns = random_columns(slots, vocabulary, device)
     logits = random_logits(slots, vocabulary).to(dtype)
@@ -77,7 +72,7 @@ def check_truncation(
             float(column[row]) for column in (columns.temperature, columns.top_p, columns.min_p)
         )
         raw, top_k = logits[slot].float(), int(columns.top_k[row])
-        floor = floors(raw, temperature, top_k, top_p, min_p)
+        floor = reference_floor(raw, temperature, top_k, top_p, min_p)
         expected = torch.where(raw < floor, float("-inf"), raw)
         what = f"slot {slot}: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}"
         assert torch.equal(found[slot].float().cpu(), expected), what

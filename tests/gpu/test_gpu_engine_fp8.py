@@ -49,7 +49,7 @@ def test_how_steps_are_run_changes_no_byte(name: str) -> None:
 
 
 def test_a_prefix_that_is_found_gives_the_same_bytes() -> None:
-    """Blocks hold what was rounded, and whoever computes the rest reads it from there, found or just written."""
+    """Blocks hold what was rounded, and a request that computes the rest reads it from there, found or just written."""
     llm = engine(max_num_batched_tokens=128)
     prompt = [*SHARED[:128], 41, 42, 43]
     tokens_of(llm, [[*SHARED[:128], 99]])

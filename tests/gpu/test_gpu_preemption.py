@@ -1,6 +1,6 @@
-"""Rows that give way on the card: the same tokens with every kind of preemption, after every step.
+"""Preempted rows on the card: the same tokens with every kind of preemption, after every step.
 
-Whoever has just got a token gives way, so each step undoes what it can. Swapped blocks come and go in a stream of
+A row that has just got a token is preempted, so each step undoes what it can. Swapped blocks come and go in a stream of
 their own while other rows go on.
 """
 
@@ -24,7 +24,7 @@ CLOSE = 2e-2
 
 
 class Disturbed:
-    """An engine whose rows are made to give way."""
+    """An engine whose rows are preempted on purpose."""
 
     def __init__(self, engine: Any, kind: str, every: int) -> None:
         self._engine, self._kind, self._every = engine, kind, every
@@ -43,20 +43,20 @@ class Disturbed:
             for batch in events.tokens:
                 for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                     self.tokens[number].append(token)
-                    self._give_way(number)
+                    self._preempt(number)
         return list(self.tokens.values())
 
-    def _give_way(self, number: RequestId) -> None:
+    def _preempt(self, number: RequestId) -> None:
         if len(self.tokens[number]) == NUM_NEW or (len(self.tokens[number]) + number) % self._every:
             return
         scheduler = self._engine.scheduler
         if self._kind == "pause":
             scheduler.pause(number)
             scheduler.resume(number)
-            self.counts["gave way"] += 1
+            self.counts["preempted"] += 1
         else:
             swap = {"recompute": False, "swap": True, "auto": None}[self._kind]
-            self.counts["gave way"] += scheduler.preempt(number, swap=swap)
+            self.counts["preempted"] += scheduler.preempt(number, swap=swap)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -71,4 +71,4 @@ def test_every_kind_gives_the_same_tokens(name: str, kind: str, every: int) -> N
     gaps = first_gaps(found, reference(name))
     print(name, kind, every, dict(disturbed.counts), len(gaps), max(gaps, default=0.0))
     assert max(gaps, default=0.0) < CLOSE
-    assert disturbed.counts["gave way"] >= len(PROMPTS) * NUM_NEW // every // 2
+    assert disturbed.counts["preempted"] >= len(PROMPTS) * NUM_NEW // every // 2

@@ -47,7 +47,7 @@ from tests.torch.tiny_models import CARD
 STEP = 4e-3  # between two numbers of bfloat16 near 1, where the logits are
 SUBMIT = "paceline.submit"
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
-# One of each kind the device draws by itself, ending at different times, so that others join while some decode.
+# One of each kind the device samples, ending at different times, so that others join while some decode.
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "seed": 1},
@@ -135,7 +135,7 @@ def test_submitting_a_step_waits_for_nothing(name: str, eager: bool, monkeypatch
 
 
 def test_no_call_inside_submit_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same by what the driver saw, whoever called it."""
+    """The same by what the driver saw, whatever called it."""
     with engine("qwen3", max_num_seqs=4, max_num_batched_tokens=64) as llm:
         tokens_of(llm, PROMPTS, MIXED)
         llm.reset_prefix_cache()
@@ -177,7 +177,7 @@ def test_blocks_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     pool = llm.loaded.engine.scheduler.state.kv.groups[0].pool
-    held = pool.allocate(first_far - 1)  # the lowest come first; the null block is nobody's
+    held = pool.allocate(first_far - 1)  # the lowest come first; the null block is not used
     assert int(held.max()) == first_far - 1
     assert tokens_of(llm, PROMPTS) == expected
     assert llm.loaded.engine.last_error is None
@@ -195,7 +195,7 @@ def test_blocks_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
 
 # -- nothing is compiled -----------------------------------------------------------------------------------------
 
-# In a process of its own: kernels that an engine before has compiled would not be missed.
+# In a separate process: kernels that an engine before has compiled would not be missed.
 SERVE = """
 import json, sys
 from paceline import LLM, SamplingParams

@@ -12,12 +12,13 @@ if not torch.cuda.is_available():
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
     allocate_partials,
+    allocate_plan,
     decode_attention,
-    reference_decode_attention,
+    plan_decode,
 )
-from paceline.runner.gpu.kernels.decode_plan import allocate_plan, plan_decode
 from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning
 from tests.gpu import kernel_cases as cases
+from tests.gpu.kernel_references import reference_decode_attention
 
 SKEWED = [1, 0, 64, 65, 4096, 127, 63, 2, 1000, 12_345, 300, 0, 7]
 

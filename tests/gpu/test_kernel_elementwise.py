@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.gated_activation import Activation
+from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning, gated_tuning, narrow_tuning, wide_tuning
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_small_cases as small

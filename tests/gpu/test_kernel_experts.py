@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.expert_product import expert_product, reference_expert_product
+from paceline.runner.gpu.kernels.expert_product import expert_product
 from tests.gpu import kernel_expert_cases as cases
+from tests.gpu.kernel_references import reference_expert_product
 
 BF16 = torch.bfloat16
 

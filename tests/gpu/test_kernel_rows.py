@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, reference_sample
+from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns
 from tests.gpu import kernel_row_cases as cases
+from tests.gpu.kernel_references import reference_sample
 
 
 def test_the_last_token_of_each_row() -> None:
@@ -35,7 +36,7 @@ def test_tokens_are_those_of_the_definition(vocabulary: int, dtype: torch.dtype)
     cases.check_sampling("cuda", slots=24, vocabulary=vocabulary, dtype=dtype)
 
 
-def test_rows_that_are_not_finite_say_so_and_disturb_nobody() -> None:
+def test_rows_that_are_not_finite_say_so_and_disturb_no_other() -> None:
     logits = torch.randn(6, 5000, device="cuda")
     logits[0, 17] = float("nan")
     logits[1, 4999] = float("inf")

@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.logit_rules import RuleColumns, apply_rules, note_drawn, reference_rules
+from paceline.runner.gpu.kernels.logit_rules import RuleColumns, apply_rules, note_drawn
 from tests.gpu import kernel_rule_cases as cases
+from tests.gpu.kernel_references import reference_rules
 
 
 @pytest.mark.parametrize(

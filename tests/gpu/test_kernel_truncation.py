@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.runner.gpu.kernels.truncation import allocate_floor_search, reference_floor, truncate
+from paceline.runner.gpu.kernels.truncation import allocate_floor_search, truncate
 from tests.gpu import kernel_truncation_cases as cases
+from tests.gpu.kernel_references import reference_floor
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ def test_what_is_kept_is_what_the_definition_keeps(vocabulary: int, slots: int, 
     cases.check_truncation("cuda", slots=slots, vocabulary=vocabulary, dtype=dtype)
 
 
-def test_rows_that_are_not_finite_stay_so_and_disturb_nobody() -> None:
+def test_rows_that_are_not_finite_stay_so_and_disturb_no_other() -> None:
     cases.check_rows_that_are_not_finite("cuda")
 
 

@@ -174,7 +174,9 @@ def skeleton(tmp_path: Path) -> Path:
     for name in layer_names():
         (package / name).mkdir(parents=True)
         (package / name / "__init__.py").touch()
-    for name in ("models/files", "models/spec", "lab/sim", "lab/report", "lab/workload", "runner/kernels"):
+    runner = ("cpu", "sampling", "kernels", "native", "native/code", "native/model", "native/step")
+    parts = ("models/files", "models/spec", "lab/sim", "lab/report", "lab/workload")
+    for name in (*parts, *(f"runner/{part}" for part in runner)):
         (package / name).mkdir()
         (package / name / "__init__.py").touch()
     (package / "__init__.py").touch()
@@ -211,6 +213,7 @@ def test_the_contracts_accept_every_layer_importing_all_lower_ones(skeleton: Pat
     assert "0 broken" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "text"),
     [
@@ -224,6 +227,8 @@ def test_the_contracts_accept_every_layer_importing_all_lower_ones(skeleton: Pat
         ("audit/wrong.py", "from transformers import AutoTokenizer"),
         ("lab/sim/wrong.py", "import triton"),
         ("kv/wrong.py", "from json import dumps"),
+        ("runner/native/step/wrong.py", "import torch"),
+        ("runner/cpu/wrong.py", "import numba"),
     ],
 )
 def test_the_contracts_refuse(skeleton: Path, module: str, text: str) -> None:
@@ -351,7 +356,7 @@ def test_make_serve_runs_the_server() -> None:
 
 
 def test_every_test_belongs_to_a_gate() -> None:
-    """`make test` and `make campaign` split all tests between them, and continuous integration runs both."""
+    """Every test is in `make test` or `make campaign`, property tests in both; continuous integration runs both."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     commands = {
@@ -359,9 +364,30 @@ def test_every_test_belongs_to_a_gate() -> None:
         for target in ("test", "campaign")
     }
     assert 'pytest -q tests -m "not campaign" ' in commands["test"]
-    assert "pytest -q tests -m campaign " in commands["campaign"]
+    assert 'pytest -q tests -m "campaign or hypothesis" ' in commands["campaign"]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert {"make test", "make campaign"} <= set(script)
+
+
+@pytest.mark.slow
+def test_tests_of_a_file_run_on_one_worker(tmp_path: Path) -> None:
+    """Or each worker starts the servers of the file again."""
+    folder = tmp_path / "tests" / "e2e"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    for name in "abc":
+        (folder / f"test_{name}.py").write_text(
+            "import os\nfrom pathlib import Path\nimport pytest\n"
+            "@pytest.mark.parametrize('number', range(6))\ndef test_it(number):\n"
+            f"    Path('{tmp_path}/{name}-' + os.environ['PYTEST_XDIST_WORKER']).touch()\n"
+        )
+    spread = re.findall(r"--dist \S+", (ROOT / "Makefile").read_text(encoding="utf-8"))[0].split()
+    done = run(
+        sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(folder), "-n", "2", *spread
+    )
+    assert done.returncode == 0, done.stdout
+    workers = [path.name.split("-") for path in tmp_path.glob("?-gw*")]
+    assert sorted(name for name, _ in workers) == ["a", "b", "c"] and len({gw for _, gw in workers}) == 2
 
 
 def test_serving_installs_no_development_tool() -> None:

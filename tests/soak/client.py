@@ -154,7 +154,7 @@ def _state(client: socket.socket) -> int:
 
 
 async def drip(port: int, until: asyncio.Event) -> bool | None:
-    """Send a header a byte at a time; whether the server ended that with 408, None when nobody knows yet."""
+    """Send a header a byte at a time; whether the server ended that with 408, None when it is not known yet."""
     reader, writer = await asyncio.open_connection(HOST, port)
     received = asyncio.ensure_future(reader.read())
     try:

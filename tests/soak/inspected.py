@@ -1,6 +1,6 @@
 """The server's two processes as they are, with one signal more: SIGUSR2 writes down what their memory holds.
 
-What the system says of a process's memory moves by megabytes for reasons of its own; what the allocators have given
+What the system says of a process's memory moves by megabytes for other reasons; what the allocators have given
 out after a collection does not, so that a leak of a kilobyte per request is seen after a few thousand requests.
 """
 

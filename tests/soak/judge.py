@@ -14,7 +14,7 @@ MEBIBYTE = 1024  # in KiB
 SPARE = 2  # files, threads and tasks that may be there beside those of the beginning
 SPARE_OBJECTS, SPARE_KIB = 2000, 512  # what caches may take that were not full at the beginning
 MEMORY_FROM = 0.25  # of the run; before that caches fill up
-# What those who left may have been counted as: answered just then, refused, or gone.
+# What clients that left may have been counted as: answered just then, refused, or gone.
 STATUSES_OF_LEAVERS = {"200", "429", "499"}
 AT_REST = {  # gauges of an idle server, and counters that must not move
     "num_requests_running": 0,
@@ -129,7 +129,7 @@ def _at_rest(evidence: Evidence) -> Iterator[str]:
         if found != wanted:
             yield f"{name} is {found:g} at rest, not {wanted}"
     if not evidence.preemptions:
-        yield "nobody was preempted: the pool was too large for this traffic"
+        yield "no request was preempted: the pool was too large for this traffic"
     if not evidence.stalled:
         yield "no stalled reader was cut off"
     if not evidence.clients.dripped:

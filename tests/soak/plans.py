@@ -13,7 +13,7 @@ LIMITED = "blue"  # may not have many requests under way
 CONTEXT = 1024
 SHARE_STREAMED, SHARE_ABORTED, SHARE_MALFORMED = 0.25, 0.15, 0.05
 LARGE_BODY_BYTES = 300_000  # parsed beside the event loop
-MEAN_PATIENCE_S = 0.4  # of those who leave before their answer is complete
+MEAN_PATIENCE_S = 0.4  # of clients that leave before their answer is complete
 SENTENCE = "It was a bright cold day in April, and the clocks were striking thirteen. "
 # A fixed stock of words: tokenizers remember some ten thousand of them, which is not a leak but looks like one.
 WORDS = tuple(first + last for first in "bdfgklmnprst" for last in ("a", "en", "ill", "on", "ust", "yard"))
@@ -91,7 +91,7 @@ class Planner:
             extras |= {"logprobs": 3} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 3}
         if draw.random() < 0.3:
             extras["seed"] = draw.randrange(1000)
-        if draw.random() < 0.005:  # a field nobody reads, so that the body is large and the prompt is not
+        if draw.random() < 0.005:  # a field that is not read, so that the body is large and the prompt is not
             extras["x_note"] = "x" * LARGE_BODY_BYTES
         return extras
 
@@ -112,7 +112,7 @@ def _said(text: str) -> list[dict[str, str]]:
 
 
 def malformed(tenant: str) -> list[Plan]:
-    """Requests that are wrong in a way of their own, each with the one status it must get."""
+    """Requests that are wrong in different ways, each with the one status it must get."""
     chat, key = "/v1/chat/completions", key_header(tenant)
     good = {"model": MODEL, "messages": _said("hi"), "max_tokens": 4}
 

@@ -104,7 +104,7 @@ class Soak:
     # ------------------------------------------------------------ beside the traffic
 
     def watch(self, pause_s: float) -> None:
-        """Probe and measure until it is over; runs in a thread of its own."""
+        """Probe and measure until it is over; runs in a separate thread."""
         started_s = time.monotonic()
         turn = 0
         while not self._is_over.wait(pause_s):

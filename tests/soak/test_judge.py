@@ -84,13 +84,13 @@ WRONG: dict[str, tuple[Callable[[Evidence], None], str]] = {
     "an error was seen": (set_to(problems=["500"]), "a client saw"),
     "an error was logged": (set_to(complaints=["{}"]), "the log says"),
     "an answer was not counted": (count("400", -1), "1 more answers with 400 arrived"),
-    "an error nobody saw": (count("500", 1), "the server counted 1 more answers with 500"),
+    "an error no client saw": (count("500", 1), "the server counted 1 more answers with 500"),
     "a request was counted twice": (count("200", 31), "the server knows of"),
     "a request was lost": (count("499", -40), "the server knows of"),
     "a line was not logged": (set_to(num_logged=1041), "in the log"),
     "a generation never ended": (set_to(ended=Counter({"stop": 899})), "the server ended 899 well"),
     "a generation failed": (set_to(ended=Counter({"stop": 910, "error": 1})), "ended with an error"),
-    "aborts nobody asked for": (set_to(ended=Counter({"stop": 910, "abort": 99})), "were aborted"),
+    "aborts no client asked for": (set_to(ended=Counter({"stop": 910, "abort": 99})), "were aborted"),
     "a refusal too many": (set_to(refused=9), "the server counted 9"),
     "a block leak": (rest("kv_cache_usage_perc", 0.01), "kv_cache_usage_perc"),
     "a permit leak": (rest("admission_places_taken", 1), "admission_places_taken"),
@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Callable[[Evidence], None], str]] = {
         set_to(memory={"engine": [(second, 50_000 + second * 30) for second in range(600)]}),
         "engine grew by",
     ),
-    "no preemption": (set_to(preemptions=0), "nobody was preempted"),
+    "no preemption": (set_to(preemptions=0), "no request was preempted"),
     "a new engine": (set_to(is_same_engine=False), "restarted"),
     "a bad end": (set_to(exit_code=70), "code 70"),
 }
@@ -139,6 +139,7 @@ def test_memory_is_measured_behind_its_beginning() -> None:
     assert slope_mib_per_min(series) == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.campaign
 def test_a_server_that_leaks_is_found() -> None:
     """Memory, tasks, permits and blocks, a few of each, in the real processes."""
     evidence, _ = run_soak(0.2, 7, (sys.executable, "-m", "tests.soak.leaky"), rest_s=1.0)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.torch.pairwise import product
-from tests.torch.parity import FACTORS, Scenario, is_allowed, pairwise_scenarios, play
+from tests.torch.parity import BACKENDS, BY_BACKEND, Scenario, is_allowed, pairwise_scenarios, play
 from tests.torch.tiny_models import NAMES
 
 
 @dataclass(slots=True)
 class Line:
-    """What the scenarios of one architecture gave together."""
+    """What the scenarios of one architecture on one backend gave together."""
 
     runs: int = 0
     sequences: int = 0
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     lines: dict[str, Line] = {}
     for scenario in _scenarios(options):
-        line = lines.setdefault(scenario.architecture, Line())
+        line = lines.setdefault(f"{scenario.architecture}, {scenario.backend}", Line())
         _run(scenario, line)
         if options.verbose:
             print(f"{line.seconds:8.1f} s  {scenario}", flush=True)
@@ -50,18 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="the full product of the factors (hours)")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="only these")
     parser.add_argument("--architecture", action="append", choices=NAMES, help="only these")
-    parser.add_argument("--sample", type=int, help="so many scenarios, drawn at random")
+    parser.add_argument("--sample", type=int, help="number of scenarios, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the covering set and of the sample")
     parser.add_argument("--verbose", action="store_true", help="a line for each scenario")
     return parser.parse_args(arguments)
 
 
 def _scenarios(options: argparse.Namespace) -> list[Scenario]:
-    if options.all:
-        found = [Scenario(**row) for row in product(FACTORS, is_allowed)]
-    else:
-        found = pairwise_scenarios(options.seed)
+    found: list[Scenario] = []
+    for backend in options.backend or BACKENDS:
+        if options.all:
+            rows = product(BY_BACKEND[backend], is_allowed)
+            found += [Scenario(backend=backend, **row) for row in rows]
+        else:
+            found += pairwise_scenarios(backend, options.seed)
     if options.architecture:
         found = [scenario for scenario in found if scenario.architecture in options.architecture]
     if options.sample is not None:
@@ -88,7 +92,7 @@ def _run(scenario: Scenario, line: Line) -> None:
 
 def _print(lines: dict[str, Line]) -> None:
     titles = (
-        "architecture",
+        "architecture and backend",
         "runs",
         "sequences",
         "logit rows",

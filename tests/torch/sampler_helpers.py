@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling import Sampled, Sampler
+from paceline.runner.sampling.sampler import Sampled, Sampler
 
 F32 = NDArray[np.float32]
 MASK = 0xFFFFFFFF
@@ -50,10 +50,10 @@ def sample_one(
     num_prompt: int | None = None,
     eos: tuple[int, ...] = (),
 ) -> Sampled:
-    """One step of one row in a sampler of its own."""
+    """One step of one row in a separate sampler."""
     sampler = Sampler(1, logits.shape[-1], eos)
     sampler.join(0, params, i32(tokens), len(tokens) if num_prompt is None else num_prompt)
-    return sampler.sample(logits.reshape(1, -1).clone(), np.array([0]), np.array([len(tokens)]))
+    return sampler.sample(logits.reshape(1, -1).clone().numpy(), np.array([0]), np.array([len(tokens)]))
 
 
 # ---------------------------------------------------------------- the definitions, one token at a time

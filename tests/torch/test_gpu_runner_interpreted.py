@@ -26,10 +26,11 @@ from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu.build import DeviceStorage
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.step_times import with_pace
-from paceline.runner.gpu.weights import DeviceStorage
 from paceline.runner.kv_tensors import KVTensors
+from paceline.runner.torch_step import TorchStep
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -81,7 +82,7 @@ def generate(
         parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
         runner = GPURunner(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
     else:
-        runner = CPURunner(config, build_decoder(checkpoint, 512), ends)
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
     engine = build_engine(config, runner)
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,20 +11,17 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
-from paceline.runner.gpu.kernels.gated_activation import Activation
-from paceline.runner.gpu.kernels.gated_product import is_worth_gating
+from paceline.runner.gpu.kernels.gated_product import Activation, is_worth_gating
 from paceline.runner.gpu.kernels.gumbel_sampling import (
     SamplingColumns,
     allocate_candidates,
-    reference_noise,
-    reference_sample,
     sample,
 )
-from paceline.runner.gpu.kernels.row_update import DrawnTokens, RowColumns, reference_update_rows, update_rows
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from paceline.runner.sampling import noise
+from paceline.runner.gpu.kernels.step_rows import DrawnTokens, RowColumns, update_rows
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_small_cases as small
+from tests.gpu.kernel_references import reference_sample, reference_update_rows
 
 SMALL = cases.Shape(device="cpu", dtype=torch.float32)
 
@@ -77,20 +73,12 @@ def test_gated_product(activation: Activation) -> None:
 
 def test_gate_and_up_are_one_product_where_its_last_round_is_nearly_full() -> None:
     """On 132 multiprocessors, with the inner widths of models of 8B and 0.6B."""
-    assert not is_worth_gating(64, 14336, 4096, 132)  # few rows have a product of their own
+    assert not is_worth_gating(64, 14336, 4096, 132)  # few rows have a separate product
     worth = [tokens for tokens in range(64, 961, 64) if is_worth_gating(tokens, 14336, 4096, 132)]
     assert worth == [128, 256, 384, 512, 640, 768, 832, 896, 960]
     assert is_worth_gating(640, 3072, 1024, 132) and is_worth_gating(2048, 3072, 1024, 132)
     assert not is_worth_gating(1024, 3072, 1024, 132)  # a round and a half
     assert not is_worth_gating(8192, 1000, 1024, 132) and not is_worth_gating(8192, 3072, 100, 132)
-
-
-def test_the_noise_of_the_reference_is_the_runner_s() -> None:
-    for seed, position in ((0, 0), (-3, 7), (2**63 + 5, 2**33 + 1)):
-        key = np.array([noise.key_of(seed)], dtype=np.uint64)
-        words = noise.lane_words(key, np.array([position], dtype=np.int64), np.arange(5))
-        expected = torch.from_numpy(noise.gumbel(words).reshape(-1))
-        assert torch.allclose(reference_noise(seed, position, 20), expected, rtol=1e-14, atol=0)
 
 
 def test_sampling_draws_what_the_definition_says() -> None:

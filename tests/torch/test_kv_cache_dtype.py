@@ -31,7 +31,7 @@ def test_a_cpu_refuses_it_in_one_sentence(name: str, tmp_path: Path) -> None:
 
 
 def test_where_there_is_no_gpu_it_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_why_no_gpu", lambda: "torch finds no GPU here")
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "torch finds no GPU here")
     assert device.choose_device(ModelConfig()) == "cpu"
     with pytest.raises(ConfigError, match="needs a GPU"):
         device.choose_device(ModelConfig(kv_cache_dtype="fp8"))
@@ -43,7 +43,7 @@ def test_where_there_is_no_gpu_it_is_refused_too(monkeypatch: pytest.MonkeyPatch
 def test_an_old_gpu_refuses_it(
     capability: tuple[int, int], is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_why_no_gpu", lambda: "")
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     assert device.choose_device(ModelConfig()) == "cuda"

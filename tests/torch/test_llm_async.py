@@ -45,7 +45,7 @@ async def collect(llm: AsyncLLM, prompt: str, sampling: SamplingParams, **more: 
 
 async def at_rest(llm: AsyncLLM) -> None:
     """Wait until the engine holds nothing; fails by the test's timeout."""
-    while not is_at_rest(llm._engine):
+    while not is_at_rest(llm.loaded.engine):
         await asyncio.sleep(0.01)
 
 
@@ -56,10 +56,10 @@ class Steps:
         self.count = 0
         self.may_go = threading.Event()
         self.may_go.set()
-        self._step = llm._engine.step
+        self._step = llm.loaded.engine.step
         self.error: Exception | None = None
         self.one_by_one = False
-        monkeypatch.setattr(llm._engine, "step", self._counted)
+        monkeypatch.setattr(llm.loaded.engine, "step", self._counted)
 
     def _counted(self) -> Any:
         self.may_go.wait(TIMEOUT_S)
@@ -132,12 +132,12 @@ def test_time_counts_from_the_call_and_not_from_when_the_engine_looks_up(
     async def test() -> None:
         steps.may_go.clear()
         first = asyncio.create_task(collect(llm, "a long one", GREEDY))
-        while not llm._engine.has_requests:
+        while not llm.loaded.engine.has_requests:
             await asyncio.sleep(0.01)
-        called_s = llm._engine.now_s
+        called_s = llm.loaded.engine.now_s
         second = asyncio.create_task(collect(llm, "another", GREEDY))
         await asyncio.sleep(0.3)  # the engine is busy with a step and hears of nothing
-        freed_s = llm._engine.now_s
+        freed_s = llm.loaded.engine.now_s
         steps.may_go.set()
         metrics = [(await task)[-1].metrics for task in (first, second)]
         assert metrics[1] is not None
@@ -294,7 +294,7 @@ def test_a_refusal_by_the_engine_reaches_its_caller(llm: AsyncLLM, monkeypatch: 
     def refuse(*args: object, **more: object) -> Any:
         raise InvalidRequest("no room", param="prompt")
 
-    monkeypatch.setattr(llm._engine, "add", refuse)
+    monkeypatch.setattr(llm.loaded.engine, "add", refuse)
 
     async def test() -> None:
         with pytest.raises(InvalidRequest, match="no room"):
@@ -304,7 +304,7 @@ def test_a_refusal_by_the_engine_reaches_its_caller(llm: AsyncLLM, monkeypatch: 
     run(test())
 
 
-def test_shutdown_tells_everybody_who_waits(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_answers_every_waiting_request(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(llm, monkeypatch)
 
     async def test() -> None:
@@ -341,10 +341,10 @@ def test_a_failure_of_the_engine_reaches_every_waiter(
     run(test())
 
 
-def test_steps_that_fail_for_good_end_the_engine_with_everybody_told(
+def test_steps_that_fail_for_good_end_the_engine_with_every_request_answered(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner: Any = llm._engine._runner
+    runner: Any = llm.loaded.engine._runner
 
     def broken(seq: int) -> Any:
         raise MemoryError
@@ -360,7 +360,7 @@ def test_steps_that_fail_for_good_end_the_engine_with_everybody_told(
                 assert outcome[-1].outputs[0].finish_reason == "error"
             else:
                 assert isinstance(outcome, EngineFailed)
-        assert not llm._engine.has_requests
+        assert not llm.loaded.engine.has_requests
 
     run(test())
 

@@ -1,4 +1,4 @@
-"""`AsyncLLM.change` and `service_tier`: a pause that nobody can tell from the tokens."""
+"""`AsyncLLM.change` and `service_tier`: a pause that does not show in the tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
 def test_a_pause_changes_no_token(llm: AsyncLLM, folder: Path) -> None:
     async def paused() -> list[int]:
         pauses = 0
-        states = llm._engine.scheduler.state.requests
+        states = llm.loaded.engine.scheduler.state.requests
         async with aclosing(llm.generate("hello there", LONG, "a", service_tier="spot")) as outputs:
             async for output in outputs:
                 if output.finished:
@@ -55,10 +55,10 @@ def test_a_pause_changes_no_token(llm: AsyncLLM, folder: Path) -> None:
 
 
 def test_what_is_not_under_way_cannot_be_changed(llm: AsyncLLM) -> None:
-    async def nobody() -> None:
+    async def unknown() -> None:
         with pytest.raises(UnknownRequest, match="no request under way has the id b"):
             await llm.change("b", paused=True)
         with pytest.raises(InvalidRequest, match="service_tier must be one of"):
             llm.generate("hello", LONG, service_tier="gold")
 
-    asyncio.run(asyncio.wait_for(nobody(), 60))
+    asyncio.run(asyncio.wait_for(unknown(), 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_turned_dial_changes_no_token(folder: Path) -> None:
     assert turned == plain
     assert llm.dial_status().itl_p99_ms is not None  # it has seen gaps
     assert llm.set_dial().word is DialWord.OFF
-    assert is_at_rest(llm._front.engine)
+    assert is_at_rest(llm.loaded.engine)
     with pytest.raises(InvalidRequest, match="exclude each other"):
         llm.set_dial(0.5, itl_p99_ms=30.0)
     with pytest.raises(ConfigError, match="is not known"):
@@ -64,3 +65,18 @@ def test_an_engine_in_a_thread_is_steered_between_steps(folder: Path) -> None:
         asyncio.run(asyncio.wait_for(test(), 60))
     finally:
         llm.shutdown()
+
+
+def test_a_model_with_windows_can_be_timed_for_a_pace(tmp_path: Path) -> None:
+    """Its layers have two groups of blocks, also on the small engine that is timed."""
+    layers = ["sliding_attention", "full_attention"]
+    gemma: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 16,
+        "layer_types": layers,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 24,
+    }
+    llm = LLM(str(write_model(tmp_path, **gemma)), step_target_ms=50, **OPTIONS)
+    (output,) = llm.generate(["hello"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2

@@ -1,18 +1,27 @@
 """The CPU runner against transformers: the same tokens and logits, whatever the batch does around a request.
 
-Every architecture, batch, chunk, block size, cache, disturbance, loop and mode occurs in some scenario of `make test`,
-every pair of them in some scenario of the campaign; the full product is `python -m tests.torch.parity --all`.
+On torch and on the native kernels. On each, every architecture, batch, chunk, block size, cache, disturbance, loop and
+mode occurs in some scenario of `make test`, every pair of them in some scenario of the campaign; the full product is
+`python -m tests.torch.parity --all`.
 """
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from paceline.models.files.open import open_checkpoint
+from paceline.runner.cpu import StepCompute
+from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.native.model import objection
 from tests.torch.pairwise import covering, pairs_of, product
 from tests.torch.parity import (
-    FACTORS,
+    BACKENDS,
+    BY_BACKEND,
     NUM_PROMPTS,
     TOLERANCE,
     Play,
@@ -22,7 +31,7 @@ from tests.torch.parity import (
     play,
     subject,
 )
-from tests.torch.tiny_models import NAMES
+from tests.torch.tiny_models import NAMES, save
 
 HAPPENS = {
     "recompute": "preempted",
@@ -36,17 +45,24 @@ HAPPENS = {
 
 
 def scenarios() -> list[Any]:
-    """All but those that show a value for the first time are left to the campaign; a model stays on one worker."""
-    shown: set[tuple[str, object]] = set()
-    found = []
-    for scenario in pairwise_scenarios():
-        values = {(name, getattr(scenario, name)) for name in FACTORS}
-        marks = [pytest.mark.xdist_group(f"parity of {scenario.architecture}")]
-        if values <= shown:
-            marks.append(pytest.mark.campaign)
-        shown |= values
-        found.append(pytest.param(scenario, marks=marks))
-    return found
+    """All but those in which every value occurs once are left to the campaign."""
+    return [parameter for backend in BACKENDS for parameter in _scenarios_on(backend)]
+
+
+def _scenarios_on(backend: str) -> list[Any]:
+    values = {
+        scenario: {(name, getattr(scenario, name)) for name in BY_BACKEND[backend]}
+        for scenario in pairwise_scenarios(backend)
+    }
+    missing, chosen = set().union(*values.values()), set()
+    while missing:
+        best = max(values, key=lambda scenario: len(values[scenario] & missing))
+        chosen.add(best)
+        missing -= values[best]
+    return [
+        pytest.param(scenario, marks=[] if scenario in chosen else [pytest.mark.campaign])
+        for scenario in values
+    ]
 
 
 @pytest.mark.parametrize("scenario", scenarios(), ids=str)
@@ -57,20 +73,33 @@ def test_tokens_and_logits_are_those_of_transformers(scenario: Scenario) -> None
         assert outcome.counts[HAPPENS[scenario.disturbance]] > 0
 
 
-@pytest.mark.parametrize("architecture", NAMES)
-def test_every_position_is_compared(architecture: str) -> None:
-    outcome = play(Scenario(architecture=architecture, batch="alone", chunk="budget 7", caching=False))
+@pytest.mark.parametrize(
+    "architecture, backend",
+    [(name, backend) for backend in BACKENDS for name in BY_BACKEND[backend]["architecture"]],
+)
+def test_every_position_is_compared(architecture: str, backend: str) -> None:
+    scenario = Scenario(
+        architecture=architecture, batch="alone", chunk="budget 7", caching=False, backend=backend
+    )
+    outcome = play(scenario)
     outcome.check()
     references = subject(architecture).references
     assert len(references) == NUM_PROMPTS
     assert outcome.compared == sum(len(reference.sequence) - 1 for reference in references)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_branches_of_branches_in_one_step(seed: int) -> None:
+def test_branches_of_branches_in_one_step(seed: int, backend: str) -> None:
     """A block that is copied in a step may be the copy another branch reads in the same step."""
     scenario = Scenario(
-        architecture="mistral", chunk="budget 7", caching=False, disturbance="n=4", depth=1, seed=seed
+        architecture="mistral",
+        chunk="budget 7",
+        caching=False,
+        disturbance="n=4",
+        depth=1,
+        backend=backend,
+        seed=seed,
     )
     play(scenario).check()
 
@@ -87,17 +116,36 @@ def test_a_wrong_weight_is_noticed() -> None:
     assert outcome.worst > TOLERANCE
 
 
-def test_a_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+class Misplaced:
+    """Steps whose rows all read the same block as their second one."""
+
+    def __init__(self, compute: StepCompute) -> None:
+        self.spec = compute.spec
+        self.kv = compute.kv
+        self.logits = compute.logits
+        self.work = compute.work
+        self._compute = compute
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
+        rows.tables[0][:, 1] = 1
+        return self._compute.forward(rows, batch, due)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wrong_table_is_noticed(backend: str) -> None:
     """A row that reads one block of another's gives other tokens, not only other logits."""
-    play_ = Play(Scenario(architecture="llama", caching=False), subject("llama"))
-    append = play_.runner._rows._append
+    scenario = Scenario(architecture="llama", caching=False, backend=backend)
+    assert Play(scenario, subject("llama"), change=Misplaced).run().wrong
 
-    def misplaced(appends: object) -> None:
-        append(appends)  # type: ignore[arg-type]
-        play_.runner._rows.tables[0][:, 1] = 1
 
-    monkeypatch.setattr(play_.runner._rows, "_append", misplaced)
-    assert play_.run().wrong
+def test_the_native_kernels_refuse_what_they_are_not_compared_on(tmp_path: Path) -> None:
+    refused = set(NAMES) - set(BY_BACKEND["native"]["architecture"])
+    assert refused
+    for name in refused:
+        save(name, tmp_path)
+        assert objection(open_checkpoint(tmp_path), 16)
+    save("llama", tmp_path)
+    assert objection(open_checkpoint(tmp_path), 8) and not objection(open_checkpoint(tmp_path), 16)
 
 
 def test_references_are_not_alike_nor_endless() -> None:
@@ -108,14 +156,16 @@ def test_references_are_not_alike_nor_endless() -> None:
         assert sum(len(set(output)) for output in outputs) > 3 * NUM_PROMPTS
 
 
-def test_the_covering_set_covers_every_pair() -> None:
-    wanted = {pair for row in product(FACTORS, is_allowed) for pair in pairs_of(row)}
-    rows = covering(FACTORS, is_allowed)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_covering_set_covers_every_pair(backend: str) -> None:
+    factors = BY_BACKEND[backend]
+    wanted = {pair for row in product(factors, is_allowed) for pair in pairs_of(row)}
+    rows = covering(factors, is_allowed)
     assert {pair for row in rows for pair in pairs_of(row)} == wanted
     assert all(is_allowed(row) for row in rows)
-    largest = sorted((len(values) for values in FACTORS.values()), reverse=True)[:2]
+    largest = sorted((len(values) for values in factors.values()), reverse=True)[:2]
     assert len(rows) < 1.5 * largest[0] * largest[1]
-    assert covering(FACTORS, is_allowed) == rows
+    assert covering(factors, is_allowed) == rows
 
 
 def test_a_covering_set_of_a_small_product() -> None:

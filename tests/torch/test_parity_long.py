@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.attention import PIECE
 from paceline.runner.cpu import CPURunner
-from tests.torch.bits import Circumstances, record
-from tests.torch.parity import TOLERANCE, Reference, greedy_reference, subject
+from paceline.runner.native.model import NativeModel, build_model
+from tests.bits import Circumstances
+from tests.native.runs import record_native
+from tests.torch.bits import record
+from tests.torch.parity import BACKENDS, TOLERANCE, Reference, greedy_reference, subject
 from tests.torch.tiny_models import save
 
 NUM_NEW = 8
@@ -28,12 +32,13 @@ LENGTHS = (PIECE - NUM_NEW // 2, PIECE - 1, PIECE, PIECE + 1, PIECE + 40, 2 * PI
 
 
 @cache
-def long_subject(name: str, folder: str) -> tuple[Decoder, tuple[Reference, ...]]:
+def long_subject(name: str, folder: str) -> tuple[Decoder, NativeModel, tuple[Reference, ...]]:
     model = save(name, Path(folder))
     rng = random.Random(2)
     prompts = [[rng.randrange(3, 160) for _ in range(length)] for length in LENGTHS]
     references = tuple(greedy_reference(model, prompt, NUM_NEW, eos=()) for prompt in prompts)
-    return build_decoder(open_checkpoint(folder), max(LENGTHS) + NUM_NEW + 1), references
+    checkpoint, longest = open_checkpoint(folder), max(LENGTHS) + NUM_NEW + 1
+    return build_decoder(checkpoint, longest), build_model(checkpoint, longest), references
 
 
 @pytest.mark.parametrize(
@@ -46,33 +51,38 @@ def long_subject(name: str, folder: str) -> tuple[Decoder, tuple[Reference, ...]
     ],
     ids=str,
 )
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_long_sequences(name: str, around: Circumstances, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_long_sequences(
+    name: str, backend: str, around: Circumstances, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.getbasetemp() / name
     folder.mkdir(exist_ok=True)
-    decoder, references = long_subject(name, str(folder))
-    run = record(
-        decoder, [reference.prompt for reference in references], around, num_new=NUM_NEW, num_blocks=200
-    )
+    decoder, native, references = long_subject(name, str(folder))
+    prompts = [reference.prompt for reference in references]
+    if backend == "torch":
+        run = record(decoder, prompts, around, num_new=NUM_NEW)
+    else:
+        around = replace(around, block_size=max(around.block_size, 16))
+        run = record_native(native, prompts, around, num_new=NUM_NEW)
     assert run.outputs == [reference.output for reference in references]
     for reference in references:
         read = reference.sequence[:-1]
         known = [count for count in range(1, len(read) + 1) if read[:count] in run.bits]
-        hidden = np.stack([np.frombuffer(run.bits[read[:count]], np.float32) for count in known])
-        with torch.inference_mode():
-            logits = decoder.logits(torch.from_numpy(hidden))
+        logits = np.stack([np.frombuffer(run.bits[read[:count]], np.float32) for count in known])
         assert len(known) == len(read)
-        assert float((logits - reference.logits).abs().max()) < TOLERANCE
+        assert float(np.abs(logits - reference.logits.numpy()).max()) < TOLERANCE
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget", [7, 64])
 @pytest.mark.parametrize("preempting", [False, True])
-def test_prompt_logprobs(budget: int, preempting: bool) -> None:
+def test_prompt_logprobs(budget: int, preempting: bool, backend: str) -> None:
     """One for every token of the prompt but the first, whatever the chunks; none of them from a cache."""
     model = subject("gemma3")
     config = EngineConfig(
         kv=KVConfig(
-            block_size=8,
+            block_size=16,
             num_blocks=100,
             num_host_blocks=50,
             groups=tuple(GroupSpec(window=window) for window in model.decoder.spec.group_windows),
@@ -80,7 +90,7 @@ def test_prompt_logprobs(budget: int, preempting: bool) -> None:
         scheduler=SchedulerConfig(max_num_batched_tokens=budget, max_model_len=80, max_num_seqs=32),
         depth=1,
     )
-    engine = build_engine(config, CPURunner(config, model.decoder))
+    engine = build_engine(config, CPURunner(config, model.make_step(backend, config)))
     sampling = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2)
     plain = SamplingParams(max_tokens=3, temperature=0.0)
     asked: dict[RequestId, Reference | None] = {}

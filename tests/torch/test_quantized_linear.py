@@ -19,7 +19,7 @@ from paceline.models.quantized import (
     StackedLinear,
     fast_product,
 )
-from tests.torch.quantized_helpers import BY_HAND, quantized, stored_matrix
+from tests.quantized_helpers import BY_HAND, quantized, stored_matrix
 
 PRODUCT = fast_product()
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", *BY_HAND)

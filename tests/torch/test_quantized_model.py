@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.models.decoder import Decoder
 from paceline.models.load import build_decoder
 from paceline.models.quantized import QuantizedStorage, fast_product
-from tests.torch.bits import Circumstances, Prompt, Record, differences, record
-from tests.torch.quantized_helpers import QuantizedSource, tiny_spec
+from tests.bits import Circumstances, Prompt, Record, differences
+from tests.quantized_helpers import QuantizedSource, tiny_spec
+from tests.torch.bits import record
 
 PRODUCT = fast_product()
 NUM_NEW = 12
@@ -39,9 +40,15 @@ CIRCUMSTANCES = [
 # Where eight bits are kept dense, float32 products decide the bits, and those depend on the number of rows.
 MODELS: list[tuple[str, bool, int | None]] = [("Q4_1", False, None), ("Q8_0", True, 24)]
 MODELS = MODELS if PRODUCT == "dynamic" else MODELS[:1]
-# A token a step takes long, and once is enough.
+# What the second model adds is seen in a few; a token a step takes long.
 CASES = [
-    (model, around) for model in MODELS for around in CIRCUMSTANCES if around.budget > 1 or model is MODELS[0]
+    pytest.param(
+        model,
+        around,
+        marks=[] if around.budget > 1 and (model is MODELS[0] or around.preempt) else [pytest.mark.campaign],
+    )
+    for model in MODELS
+    for around in CIRCUMSTANCES
 ]
 
 

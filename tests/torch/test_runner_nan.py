@@ -18,6 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.decoder import Decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.torch_step import TorchStep
 from tests.torch.parity import MAX_LEN, NUM_NEW, Reference, subject
 
 GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
@@ -26,7 +27,7 @@ SHORT = SamplingParams(max_tokens=4, temperature=0.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Poisoned:
-    """A model in which one token, that nobody else reads or writes, is not a number."""
+    """A model in which one token, that no other request reads or writes, is not a number."""
 
     decoder: Decoder
     token: int
@@ -76,9 +77,9 @@ class Bench:
             ),
             depth=depth,
         )
-        self.runner = CPURunner(config, model.decoder)
+        self.compute = TorchStep(model.decoder, config.kv)
         self.clock = ManualClock()
-        self.engine: Engine = build_engine(config, self.runner, clock=self.clock)
+        self.engine: Engine = build_engine(config, CPURunner(config, self.compute), clock=self.clock)
         self.tokens: dict[RequestId, list[int]] = {}
         self.finished: dict[RequestId, Finished] = {}
 
@@ -105,7 +106,7 @@ class Bench:
         raise AssertionError("the run does not end")
 
     def _check_memory(self) -> None:
-        for pools in self.runner._kv.layers:
+        for pools in self.compute.kv.layers:
             for pool in (pools.keys, pools.values):
                 assert torch.isfinite(pool).all()
                 assert not pool[:, 0].any(), "the null block holds something"
@@ -153,7 +154,7 @@ def test_poison_in_the_middle_of_an_output(architecture: str, depth: int) -> Non
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("budget", [5, 64])
-def test_its_beginning_serves_nobody_wrongly(budget: int, depth: int) -> None:
+def test_its_beginning_serves_no_other_request(budget: int, depth: int) -> None:
     """A request with the same clean beginning, during and after, gets what it gets without the poisoned one."""
     model = poisoned("llama")
     reference = max(model.references, key=lambda reference: len(reference.prompt))

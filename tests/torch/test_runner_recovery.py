@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
+from numpy.typing import NDArray
 
-from paceline.runner.flat_batch import FlatBatch
-from tests.torch.parity import Play, Scenario, subject
+from paceline.runner.cpu import StepCompute
+from paceline.runner.device_rows import DeviceRows, FlatBatch
+from tests.torch.parity import BACKENDS, Play, Scenario, fill_blocks, subject
+
+FAILING = (2, 20, 45)  # steps
 
 
 class DeviceLost(RuntimeError):
     """An injected failure."""
 
 
+class Failing:
+    """Steps of which some fail after they have written everywhere on the device."""
+
+    def __init__(self, compute: StepCompute) -> None:
+        self.spec = compute.spec
+        self.kv = compute.kv
+        self.logits = compute.logits
+        self.work = compute.work
+        self._compute = compute
+        self._calls = 0
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
+        self._calls += 1
+        good = self._compute.forward(rows, batch, due)
+        if self._calls in FAILING:
+            fill_blocks(self._compute, float("nan"), first=0)
+            raise DeviceLost(f"call {self._calls}")
+        return good
+
+
 class FailingPlay(Play):
-    """A scenario in which some steps fail after they have written everywhere on the device."""
+    """A scenario in which some steps fail."""
 
-    def __init__(self, scenario: Scenario, failing: set[int]) -> None:
-        super().__init__(scenario, subject(scenario.architecture))
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario, subject(scenario.architecture), change=Failing)
         self.failed = 0
-        forward = self.runner._forward
-        calls = 0
-
-        def failing_forward(batch: FlatBatch) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            hidden = forward(batch)
-            if calls in failing:
-                for pools in self.runner._kv.layers:
-                    pools.keys.fill_(float("nan"))
-                    pools.values.fill_(float("nan"))
-                self.failed += 1
-                raise DeviceLost(f"call {calls}")
-            return hidden
-
-        self.runner._forward = failing_forward  # type: ignore[method-assign]
 
     def _look_for_errors(self) -> None:
         if isinstance(self.engine.last_error, DeviceLost):  # which the engine has recovered from
             self.engine.last_error = None
+            self.failed += 1
         super()._look_for_errors()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("disturbance", ["none", "swap", "n=4"])
-def test_outputs_survive_failed_steps(disturbance: str, depth: int) -> None:
-    play = FailingPlay(Scenario(architecture="gemma3", disturbance=disturbance, depth=depth), {2, 20, 45})
+def test_outputs_survive_failed_steps(disturbance: str, depth: int, backend: str) -> None:
+    scenario = Scenario(architecture="gemma3", disturbance=disturbance, depth=depth, backend=backend)
+    play = FailingPlay(scenario)
     outcome = play.run()
     assert play.failed >= 2
     assert not outcome.wrong

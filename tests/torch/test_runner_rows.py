@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.core.plan import StepPlan, StepResult
 from paceline.models.decoder import Decoder
 from paceline.models.layers import DenseLinear, Experts, Linear
-from paceline.runner.cpu import CPURunner
+from paceline.runner.cpu import CPUPending, CPURunner
 from tests.torch.parity import Play, Scenario, subject
 
 CASES = [
@@ -32,20 +32,27 @@ class RowCounter:
         self._decoder = decoder
         self._rows: defaultdict[int, list[int]] = defaultdict(list)
         self.steps = 0
-        call, execute = DenseLinear.__call__, CPURunner._execute
+        self._plans: dict[int, StepPlan] = {}
+        call, submit, finish = DenseLinear.__call__, CPURunner.submit, CPURunner.finish_until
 
         def counted(linear: DenseLinear, x: Tensor) -> Tensor:
             self._rows[id(linear)].append(x.shape[0])
             return call(linear, x)
 
-        def checked(runner: CPURunner, plan: StepPlan) -> StepResult:
+        def noted(runner: CPURunner, plan: StepPlan) -> CPUPending:
+            self._plans[plan.seq] = plan
+            return submit(runner, plan)
+
+        def checked(runner: CPURunner, seq: int) -> StepResult:
+            """Plans are waited for in order, and computed then: one at a time."""
             self._rows.clear()
-            result = execute(runner, plan)
-            self._check(plan, result)
+            result = finish(runner, seq)
+            self._check(self._plans.pop(seq), result)
             return result
 
         monkeypatch.setattr(DenseLinear, "__call__", counted)
-        monkeypatch.setattr(CPURunner, "_execute", checked)
+        monkeypatch.setattr(CPURunner, "submit", noted)
+        monkeypatch.setattr(CPURunner, "finish_until", checked)
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
         tokens = plan.work.decode_rows + plan.work.prefill_tokens
@@ -66,20 +73,16 @@ class RowCounter:
         return self._rows[id(linear)]
 
 
-class PlainPlay(Play):
-    """A scenario whose runner computes no logits but its own."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario, subject(scenario.architecture))
-        self.runner._compare = lambda batch, logits: None  # type: ignore[method-assign]
-        self.runner._forward = lambda batch: CPURunner._forward(self.runner, batch)  # type: ignore[method-assign]
+def plain_play(scenario: Scenario) -> Play:
+    """A scenario in which no logits are computed but those of rows that get a token."""
+    return Play(scenario, subject(scenario.architecture), compares_logits=False)
 
 
 @pytest.mark.parametrize("scenario", CASES, ids=str)
 def test_linear_layers_see_the_tokens_of_the_plan(
     scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play = PlainPlay(scenario)
+    play = plain_play(scenario)
     counter = RowCounter(subject(scenario.architecture).decoder, monkeypatch)
     outcome = play.run()
     assert not outcome.wrong
@@ -88,7 +91,7 @@ def test_linear_layers_see_the_tokens_of_the_plan(
 
 def test_padding_is_computed_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a padded batch the step is the rectangle: more rows than there are tokens to read."""
-    play = PlainPlay(Scenario(architecture="llama", mode="static", caching=False))
+    play = plain_play(Scenario(architecture="llama", mode="static", caching=False))
     seen: list[tuple[int, int]] = []
     forward = Decoder.forward
 
@@ -99,7 +102,7 @@ def test_padding_is_computed_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Decoder, "forward", noted)
     outcome = play.run()
-    real = sum(len(heard.tokens) - 1 for heard in outcome.sequences)
+    real = sum(len(sequence.tokens) - 1 for sequence in outcome.sequences)
     real += sum(len(prompt) for prompt in _prompts())
     assert sum(count for count, _ in seen) > 1.1 * real
     assert all(count == finite for count, finite in seen)

@@ -9,16 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling import Sampler
 from paceline.runner.sampling.noise import gumbel, lane_words
-from paceline.runner.sampling.sampler import BATCH, Draws, draw, noise_bound
+from paceline.runner.sampling.sampler import BATCH, Draws, Sampler, draw, noise_bound
 from tests.torch.sampler_helpers import Story, i32, random_logits, sample_one, token_reference
 
 FLAT = np.array([-np.inf], dtype=np.float32)
 
 
 def histogram(logits: torch.Tensor, params: SamplingParams, num_draws: int) -> NDArray[np.int64]:
-    """How often each token is drawn, from as many rows at as many positions, each row with a seed of its own."""
+    """How often each token is drawn, from as many rows at as many positions, each row with a separate seed."""
     num_rows = 250
     sampler = Sampler(num_rows, len(logits), ())
     for row in range(num_rows):
@@ -26,7 +25,7 @@ def histogram(logits: torch.Tensor, params: SamplingParams, num_draws: int) -> N
     counts = np.zeros(len(logits), dtype=np.int64)
     for position in range(1, 1 + num_draws // num_rows):
         batch = logits.repeat(num_rows, 1)
-        drawn = sampler.sample(batch, np.arange(num_rows), np.full(num_rows, position))
+        drawn = sampler.sample(batch.numpy(), np.arange(num_rows), np.full(num_rows, position))
         assert drawn.finite.all()
         counts += np.bincount(drawn.tokens, minlength=len(logits))
     return counts
@@ -79,7 +78,9 @@ def test_neighbouring_positions_and_seeds_draw_independently() -> None:
             sampler = Sampler(400, 2, ())
             for row, seed in enumerate(seeds.tolist()):
                 sampler.join(row, SamplingParams(seed=seed + shift * (positions == (9, 9))), i32([0]), 1)
-            tokens.append(sampler.sample(logits.clone(), np.arange(400), np.full(400, position)).tokens)
+            tokens.append(
+                sampler.sample(logits.clone().numpy(), np.arange(400), np.full(400, position)).tokens
+            )
         pairs = np.bincount(tokens[0] * 2 + tokens[1], minlength=4)
         assert chi_square(pairs, torch.full((4,), 0.25)) < critical_value(3)
 
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_the_definition(vocab_size: int, temperature: float)
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
 @pytest.mark.parametrize("vocab_size", [3 * BATCH, 4 * BATCH + 17, 9 * BATCH])
-def test_bounds_never_change_who_wins(scale: float, vocab_size: int) -> None:
+def test_bounds_never_change_the_winner(scale: float, vocab_size: int) -> None:
     """Large vocabularies, where most tokens are ruled out early: the same as noise for every token."""
     rows = 6
     logits = random_logits(3, rows, vocab_size, scale).numpy()

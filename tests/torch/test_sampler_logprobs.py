@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling import prompt_logprobs
+from paceline.runner.sampling.sampler import prompt_logprobs
 from tests.torch.sampler_helpers import random_logits, sample_one
 
 VOCAB = 300
@@ -93,7 +93,7 @@ def test_rows_that_did_not_ask_get_none() -> None:
 def test_of_a_prompt(top: int) -> None:
     logits = random_logits(3, 5, VOCAB)
     targets, positions = np.array([4, 9, 299, 0, 4]), np.arange(11, 16)
-    entries = prompt_logprobs(logits, targets, positions, row=6, top=top)
+    entries = prompt_logprobs(logits.numpy(), targets, positions, row=6, top=top)
     expected = logits.double().log_softmax(1)
     assert [entry.row for entry in entries] == [6] * 5
     assert [entry.position for entry in entries] == positions.tolist()
@@ -110,10 +110,10 @@ def test_of_a_prompt(top: int) -> None:
 def test_of_a_prompt_with_numbers_that_are_not_usable() -> None:
     logits = random_logits(3, 4, VOCAB)
     logits[1, 8], logits[2, 9] = torch.nan, torch.inf
-    entries = prompt_logprobs(logits, np.array([1, 2, 3, 4]), np.arange(4), row=0, top=1)
+    entries = prompt_logprobs(logits.numpy(), np.array([1, 2, 3, 4]), np.arange(4), row=0, top=1)
     assert [entry.position for entry in entries] == [0, 3]
 
 
 def test_of_no_prompt() -> None:
     nothing = np.zeros(0, dtype=np.int64)
-    assert prompt_logprobs(torch.zeros(0, VOCAB), nothing, nothing, row=0, top=1) == ()
+    assert prompt_logprobs(np.zeros((0, VOCAB), np.float32), nothing, nothing, row=0, top=1) == ()

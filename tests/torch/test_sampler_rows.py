@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling import Sampler
+from paceline.runner.sampling.sampler import Sampler
 from tests.torch.sampler_helpers import Story, random_logits, sample_one, token_reference
 
 EOS = (0,)
@@ -51,7 +51,7 @@ def generate(
     for _ in range(num_steps):
         logits = torch.cat([next_logits(story, vocab_size) for story in told])
         lengths = np.array([len(story.tokens) for story in told])
-        drawn = sampler.sample(logits, np.array(rows), lengths)
+        drawn = sampler.sample(logits.numpy(), np.array(rows), lengths)
         assert drawn.finite.all()
         by_row = {entry.row: replace(entry, row=0) for entry in drawn.logprobs}
         for story, row, token in zip(told, rows, drawn.tokens.tolist(), strict=True):
@@ -70,7 +70,7 @@ def next_logits(story: Story, vocab_size: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[list[int], list[RowLogprobs | None]]]:
-    """What each story gives by itself, in row 0."""
+    """What each story gives alone, in row 0."""
     result = []
     for story in stories():
         logprobs = [entry for _, entry in generate([story], [0], 6)]
@@ -124,8 +124,8 @@ def test_the_position_is_that_of_the_sequence_not_of_the_stay() -> None:
     params = SamplingParams(seed=5)
     sampler = Sampler(1, 1000, ())
     sampler.join(0, params, np.array([1, 2], dtype=np.int32), 2)
-    first = sampler.sample(logits[None].clone(), np.array([0]), np.array([2])).tokens[0]
-    second = sampler.sample(logits[None].clone(), np.array([0]), np.array([3])).tokens[0]
+    first = sampler.sample(logits[None].clone().numpy(), np.array([0]), np.array([2])).tokens[0]
+    second = sampler.sample(logits[None].clone().numpy(), np.array([0]), np.array([3])).tokens[0]
     assert sample_one(params, logits, [1, 2, int(first)], 2).tokens[0] == second
     assert first != second
 
@@ -138,10 +138,12 @@ def test_nothing_of_a_former_owner_stays(
     before.params = replace(before.params, stop_token_ids=(1, 2, 3), ignore_eos=True)
     for number, story in enumerate(stories()):
         before.join(sampler, 0)
-        sampler.sample(next_logits(before, VOCAB), np.array([0]), np.array([len(before.tokens)]))
+        sampler.sample(next_logits(before, VOCAB).numpy(), np.array([0]), np.array([len(before.tokens)]))
         story.join(sampler, 0)
         for _ in range(2):
-            drawn = sampler.sample(next_logits(story, VOCAB), np.array([0]), np.array([len(story.tokens)]))
+            drawn = sampler.sample(
+                next_logits(story, VOCAB).numpy(), np.array([0]), np.array([len(story.tokens)])
+            )
             assert (len(drawn.logprobs) == 1) is (story.params.logprobs is not None)
             assert not drawn.stopped.any() or drawn.tokens[0] in EOS
             story.extend(int(drawn.tokens[0]))
@@ -152,7 +154,7 @@ def test_nothing_of_a_former_owner_stays(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_row_is_reported_and_disturbs_nobody(
+def test_a_bad_row_is_reported_and_disturbs_no_other(
     bad: float, alone: list[tuple[list[int], list[RowLogprobs | None]]]
 ) -> None:
     told = stories()
@@ -162,7 +164,7 @@ def test_a_bad_row_is_reported_and_disturbs_nobody(
         story.join(sampler, row)
     logits = torch.cat([next_logits(story, VOCAB) for story in told])
     logits[1::2, 77] = bad
-    drawn = sampler.sample(logits, np.arange(len(told)), np.full(len(told), 20))
+    drawn = sampler.sample(logits.numpy(), np.arange(len(told)), np.full(len(told), 20))
     assert drawn.finite.tolist() == [True, False] * len(MIXED)
     assert not drawn.stopped[1::2].any()
     assert ((drawn.tokens >= 0) & (drawn.tokens < VOCAB)).all()
@@ -208,8 +210,8 @@ def test_minus_infinity_is_a_token_that_is_never_drawn() -> None:
 
 
 def test_a_step_without_rows() -> None:
-    nobody = np.zeros(0, dtype=np.int64)
-    drawn = Sampler(4, 8, ()).sample(torch.zeros(0, 8), nobody, nobody)
+    no_rows = np.zeros(0, dtype=np.int64)
+    drawn = Sampler(4, 8, ()).sample(np.zeros((0, 8), np.float32), no_rows, no_rows)
     assert len(drawn.tokens) == len(drawn.finite) == len(drawn.stopped) == len(drawn.logprobs) == 0
 
 
@@ -249,7 +251,7 @@ def any_story(draw: st.DrawFn) -> Story:
     return Story(draw(any_params()), tokens, draw(st.integers(1, len(tokens))))
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings().max_examples * 3 // 2)
 @given(st.lists(any_story(), min_size=1, max_size=5), SIZES, st.integers(0, 2**20), st.booleans())
 def test_any_mix_gives_what_each_row_gives_alone_and_what_the_definition_says(
     told: list[Story], vocab_size: int, seed: int, rounded: bool
@@ -263,9 +265,11 @@ def test_any_mix_gives_what_each_row_gives_alone_and_what_the_definition_says(
         logits = random_logits(seed + step, len(told), vocab_size)
         logits = logits.round() if rounded else logits
         lengths = np.array([len(story.tokens) for story in told])
-        together = batch.sample(logits.clone(), np.arange(len(told)), lengths)
+        together = batch.sample(logits.clone().numpy(), np.arange(len(told)), lengths)
         for row, story in enumerate(told):
-            single = singles[row].sample(logits[row : row + 1].clone(), np.array([6]), lengths[row : row + 1])
+            single = singles[row].sample(
+                logits[row : row + 1].clone().numpy(), np.array([6]), lengths[row : row + 1]
+            )
             expected = token_reference(logits[row].numpy(), story, EOS)
             assert together.finite[row] == single.finite[0] == (expected is not None)
             assert together.tokens[row] == single.tokens[0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling import Sampler
+from paceline.runner.sampling.sampler import Sampler
 from tests.torch.sampler_helpers import i32, sample_one
 
 EOS = (2, 6)
@@ -51,7 +51,7 @@ def test_min_tokens_holds_every_stop_back_until_it_is_reached(ignore_eos: bool) 
     sampler = Sampler(1, 10, EOS)
     sampler.join(0, params, i32([1, 1, 1]), 3)
     logits = favouring(8, 2, 6, 4)
-    drawn = [sampler.sample(logits[None].clone(), np.array([0]), np.array([3 + i])) for i in range(4)]
+    drawn = [sampler.sample(logits[None].clone().numpy(), np.array([0]), np.array([3 + i])) for i in range(4)]
     assert [int(one.tokens[0]) for one in drawn] == [4, 4, 8, 8]
     assert [bool(one.stopped[0]) for one in drawn] == [False, False, True, True]
 
@@ -71,7 +71,10 @@ def test_rows_with_few_and_many_stop_ids_side_by_side() -> None:
     for token, expected in [(93, [False, True, False]), (7, [False, False, True]), (6, [True] * 3)]:
         logits = torch.zeros(3, 100)
         logits[:, token] = 1.0
-        assert sampler.sample(logits, np.arange(3), np.ones(3, dtype=np.int64)).stopped.tolist() == expected
+        assert (
+            sampler.sample(logits.numpy(), np.arange(3), np.ones(3, dtype=np.int64)).stopped.tolist()
+            == expected
+        )
 
 
 def test_stop_ids_of_a_former_owner_are_gone() -> None:
@@ -81,7 +84,7 @@ def test_stop_ids_of_a_former_owner_are_gone() -> None:
         (SamplingParams(temperature=0.0, stop_token_ids=(4,), ignore_eos=True), False),
     ]:
         sampler.join(0, params, i32([1]), 1)
-        assert sampler.sample(favouring(5)[None], np.array([0]), np.array([1])).stopped[0] == stopped
+        assert sampler.sample(favouring(5)[None].numpy(), np.array([0]), np.array([1])).stopped[0] == stopped
 
 
 def test_an_end_of_sequence_the_model_has_no_logit_for() -> None:

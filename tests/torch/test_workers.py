@@ -1,4 +1,4 @@
-"""Parts beside each other: every part once, errors told after all have ended, and no part with threads of its own."""
+"""Parts beside each other: every part once, errors raised after all have ended, and no part with more threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_part_is_done_once_by_threads_that_compute_alone(workers: Workers)
     seen: list[tuple[int, int, int]] = []
 
     def work(part: int) -> None:
-        if part < 3:  # nobody can take two of these
+        if part < 3:  # no thread can take two of these
             meet.wait()
         torch.ones(8).sum()  # a thread takes its number over with the first thing it computes
         seen.append((part, threading.get_ident(), torch.get_num_threads()))

@@ -1,6 +1,6 @@
 """A run log as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One track for each row with its requests, parts of prompts, decoding and giving way; one for the steps; one for each
+One track for each row with its requests, parts of prompts, decoding and preemptions; one for the steps; one for each
 request with its waiting; counters for rows, waiting, blocks and tokens of steps. Times are microseconds from the first
 thing that happened. Streams: a trace may be larger than memory.
 """
@@ -8,23 +8,24 @@ thing that happened. Streams: a trace may be larger than memory.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.audit.codec import Json, decode_decision, decode_time
 from paceline.audit.linefile import LineFile
-from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog
+from paceline.audit.runlog import LoggedLine, LoggedStep, RunLog
 from paceline.core.events import Decision, DecisionKind
 from paceline.errors import InputError
 
 # Which request was on which row when, folded from the lines of a run log: what a timeline of a run is drawn from.
 #
 # A log names rows in its plans and requests in its decisions; joins stand in the order in which their requests were
-# let in, without those that left again before the plan was made. Knows nothing of how a timeline is written.
+# admitted, without those that left again before the plan was made. Knows nothing of how a timeline is written.
 
 
-_LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)  # a fork is followed by one of these
+_ADMITTED = (DecisionKind.ADMIT, DecisionKind.RESUME)  # a fork is followed by one of these
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class OpenRequest:
     facts: dict[str, Json]
     waits_from_s: float
     waits_for: str = "waiting"
-    gave_way: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,69 +63,53 @@ class Span:
     padding: int
 
 
-class TraceSink(Protocol):
-    """Who is told what happened, in the order of the log."""
-
-    def came(self, asked: OpenRequest, time_s: float) -> None: ...
-
-    def waited(self, asked: OpenRequest, end_s: float) -> None: ...
-
-    def gave_way(self, held: Held, rule: str, time_s: float) -> None: ...
-
-    def prefilled(self, held: Held, tokens: int, span: Span, *, again: bool) -> None: ...
-
-    def decoded(self, held: Held, end_s: float, steps: int) -> None: ...
-
-    def left(self, held: Held, end_s: float) -> None: ...
-
-    def ended(self, asked: OpenRequest, how: str, time_s: float) -> None: ...
-
-    def stepped(self, span: Span, running: int, waiting: int, blocks: int) -> None: ...
-
-
 @dataclass(slots=True)
 class _Blocks:
     """Blocks in the tables of rows, each counted once however many share it."""
 
     of_row: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
-    uses: dict[tuple[int, int], int] = field(default_factory=dict)
+    uses: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def put(self, row: int, group: int, index: int, block: int) -> None:
         table = self.of_row.setdefault(row, {})
-        before = table.get((group, index))
-        if before is not None:
-            self._drop(group, before)
+        if (group, index) in table:
+            self._drop(group, table[group, index])
         table[group, index] = block
-        self.uses[group, block] = self.uses.get((group, block), 0) + 1
+        self.uses[group, block] += 1
 
     def free(self, row: int) -> None:
         for (group, _), block in self.of_row.pop(row, {}).items():
             self._drop(group, block)
 
     def _drop(self, group: int, block: int) -> None:
-        left = self.uses[group, block] - 1
-        if left:
-            self.uses[group, block] = left
-        else:
+        self.uses[group, block] -= 1
+        if not self.uses[group, block]:
             del self.uses[group, block]
 
 
-class TraceFold:
-    """Reads lines in order and tells a timeline."""
+class _Fold:
+    """Reads lines in order and makes events of them."""
 
-    def __init__(self, timeline: TraceSink) -> None:
-        self._to = timeline
+    def __init__(self) -> None:
+        self._to = _Events()
         self._rows: dict[int, Held] = {}
         self._row_of: dict[int, int] = {}
-        self._asked: dict[int, OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._blocks = _Blocks()
         self._done_s = float("-inf")  # end of the last step
-        self._num_steps = 0
+        self.num_steps = 0
+
+    def taken(self) -> list[Event]:
+        """The events made since the last call."""
+        made, self._to.events = self._to.events, []
+        return made
 
     def step(self, logged: LoggedStep) -> None:
+        if not self.num_steps:
+            self._to.zero_s = _first_time(logged)
         self._inputs(logged.inputs)
         start_s = max(logged.t_plan, self._done_s)
-        let_in = self._decisions(logged.decisions)
+        admitted = self._decisions(logged.decisions)
         plan = logged.plan
         span = Span(
             seq=logged.seq,
@@ -137,26 +122,26 @@ class TraceFold:
         for row in plan.get("leaves", ()):
             self._leave(row, self._done_s)
             self._blocks.free(row)
-        for request, row in zip(let_in, plan.get("joins", {}).get("row", ()), strict=True):
+        for request, row in zip(admitted, plan.get("joins", {}).get("row", ()), strict=True):
             self._join(request, row, start_s)
         self._tables(plan)
         self._compute(plan, span)
-        self._done_s, self._num_steps = span.end_s, self._num_steps + 1
-        waiting = len(self._asked) - len(self._row_of)
+        self._done_s, self.num_steps = span.end_s, self.num_steps + 1
+        waiting = len(self._open) - len(self._row_of)
         self._to.stepped(span, len(self._rows), waiting, len(self._blocks.uses))
 
-    def finish(self, end: LoggedEnd | None) -> None:
+    def finish(self, end: LoggedLine | None) -> None:
         """The log is over: whatever still goes on ends with it."""
         if end is not None:
             self._inputs(end.inputs)
             self._decisions(end.decisions)
-        waiting = [asked for asked in self._asked.values() if asked.request not in self._row_of]
+        waiting = [opened for opened in self._open.values() if opened.request not in self._row_of]
         for row in list(self._rows):
             self._leave(row, self._done_s)
-        for asked in waiting:
-            self._to.waited(asked, self._done_s)
-        for asked in self._asked.values():
-            self._to.ended(asked, "the log ends", max(self._done_s, asked.waits_from_s))
+        for opened in waiting:
+            self._to.waited(opened, self._done_s)
+        for opened in self._open.values():
+            self._to.ended(opened, "the log ends", max(self._done_s, opened.waits_from_s))
 
     # -- what came before the plan -------------------------------------------------------------------------
 
@@ -164,63 +149,63 @@ class TraceFold:
         for kind, time_s, *values in entries:
             if kind == "add":
                 facts = values[0]
-                asked = OpenRequest(facts["id"], facts, decode_time(facts["arrival_s"]))
-                self._asked[asked.request] = asked
-                self._to.came(asked, asked.waits_from_s)
+                opened = OpenRequest(facts["id"], facts, decode_time(facts["arrival_s"]))
+                self._open[opened.request] = opened
+                self._to.came(opened, opened.waits_from_s)
             elif kind == "step_failed":
                 for row in list(self._rows):
                     self._leave(row, decode_time(time_s))
                     self._blocks.free(row)
 
     def _decisions(self, entries: Iterable[Json]) -> list[int]:
-        """Returns who joins in the plan that follows."""
-        let_in: list[int] = []
+        """Returns the requests that join in the plan that follows."""
+        admitted: list[int] = []
         for entry in entries:
             decision = decode_decision(entry)
             kind, request = decision.kind, int(decision.request)
-            if kind in _LET_IN:
-                let_in.append(request)
+            if kind in _ADMITTED:
+                admitted.append(request)
             elif kind is DecisionKind.PREEMPT:
-                if request in let_in:
-                    let_in.remove(request)
-                self._give_way(decision)
+                if request in admitted:
+                    admitted.remove(request)
+                self._preempt(decision)
             elif kind in (DecisionKind.FINISH, DecisionKind.REFUSE):
-                if request in let_in:
-                    let_in.remove(request)
+                if request in admitted:
+                    admitted.remove(request)
                 self._end(decision)
-        return let_in
+        return admitted
 
-    def _give_way(self, decision: Decision) -> None:
-        asked = self._asked.get(decision.request)
+    def _preempt(self, decision: Decision) -> None:
+        opened = self._open.get(decision.request)
         row = self._row_of.get(decision.request)
         if row is not None:
-            self._to.gave_way(self._rows[row], decision.reason, decision.time_s)
+            self._to.preempted(self._rows[row], decision.reason, decision.time_s)
             self._leave(row, decision.time_s)
-        if asked is not None:
-            asked.waits_from_s = max(decision.time_s, asked.waits_from_s)
-            asked.waits_for = f"gave way ({decision.reason.rpartition(':')[2]})"
-            asked.gave_way += 1
+        if opened is not None:
+            opened.waits_from_s = max(decision.time_s, opened.waits_from_s)
+            opened.waits_for = f"preempted ({decision.reason.rpartition(':')[2]})"
+            opened.preemptions += 1
 
     def _end(self, decision: Decision) -> None:
         row = self._row_of.get(decision.request)
-        asked = self._asked.pop(decision.request, None)
+        opened = self._open.pop(decision.request, None)
         end_s = decision.time_s
         if row is not None:
             end_s = max(end_s, self._rows[row].busy_until_s)
             self._leave(row, end_s)
-        elif asked is not None:
-            self._to.waited(asked, end_s)
-        if asked is not None:
-            self._to.ended(asked, decision.reason, max(end_s, asked.waits_from_s))
+        elif opened is not None:
+            self._to.waited(opened, end_s)
+        if opened is not None:
+            self._to.ended(opened, decision.reason, max(end_s, opened.waits_from_s))
 
     # -- the plan ------------------------------------------------------------------------------------------
 
     def _join(self, request: int, row: int, start_s: float) -> None:
         self._rows[row] = Held(request, row, start_s, start_s)
         self._row_of[request] = row
-        asked = self._asked.get(request)
-        if asked is not None:
-            self._to.waited(asked, start_s)
+        opened = self._open.get(request)
+        if opened is not None:
+            self._to.waited(opened, start_s)
 
     def _leave(self, row: int, time_s: float) -> None:
         held = self._rows.pop(row, None)
@@ -230,14 +215,14 @@ class TraceFold:
         self._rest(held, time_s)
         end_s = max(time_s, held.busy_until_s, held.from_s)
         self._to.left(held, end_s)
-        asked = self._asked.get(held.request)
-        if asked is not None:
-            asked.waits_from_s = end_s
+        opened = self._open.get(held.request)
+        if opened is not None:
+            opened.waits_from_s = end_s
 
     def _rest(self, held: Held, time_s: float) -> None:
         if held.decode_from_s is not None:
             held.busy_until_s = max(time_s, held.decode_from_s)
-            self._to.decoded(held, held.busy_until_s, self._num_steps - held.steps)
+            self._to.decoded(held, held.busy_until_s, self.num_steps - held.steps)
             held.decode_from_s = None
 
     def _tables(self, plan: dict[str, Json]) -> None:
@@ -259,14 +244,14 @@ class TraceFold:
         for row, tokens in zip(spans.get("row", ()), spans.get("num_scheduled", ()), strict=True):
             held = self._rows.get(row)
             if held is not None:
-                asked = self._asked.get(held.request)
-                again = asked is not None and asked.gave_way > 0
+                opened = self._open.get(held.request)
+                again = opened is not None and opened.preemptions > 0
                 self._to.prefilled(held, tokens, span, again=again)
                 held.busy_until_s = span.end_s
         for row in change.get("added", ()):
             held = self._rows.get(row)
             if held is not None:
-                held.decode_from_s, held.steps = span.start_s, self._num_steps
+                held.decode_from_s, held.steps = span.start_s, self.num_steps
 
 
 ENGINE, REQUESTS = 1, 2  # processes of the trace
@@ -293,24 +278,19 @@ def write_trace(log: RunLog, path: str) -> int:
 
 def trace_events(log: RunLog) -> Iterator[Event]:
     """The events of a log, in the order of its steps. Raises InputError for lines that say nothing sensible."""
-    timeline: _Events | None = None
-    fold: TraceFold | None = None
+    fold = _Fold()
     for step in log:
         try:
-            if timeline is None:
-                timeline = _Events(_first_time(step))
-                fold = TraceFold(timeline)
-            assert fold is not None
             fold.step(step)
         except _BROKEN as problem:
             raise InputError(f"{log.path}: line {step.line} is broken: {problem}") from problem
-        yield from timeline.taken()
-    if timeline is None or fold is None:
+        yield from fold.taken()
+    if not fold.num_steps:
         if log.is_unfinished:
             raise InputError(f"{log.path} has no step yet; try again after the server has answered a request")
         raise InputError(f"{log.path} has no step that could be drawn")
     fold.finish(log.end)
-    yield from timeline.taken()
+    yield from fold.taken()
 
 
 def _first_time(step: LoggedStep) -> float:
@@ -319,34 +299,29 @@ def _first_time(step: LoggedStep) -> float:
 
 
 class _Events:
-    """A timeline that makes events of what it is told."""
+    """A timeline that makes events of what happens."""
 
-    def __init__(self, zero_s: float) -> None:
-        self._zero_s = zero_s
-        self._events: list[Event] = []
+    def __init__(self) -> None:
+        self.zero_s = 0.0  # the first time of the log
+        self.events: list[Event] = []
         self._named: set[int] = set()
         self._name(ENGINE, "process_name", {"name": "engine"})
         self._name(ENGINE, "thread_name", {"name": "steps"}, STEPS)
         self._name(ENGINE, "thread_sort_index", {"sort_index": -1}, STEPS)
         self._name(REQUESTS, "process_name", {"name": "requests"})
 
-    def taken(self) -> list[Event]:
-        """What was made since the last time."""
-        made, self._events = self._events, []
-        return made
+    def came(self, opened: OpenRequest, time_s: float) -> None:
+        facts = {name: value for name, value in opened.facts.items() if name not in ("id", "keys")}
+        self._async("b", opened.request, f"request {opened.request}", time_s, facts)
 
-    def came(self, asked: OpenRequest, time_s: float) -> None:
-        facts = {name: value for name, value in asked.facts.items() if name not in ("id", "keys")}
-        self._async("b", asked.request, f"request {asked.request}", time_s, facts)
+    def waited(self, opened: OpenRequest, end_s: float) -> None:
+        self._async("b", opened.request, opened.waits_for, opened.waits_from_s)
+        self._async("e", opened.request, opened.waits_for, max(end_s, opened.waits_from_s))
 
-    def waited(self, asked: OpenRequest, end_s: float) -> None:
-        self._async("b", asked.request, asked.waits_for, asked.waits_from_s)
-        self._async("e", asked.request, asked.waits_for, max(end_s, asked.waits_from_s))
-
-    def gave_way(self, held: Held, rule: str, time_s: float) -> None:
+    def preempted(self, held: Held, rule: str, time_s: float) -> None:
         reason, _, kind = rule.partition(":")
         args = {"request": held.request, "reason": reason, "kind": kind}
-        self._add("i", f"gave way ({kind})", time_s, tid=self._thread(held.row), s="t", args=args)
+        self._add("i", f"preempted ({kind})", time_s, tid=self._thread(held.row), s="t", args=args)
 
     def prefilled(self, held: Held, tokens: int, span: Span, *, again: bool) -> None:
         args = {"tokens": tokens, "step": span.seq, "request": held.request}
@@ -364,8 +339,8 @@ class _Events:
         self._async("b", held.request, f"on row {held.row}", held.from_s)
         self._async("e", held.request, f"on row {held.row}", end_s)
 
-    def ended(self, asked: OpenRequest, how: str, time_s: float) -> None:
-        self._async("e", asked.request, f"request {asked.request}", time_s, {"ended": how})
+    def ended(self, opened: OpenRequest, how: str, time_s: float) -> None:
+        self._async("e", opened.request, f"request {opened.request}", time_s, {"ended": how})
 
     def stepped(self, span: Span, running: int, waiting: int, blocks: int) -> None:
         work = span.work
@@ -392,7 +367,7 @@ class _Events:
 
     def _slice(self, name: str, from_s: float, to_s: float, tid: int, args: Event) -> None:
         # Of rounded times, so that what ends when another begins does not overlap it.
-        length_us = _us(to_s - self._zero_s) - _us(from_s - self._zero_s)
+        length_us = _us(to_s - self.zero_s) - _us(from_s - self.zero_s)
         self._add("X", name, from_s, tid=tid, dur=round(max(0.0, length_us), 3), args=args)
 
     def _async(self, phase: str, request: int, name: str, time_s: float, args: Event | None = None) -> None:
@@ -400,11 +375,11 @@ class _Events:
         self._add(phase, name, time_s, tid=0, **more, **({"args": args} if args else {}))
 
     def _add(self, phase: str, name: str, time_s: float, **more: Any) -> None:
-        ts = max(0.0, _us(time_s - self._zero_s))
-        self._events.append({"ph": phase, "name": name, "ts": ts, "pid": ENGINE, **more})
+        ts = max(0.0, _us(time_s - self.zero_s))
+        self.events.append({"ph": phase, "name": name, "ts": ts, "pid": ENGINE, **more})
 
     def _name(self, pid: int, name: str, args: Event, tid: int = 0) -> None:
-        self._events.append({"ph": "M", "name": name, "ts": 0, "pid": pid, "tid": tid, "args": args})
+        self.events.append({"ph": "M", "name": name, "ts": 0, "pid": pid, "tid": tid, "args": args})
 
 
 def _encoded(event: Event) -> str:

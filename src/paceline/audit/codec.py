@@ -171,10 +171,6 @@ def _decoded(name: str, value: Json) -> Any:
     return value if decode is None or value is None else decode(value)
 
 
-def _decode_keys(value: Json) -> tuple[bytes, ...]:
-    return tuple(bytes.fromhex(key) for key in value)
-
-
 def decode_time(value: Json) -> float:
     """A time; the ones JSON has no number for stand as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -186,7 +182,7 @@ def decode_time(value: Json) -> float:
 _DECODERS: dict[str, Callable[[Json], object]] = {
     "arrival_s": decode_time,
     "deadline_s": decode_time,
-    "keys": _decode_keys,
+    "keys": lambda keys: tuple(bytes.fromhex(key) for key in keys),
     "wishes": tuple,
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
@@ -281,11 +277,11 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
     result = StepResult(
         seq=seq,
         rows=rows,
-        generation=unpack(value["generation"]) if "generation" in value else generations.of(rows),
+        generation=_column(value, "generation", generations.of(rows)),
         tokens=np.zeros((num_rows, 1), np.int32),
         count=unpack(value["count"]),
-        finished=unpack(value.get("finished", _zeros(num_rows))).astype(np.uint8),
-        finite=unpack(value["finite"]).astype(np.bool_) if "finite" in value else np.ones(num_rows, np.bool_),
+        finished=_column(value, "finished", np.full(num_rows, RUNNING_ON)).astype(np.uint8),
+        finite=_column(value, "finite", np.ones(num_rows)).astype(np.bool_),
         copies_done=np.array(value.get("copies_done", []), np.int32),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
     )
@@ -295,8 +291,8 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
     return result
 
 
-def _zeros(count: int) -> str:
-    return f"0x{count}" if count else ""
+def _column(value: Json, name: str, absent: NDArray[Any]) -> NDArray[Any]:
+    return unpack(value[name]) if name in value else absent
 
 
 def pack(column: NDArray[Any]) -> str:

@@ -90,7 +90,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends; whether it is compressed is told by how it begins."""
+    """The lines of a file with their ends; its first bytes say whether it is compressed."""
     try:
         with _open(path) as file:
             yield from file
@@ -105,9 +105,6 @@ def read_lines(path: Path) -> Iterator[str]:
 def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
+    opened = gzip.open if is_gzip else open
     # Bytes that are no text stay in their line, so that the error can name it.
-    if is_gzip:
-        binary: IO[bytes] = cast(IO[bytes], gzip.GzipFile(path))
-    else:
-        binary = path.open("rb")
-    return io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="\n")
+    return cast(TextIO, opened(path, "rt", encoding="utf-8", errors="surrogateescape", newline="\n"))

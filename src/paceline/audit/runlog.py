@@ -2,7 +2,7 @@
 
 The writer is a `StepRecorder`: it writes as it goes and keeps nothing. The reader streams, so that a log may
 be larger than memory, and says which line is broken and how much before it can be used. How single values
-stand in a line is the codec's business; what a log is good for is the business of those who read it.
+stand in a line is the codec's business; what a log is used for is its readers' business.
 """
 
 from __future__ import annotations
@@ -114,28 +114,24 @@ class RunLogWriter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedStep:
-    """One step's line. Values are as JSON has them; the codec reads them."""
+class LoggedLine:
+    """What a line holds, as JSON has it; the codec reads the values. The last line holds no more."""
 
     line: int  # in the file, from 1
     text: str
-    seq: int
-    t_plan: float
-    t_done: float
     inputs: list[Json]
-    plan: dict[str, Json]
-    result: dict[str, Json] | None  # None: the step failed
     decisions: list[Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedEnd:
-    """The last line: what came after the last plan."""
+class LoggedStep(LoggedLine):
+    """One step's line."""
 
-    line: int
-    text: str
-    inputs: list[Json]
-    decisions: list[Json]
+    seq: int
+    t_plan: float
+    t_done: float
+    plan: dict[str, Json]
+    result: dict[str, Json] | None  # None: the step failed
 
 
 class RunLog:
@@ -146,7 +142,7 @@ class RunLog:
 
     def __init__(self, path: Path, *, allow_cut: bool) -> None:
         self.path = path
-        self.end: LoggedEnd | None = None
+        self.end: LoggedLine | None = None
         self.damage: CutLog | None = None  # with `allow_cut`: why the last iteration stopped early
         self._allow_cut = allow_cut
         self.header = self._read_header()
@@ -180,6 +176,12 @@ class RunLog:
                 raise
             self.damage = problem
 
+    def lines(self) -> Iterator[LoggedLine]:
+        """The steps, and the last line of a run that was closed."""
+        yield from self
+        if self.end is not None:
+            yield self.end
+
     def _steps(self) -> Iterator[LoggedStep]:
         num_steps, last_seq = 0, None
         lines = enumerate(read_lines(self.path), 1)
@@ -200,9 +202,7 @@ class RunLog:
             else:
                 self.end = read
 
-    def _checked(
-        self, number: int, text: str, num_steps: int, last_seq: int | None
-    ) -> LoggedStep | LoggedEnd:
+    def _checked(self, number: int, text: str, num_steps: int, last_seq: int | None) -> LoggedLine:
         try:
             read = _read_line(number, text, self.version)
             if self.end is not None:
@@ -272,7 +272,7 @@ def _line(fields: dict[str, Json]) -> str:
     return dumps({"v": VERSION, **fields})
 
 
-def _read_line(number: int, text: str, version: int) -> LoggedStep | LoggedEnd:
+def _read_line(number: int, text: str, version: int) -> LoggedLine:
     if not text.endswith("\n"):
         raise ValueError("no end of line")
     value = json.loads(text)
@@ -283,7 +283,7 @@ def _read_line(number: int, text: str, version: int) -> LoggedStep | LoggedEnd:
     inputs, decisions = _entries(value, "inputs"), _entries(value, "decisions")
     text = text[:-1]
     if value.get("kind") == "end":
-        return LoggedEnd(line=number, text=text, inputs=inputs, decisions=decisions)
+        return LoggedLine(line=number, text=text, inputs=inputs, decisions=decisions)
     seq, plan, result = value["seq"], value["plan"], value["result"]
     if type(seq) is not int or not isinstance(plan, dict) or not isinstance(result, dict | None):
         raise ValueError("'seq', 'plan' or 'result' is not what a step has there")

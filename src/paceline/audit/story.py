@@ -1,22 +1,27 @@
 """The story of a request: its decisions as plain sentences, and the same as values for JSON.
 
-Pure: decisions in, sentences out. Repeated decisions of a kind (the parts of a long prompt, a row that stalls for
-several steps) become one sentence. Where the decisions come from, a ring or a log, is the caller's business.
+Repeated decisions of a kind (the parts of a long prompt, a row that stalls for several steps) become one sentence. The
+decisions come from the caller, or from a run log, which is read once from the start; a log that may be cut off ends the
+story at its first broken line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from paceline.core.dial import told_time
+from paceline.audit.codec import decode_add, decode_decision
+from paceline.audit.runlog import RunLog
+from paceline.core.dial import format_time
 from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
-from paceline.core.request import RequestId
+from paceline.core.request import DEFAULT_TENANT, Request, RequestId, account_of
+from paceline.core.service_class import DEFAULT_CLASS
+from paceline.errors import InputError
 
 _CAUSES = {
-    "blocks": "blocks were short",
-    "place": "it took its place",
+    "place": "which goes before it and needed its place",
     "forced": "it was told to",
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
@@ -48,15 +53,15 @@ _REFUSALS = {
 
 def story(decisions: Iterable[Decision]) -> list[str]:
     """Sentences about one request, in the order in which things happened."""
-    told: list[str] = []
+    sentences: list[str] = []
     past: list[Decision] = []
     for _, same in groupby(decisions, key=_sentence_of):
         run = list(same)
         if not past and _has_lost_its_beginning(run[0]):
-            told.append("how it began is no longer known; what is left:")
-        told.append(_TELLERS[run[0].kind](run, past))
+            sentences.append("how it began is no longer known; what is left:")
+        sentences.append(_SENTENCES[run[0].kind](run, past))
         past += run
-    return told
+    return sentences
 
 
 def story_values(decisions: Sequence[Decision]) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def decision_values(decision: Decision) -> dict[str, Any]:
 
 
 def _sentence_of(decision: Decision) -> tuple[DecisionKind, Rule | None]:
-    """What is told in one sentence. The parts of a prompt are, whatever each of them was cut off by."""
+    """Decisions that make one sentence together. The parts of a prompt do, whatever each of them was cut off by."""
     return decision.kind, None if decision.kind is DecisionKind.CHUNK else decision.reason
 
 
@@ -96,20 +101,20 @@ def _has_lost_its_beginning(first: Decision) -> bool:
 def _admit(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     ahead = f", after {_named(decision.against)}" if decision.against != NO_REQUEST else ""
-    # Who was never asked waited for those before it; who was asked and deferred has said so already.
-    was_asked = any(each.kind is DecisionKind.DEFER for each in past)
-    how = " in all" if was_asked else " for its turn" if ahead else ""
+    # A request that was never deferred waited for those before it; a deferred one has its own sentence already.
+    was_deferred = any(each.kind is DecisionKind.DEFER for each in past)
+    how = " in all" if was_deferred else " for its turn" if ahead else ""
     is_branch = any(each.kind is DecisionKind.FORK for each in past)  # what it found is its parent's
     return (
-        f"waited {told_time(decision.seconds)}{how} and was admitted at step {decision.step}{ahead}: {_room(decision)}"
-        f"{'' if is_branch else _found(decision)}"
+        f"waited {format_time(decision.seconds)}{how} and was admitted at step {decision.step}{ahead}: "
+        f"{_room(decision)}{'' if is_branch else _found(decision)}"
     )
 
 
 def _resume(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     left = next((each for each in reversed(past) if each.kind is DecisionKind.PREEMPT), None)
-    waited = "" if left is None else f" after {told_time(decision.time_s - left.time_s)}"
+    waited = "" if left is None else f" after {format_time(decision.time_s - left.time_s)}"
     if decision.reason is Rule.SWAP:
         how = f"{_count(decision.value, 'token')} of KV copied back from host memory"
     else:
@@ -129,16 +134,12 @@ def _fork(run: list[Decision], past: list[Decision]) -> str:
 def _defer(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     start = f"had to wait at step {decision.step}: "
-    who, named = decision.against, _named(decision.against)
+    has_other, named = decision.against != NO_REQUEST, _named(decision.against)
     waits = f" (no request was preempted for it: {decision.detail})" if decision.detail else ""
     if decision.reason is Rule.ROWS:
-        return f"{start}all rows were taken{f', the last by {named}' if who != NO_REQUEST else ''}{waits}"
+        return f"{start}all rows were taken{f', the last by {named}' if has_other else ''}{waits}"
     if decision.reason is Rule.BUDGET:
-        by = (
-            f"the prompt of {named} took the last of them"
-            if who != NO_REQUEST
-            else "running requests took them"
-        )
+        by = f"the prompt of {named} took the last of them" if has_other else "running requests took them"
         return f"{start}the step had no tokens left, {by}"
     if decision.reason is Rule.PREFIX:
         return f"{start}{named} was computing a beginning that it can share"
@@ -146,9 +147,9 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its own KV was still being copied to host memory"
     if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
         return f"{start}the rows that are left are kept for tenants with less to do than its own"
-    whom = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
-    kept = f" ({decision.value:,} kept for {whom})" if decision.value else ""
-    ahead = f", {named} was ahead" if who != NO_REQUEST else ""
+    kept_for = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
+    kept = f" ({decision.value:,} kept for {kept_for})" if decision.value else ""
+    ahead = f", {named} was ahead" if has_other else ""
     what = "needed for its full length" if decision.reason is Rule.RESERVE else "needed"
     return (
         f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
@@ -181,18 +182,14 @@ def _stall(run: list[Decision], past: list[Decision]) -> str:
 
 
 def _preempt(run: list[Decision], past: list[Decision]) -> str:
-    parts = [_preempted(decision) for decision in run]
-    return "; ".join(parts)
+    return "; ".join(map(_preempted, run))
 
 
 def _preempted(decision: Decision) -> str:
     cause, kind = decision.reason.value.split(":")
     to = f" for {_named(decision.against)}" if decision.against != NO_REQUEST else ""
-    why = _CAUSES[cause]
-    if cause == "blocks":
-        why = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"
-    if cause == "place":
-        why = "which goes before it and needed its place"
+    short = f"{_were(decision.blocks_free, 'block')} free, {decision.blocks_needed:,} more needed"
+    why = short if cause == "blocks" else _CAUSES[cause]
     after = "copied to host memory" if kind == "swap" else "to be recomputed"
     cost = f"; expected: {decision.detail}" if decision.detail else ""
     return f"was preempted at step {decision.step}{to}: {why} ({_count(decision.value, 'token')} of KV {after}{cost})"
@@ -232,7 +229,7 @@ def _steered(run: list[Decision], past: list[Decision]) -> str:
     return f"{what} was moved ({moves})"
 
 
-_TELLERS: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = {
+_SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = {
     DecisionKind.ADMIT: _admit,
     DecisionKind.RESUME: _resume,
     DecisionKind.FORK: _fork,
@@ -275,3 +272,81 @@ def _were(number: int, noun: str) -> str:
 
 def _free(number: int) -> str:
     return f"{number:,} {'was' if number == 1 else 'were'} free"
+
+
+# -- a request of a run log: how it came, and every decision about it ----------------------------------------
+
+_BROKEN = (ValueError, KeyError, TypeError, IndexError)  # what reading a line that makes no sense raises
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRequest:
+    """One request of a log."""
+
+    request: Request  # as it was added; its tokens are zeros
+    decisions: tuple[Decision, ...]
+    is_whole: bool  # the log was closed: nothing can be missing at its end
+    damage: str = ""  # where a log that may be cut off is broken
+
+    def sentences(self) -> list[str]:
+        sentences = [self._arrival(), *story(self.decisions)]
+        if self.damage:
+            sentences.append(f"the log goes no further: {self.damage}")
+        elif not self.is_whole:
+            sentences.append("the log was not closed: what came after its last step is not in it")
+        return sentences
+
+    def values(self) -> dict[str, Any]:
+        request = self.request
+        facts = {
+            "id": int(request.id),
+            "arrival_s": request.arrival_s,
+            "num_prompt": request.num_prompt,
+            "max_tokens": request.sampling.max_tokens,
+            "tenant": request.tenant,
+            "service_class": request.service_level.service_class,
+            "priority": request.service_level.priority,
+            "parent": request.parent,
+        }
+        values = story_values(self.decisions)
+        return {"request": facts, **values, "sentences": self.sentences(), "is_whole": self.is_whole}
+
+    def _arrival(self) -> str:
+        request = self.request
+        tenant = account_of(request.tenant)
+        owner = "" if tenant == DEFAULT_TENANT else f" of {tenant}"
+        service = (
+            f", of class {request.service_level.service_class}"
+            if request.service_level.service_class != DEFAULT_CLASS
+            else ""
+        )
+        priority = f", priority {request.service_level.priority}" if request.service_level.priority else ""
+        branch = "" if request.parent is None else f", a branch of request {request.parent}"
+        return (
+            f"request {request.id}{owner} came at {request.arrival_s:.3f} s with {request.num_prompt:,} tokens of "
+            f"prompt and asked for up to {request.sampling.max_tokens:,} more{service}{priority}{branch}"
+        )
+
+
+def explain_from_log(log: RunLog, request_id: int) -> LoggedRequest:
+    """Everything a log says about a request. Raises InputError when it knows none of that number."""
+    log.check_decisions()
+    found: Request | None = None
+    seen: list[int] = []
+    decisions: list[Decision] = []
+    for line in log.lines():
+        try:
+            added = {values[0]["id"]: values[0] for kind, _, *values in line.inputs if kind == "add"}
+            seen.extend(added)
+            if request_id in added:
+                found = decode_add(added[request_id]).make_request()
+            decisions.extend(decode_decision(entry) for entry in line.decisions if entry[1] == request_id)
+        except _BROKEN as problem:
+            raise InputError(f"{log.path}: line {line.line} is broken: {problem}") from problem
+    if found is None:
+        known = f"its requests are {min(seen)} to {max(seen)}" if seen else "it holds no request at all"
+        raise InputError(f"{log.path} knows no request {request_id}: {known}")
+    damage = "" if log.damage is None else str(log.damage)
+    return LoggedRequest(
+        request=found, decisions=tuple(decisions), is_whole=log.end is not None, damage=damage
+    )

@@ -296,7 +296,7 @@ def _native_text() -> Callable[[Any], str]:
 page_text = _native_text()
 
 
-# From the engine's records to the decision log: a thread of its own makes pages of them and writes these.
+# From the engine's records to the decision log: a separate thread makes pages of them and writes these.
 #
 # A step pays for one append to a queue, whatever it decided. Everything else is the thread's: it shares the
 # interpreter with the engine, so that it makes its pages in native code, a few hundred decisions at a time. The

@@ -8,16 +8,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.sampling import SamplingParams
-from paceline.llm.async_llm import AsyncLLM
-from paceline.llm.chat import Messages
-from paceline.llm.outputs import RequestOutput
+from paceline.errors import EngineFailed
 from paceline.models.files.sampling_defaults import ANSWER_TOKENS, chat_sampling
+
+if TYPE_CHECKING:
+    from paceline.llm.outputs import RequestOutput
 
 Show = Callable[[str], None]
 Conversation = list[dict[str, str]]
+INTERRUPTED = 130  # the exit code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,11 +42,18 @@ class ChatAnswer:
         return (self.num_output - 1) / self.decode_s if self.num_output > 1 and self.decode_s > 0 else 0.0
 
     @property
-    def failure(self) -> str:
+    def _failure(self) -> str:
         """Why it ended early, in words where there are more than a code."""
         from paceline.core.events import NOT_FINITE, Rule  # loads numpy, which help pages do without
 
         return NOT_FINITE if self.error == Rule.NUMERICAL_ERROR else str(self.error)
+
+    def check(self) -> None:
+        """Leave the command where the answer is not whole."""
+        if self.is_interrupted:
+            raise SystemExit(INTERRUPTED)
+        if self.error is not None:
+            raise EngineFailed(f"the answer ended early: {self._failure}")
 
     def describe(self) -> str:
         cached = f" ({self.num_cached} cached)" if self.num_cached else ""
@@ -54,36 +63,19 @@ class ChatAnswer:
         )
 
 
-class Answering(Protocol):
-    """What a conversation needs of the model or server that answers it."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Sampling that holds where none is given, as far as it is known, under the names of `SamplingParams`."""
-
-    def count(self, messages: Conversation) -> int:
-        """Tokens of a conversation as a prompt."""
-
-    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> ChatAnswer:
-        """`given` is the sampling that was asked for; the rest is the default."""
-
-
-# One loaded model that answers, streaming, one request at a time: what `run` and `chat` share.
-#
-# The engine runs in its own thread, so that Ctrl-C in the main one stops an answer and nothing else.
-
-
 # One answer at a time needs one row; a budget that is given is not measured, which saves a second at the start.
 FOR_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
 class Talker:
-    """A model that is ready to answer. Use as a context manager: leaving it stops the engine."""
+    """A model in this process that is ready to answer, one request at a time. Leaving it stops the engine.
+
+    The engine runs in its own thread, so that Ctrl-C in the main one stops an answer and nothing else.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        from paceline.llm.async_llm import AsyncLLM
+
         # Without a seed of the user's, asking again gives another answer.
         self.llm = AsyncLLM(**{"seed": secrets.randbits(32), **FOR_ONE, **options})
         self._runner = asyncio.Runner()
@@ -109,13 +101,13 @@ class Talker:
         sampling = self._sampling({})
         return {spec.name: getattr(sampling, spec.name) for spec in fields(sampling)}
 
-    def count(self, messages: Messages) -> int:
+    def count(self, messages: Conversation) -> int:
         return self.llm.count_chat_tokens(messages)
 
     def complete(self, prompt: str, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         return self._runner.run(_follow(self.llm.generate(prompt, self._sampling(given)), show))
 
-    def reply(self, messages: Messages, given: Mapping[str, Any], show: Show) -> ChatAnswer:
+    def reply(self, messages: Conversation, given: Mapping[str, Any], show: Show) -> ChatAnswer:
         return self._runner.run(_follow(self.llm.chat(messages, self._sampling(given)), show))
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -124,7 +116,7 @@ class Talker:
 
 async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> ChatAnswer:
     answer = ChatAnswer()
-    asked_s = first_s = last_s = time.perf_counter()
+    started_s = first_s = last_s = time.perf_counter()
     try:
         async with aclosing(outputs):
             async for output in outputs:
@@ -133,7 +125,7 @@ async def _follow(outputs: AsyncGenerator[RequestOutput, None], show: Show) -> C
                 _take(answer, output, show)
     except asyncio.CancelledError:  # Ctrl-C: what there is stays
         answer.is_interrupted = True
-    answer.ttft_s, answer.decode_s = first_s - asked_s, last_s - first_s
+    answer.ttft_s, answer.decode_s = first_s - started_s, last_s - first_s
     return answer
 
 

@@ -69,7 +69,9 @@ def _verify(values: Mapping[str, Any]) -> None:
     if found.undone:
         print("note: a write was interrupted by the end of its process, and does not count")
     if found.problem:
-        before = "" if found.first is None else f"; {_pages(found)} before it {_is(found)} whole"
+        is_one = found.first is not None and found.first.page == found.end.page
+        verb = "is" if is_one else "are"
+        before = "" if found.first is None else f"; {_pages(found)} before it {verb} whole"
         print(f"broken: {found.problem}{before}")
         raise SystemExit(1)
     if found.first is None:
@@ -85,10 +87,6 @@ def _pages(found: ChainCheck) -> str:
     assert found.first is not None
     first, last = found.first.page, found.end.page
     return f"page {first:,}" if first == last else f"pages {first:,} to {last:,}"
-
-
-def _is(found: ChainCheck) -> str:
-    return "is" if found.first is not None and found.first.page == found.end.page else "are"
 
 
 def _bias(values: Mapping[str, Any]) -> None:

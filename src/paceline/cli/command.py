@@ -45,36 +45,16 @@ class CommandOption:
     """A declared option as one command takes it."""
 
     spec: Field[Any]
+    name: str
+    kind: type
+    help: str
     panel: str
+    choices: tuple[str, ...]
+    is_basic: bool
+    is_argument: bool  # given by its place, not by a name
     default: Any  # its value when it is not given
     default_text: str  # what then holds, as text that could be given; empty where there is nothing to say
     also: tuple[str, ...]  # other spellings
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def kind(self) -> type:
-        kind: type = self.spec.metadata["kind"]
-        return kind
-
-    @property
-    def help(self) -> str:
-        return str(self.spec.metadata["help"])
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return self.spec.metadata["choices"] or ()
-
-    @property
-    def is_basic(self) -> bool:
-        return bool(self.spec.metadata["basic"])
-
-    @property
-    def is_argument(self) -> bool:
-        """Given by its place, not by a name."""
-        return bool(self.spec.metadata["argument"])
 
     @property
     def is_repeated(self) -> bool:
@@ -174,13 +154,20 @@ class Command:
             yield from chosen
 
     def _option(self, config: type, spec: Field[Any], *, is_own: bool) -> CommandOption:
-        words = self.defaults.get(spec.name, spec.metadata["default_text"])
+        declared = spec.metadata
+        words = self.defaults.get(spec.name, declared["default_text"])
         return CommandOption(
             spec=spec,
+            name=spec.name,
+            kind=declared["kind"],
+            help=declared["help"],
             panel=panel_of(config, spec) or "",
+            choices=declared["choices"] or (),
+            is_basic=declared["basic"],
+            is_argument=declared["argument"],
             default=spec.default if is_own and not self.is_optional else None,
             default_text=_default_text(spec) if words is None else words,
-            also=self.also.get(spec.name, ()) + spec.metadata["also"],
+            also=self.also.get(spec.name, ()) + declared["also"],
         )
 
     @cached_property

@@ -11,17 +11,19 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.cli.command import Command
+from paceline.cli.terminal import columns
 from paceline.config.options import option
 from paceline.errors import PacelineError
 from paceline.models.files.fetch import DEFAULT_MODEL, ROOT_VARIABLE, default_model, models_folder
-from paceline.runner.machine_load import LOOK_S, MachineLoad, busy_sentence
+from paceline.runner.device import driver_gpus, why_no_gpu
+from paceline.runner.machine_load import REFRESH_S, MachineLoad, busy_sentence, cores_allowed
 from paceline.version import __version__
 
 HELP = """
@@ -40,7 +42,6 @@ class DoctorOptions:
 
 
 def doctor(given: Mapping[str, Any]) -> None:
-
     facts = gather()
     problems = find_problems(facts)
     if given["json"]:
@@ -61,25 +62,28 @@ def _print(facts: dict[str, Any]) -> None:
     lines = [
         ("versions", ", ".join(f"{name} {text or 'missing'}" for name, text in facts["versions"].items())),
         ("system", facts["system"]),
-        ("cores", f"{cpu['cores']} to use, {cpu['threads'] or '?'} threads for arithmetic; {cpu['name']}"),
+        ("cores", f"{cpu['cores']} to use, {cpu['threads']} threads for a step; {cpu['name']}"),
         ("instructions", _instructions(cpu["instructions"])),
-        ("4-bit product", cpu["fast_4bit_product"] or "none that is fast"),
+        ("CPU kernels", _kernels_line(cpu["kernels"])),
         ("memory", f"{_gib(memory['available_bytes'])} free of {_gib(memory['total_bytes'])}"),
         ("cache", f"{disk['path']}, {_gib(disk['free_bytes'])} free on its disk"),
         ("default model", model["path"] or "not downloaded; paceline pull fetches it"),
         ("GPU", ", ".join(facts["gpus"]) or "none"),
         *(("environment", f"{name}={value}") for name, value in facts["environment"].items()),
     ]
-    width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}")
-    print("")
+    print(*columns(lines, 2), "", sep="\n")
 
 
 def _instructions(found: dict[str, bool]) -> str:
     here = [name for name, is_there in found.items() if is_there]
     absent = [name for name, is_there in found.items() if not is_there]
     return f"{' '.join(here) or 'none that matter'}{f' (not: {chr(32).join(absent)})' if absent else ''}"
+
+
+def _kernels_line(found: dict[str, Any]) -> str:
+    if found["gops_per_core"] is None:
+        return f"{found['title']}; not compiled yet: paceline warm compiles them, else the first start does"
+    return f"{found['title']}, {found['gops_per_core']:.0f} GOPS per core in a 4-bit product"
 
 
 def _gib(num_bytes: int | None) -> str:
@@ -91,7 +95,8 @@ def _gib(num_bytes: int | None) -> str:
 # What cannot be found out is None: a machine that hides something is not broken.
 
 
-PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm")
+PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "gguf", "huggingface-hub", "tqdm")
+EXTRAS = ("torch", "triton")  # for GPUs, and for models that the CPU kernels do not cover
 # What the arithmetic is much faster with, by the kind of machine.
 INSTRUCTIONS = {
     "aarch64": ("asimddp", "i8mm", "bf16", "sve"),
@@ -110,7 +115,7 @@ Facts = dict[str, Any]
 
 
 def machine_facts() -> Facts:
-    """What can be told without loading anything."""
+    """What is known without loading anything."""
     machine = platform.machine()
     return {
         "versions": {"paceline": __version__, "python": platform.python_version()},
@@ -125,8 +130,8 @@ def machine_facts() -> Facts:
 
 def gather() -> Facts:
     load = MachineLoad()
-    torch, torch_error = _torch()  # takes a second: long enough to see what other processes do
-    base = machine_facts()
+    base, gpus = machine_facts(), driver_gpus()
+    kernels = _kernels()
     others = _others(load)
     return {
         **base,
@@ -135,53 +140,58 @@ def gather() -> Facts:
             **base["cpu"],
             "used_by_others": others,
             "is_busy": load.is_busy,
-            "threads": None if torch is None else torch.get_num_threads(),
+            "threads": cores_allowed(),
             "instructions": _instructions_found(platform.machine()),
-            "fast_4bit_product": None if torch is None else _fast_product(),
+            "kernels": kernels,
         },
         "cache": _cache(),
         "default_model": _default_model(),
-        "gpus": [] if torch is None else _gpus(torch),
+        "gpus": gpus,
+        "gpu_error": _gpu_error() if gpus else None,
         "environment": _environment(),
-        "torch_error": torch_error,
     }
 
 
 def _others(load: MachineLoad) -> float | None:
     """Cores that other processes use; looks for a quarter of a second if nothing took so long before."""
-    time.sleep(max(0.0, LOOK_S - load.age_s))
-    load.look()
+    time.sleep(max(0.0, REFRESH_S - load.age_s))
+    load.refresh()
     return None if load.others is None else round(load.others, 2)
 
 
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *EXTRAS):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            if name in PACKAGES:
+                found[name] = None
     return found
 
 
-def _torch() -> tuple[Any, str | None]:
+def _kernels() -> Facts:
+    """What steps on the CPU are computed with, and how fast; nothing is compiled for it."""
+    from paceline.runner.native.code import has_host_code, host_code
+    from paceline.runner.native.isa import host_isa, missing_flags
+    from paceline.runner.native.speed import core_gops
+
+    found: Facts = {"isa": None, "title": "none", "missing": [], "gops_per_core": None, "error": None}
     try:
-        import torch
+        isa = host_isa()
+        found |= {"isa": isa.name, "title": isa.title, "missing": sorted(missing_flags())}
+        if has_host_code():
+            found["gops_per_core"] = round(core_gops(host_code(lambda stage: None)), 1)
     except Exception as error:  # a broken installation fails in many ways
-        return None, f"{type(error).__name__}: {error}"
-    return torch, None
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
 
 
-def _fast_product() -> str | None:
-    from paceline.models.quantized import fast_product
-
-    return fast_product()
-
-
-def _gpus(torch: Any) -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
+def _gpu_error() -> str | None:
+    try:
+        return why_no_gpu() or None
+    except Exception as error:
+        return f"torch is installed but cannot be used ({type(error).__name__}: {error}); install it again"
 
 
 def _cpu_field(name: str) -> str | None:
@@ -250,88 +260,73 @@ GIB = 2**30
 LITTLE_MEMORY_BYTES = 1 * GIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineProblem:
+class MachineProblem(NamedTuple):
     """Something to know. What is broken keeps models from running."""
 
     text: str
     is_broken: bool = False
 
 
-def find_problems(facts: dict[str, Any]) -> list[MachineProblem]:
+def find_problems(facts: Facts) -> list[MachineProblem]:
     return [*_installation(facts), *_arithmetic(facts), *_room(facts), *_settings(facts)]
 
 
-def _installation(facts: dict[str, Any]) -> list[MachineProblem]:
-    found = []
+def _installation(facts: Facts) -> Iterator[MachineProblem]:
     for name, version in facts["versions"].items():
         if version is None:
             text = f"{name} is not installed; install paceline again: pip install --force-reinstall paceline"
-            found.append(MachineProblem(text=text, is_broken=True))
-    if facts["torch_error"] is not None and facts["versions"].get("torch") is not None:
-        text = f"torch is installed but cannot be imported ({facts['torch_error']}); install it again"
-        found.append(MachineProblem(text=text, is_broken=True))
-    return found
+            yield MachineProblem(text, is_broken=True)
 
 
-def _arithmetic(facts: dict[str, Any]) -> list[MachineProblem]:
-    cpu, found = facts["cpu"], []
-    if facts["torch_error"] is None and cpu["fast_4bit_product"] is None:
-        text = (
-            "torch has no fast 4-bit product on this machine: quantised models run unpacked, which takes more "
-            "memory and is slower; torch has one for ARM with dot products and for x86 with AVX2"
+def _arithmetic(facts: Facts) -> Iterator[MachineProblem]:
+    cpu = facts["cpu"]
+    kernels = cpu["kernels"]
+    if kernels["error"]:
+        yield MachineProblem(
+            f"the CPU kernels cannot be used ({kernels['error']}); models run on a GPU or with paceline[torch] only"
         )
-        found.append(MachineProblem(text=text))
+    elif kernels["isa"] == "plain":
+        yield MachineProblem(
+            f"this processor has no {', '.join(kernels['missing'])}: the CPU kernels run without dot products, "
+            "several times slower"
+        )
     if cpu["is_busy"]:
-        found.append(MachineProblem(text=busy_sentence(cpu["used_by_others"], cpu["cores"])))
-    if cpu["threads"] and cpu["threads"] > cpu["cores"]:
-        text = f"{cpu['threads']} threads share {cpu['cores']} cores; set OMP_NUM_THREADS={cpu['cores']}"
-        found.append(MachineProblem(text=text))
-    if facts["gpus"]:
-        found.append(MachineProblem(text="there is a GPU, but this version computes on the CPU only"))
-    return found
+        yield MachineProblem(busy_sentence(cpu["used_by_others"], cpu["cores"]))
+    if facts["gpu_error"]:
+        yield MachineProblem(f"the GPU is not used: {facts['gpu_error']}")
 
 
-def _room(facts: dict[str, Any]) -> list[MachineProblem]:
-    found = []
+def _room(facts: Facts) -> Iterator[MachineProblem]:
     free = facts["memory"]["available_bytes"]
     if free is not None and free < LITTLE_MEMORY_BYTES:
-        text = "less than 1 GiB of memory is free: close other programs, or give --kv-cache-memory-bytes"
-        found.append(MachineProblem(text=text))
+        yield MachineProblem(
+            "less than 1 GiB of memory is free: close other programs, or give --kv-cache-memory-bytes"
+        )
     if facts["default_model"]["path"] is not None:
-        return found
+        return
     cache = facts["cache"]
     needed = DEFAULT_MODEL.wheel_bytes + DEFAULT_MODEL.file_bytes
     if not cache["is_writable"]:
         text = f"{cache['path']} cannot be written to; set PACELINE_CACHE_ROOT to a folder that can"
-        found.append(MachineProblem(text=text, is_broken=True))
+        yield MachineProblem(text, is_broken=True)
     elif cache["free_bytes"] < needed:
         text = f"the disk of {cache['path']} has no room for the default model ({needed / 1e6:.0f} MB); make room"
-        found.append(
-            MachineProblem(text=f"{text}, or set PACELINE_CACHE_ROOT to another disk", is_broken=True)
-        )
-    return found
+        yield MachineProblem(f"{text}, or set PACELINE_CACHE_ROOT to another disk", is_broken=True)
 
 
-def _settings(facts: dict[str, Any]) -> list[MachineProblem]:
-    asked = facts["environment"].get(KV_SPACE)
+def _settings(facts: Facts) -> Iterator[MachineProblem]:
+    asked, free = facts["environment"].get(KV_SPACE), facts["memory"]["available_bytes"]
     if not asked:
-        return []
+        return
     try:
         value = float(asked)
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value <= 0:
         text = f"{KV_SPACE} is {asked!r}; set it to a number of GiB above 0, or remove it"
-        return [MachineProblem(text=text, is_broken=True)]
-    free = facts["memory"]["available_bytes"]
-    if free is not None and value * GIB > free:
-        return [
-            MachineProblem(
-                text=f"{KV_SPACE} asks for {value:g} GiB, more than the free memory; make it smaller"
-            )
-        ]
-    return []
+        yield MachineProblem(text, is_broken=True)
+    elif free is not None and value * GIB > free:
+        yield MachineProblem(f"{KV_SPACE} asks for {value:g} GiB, more than the free memory; make it smaller")
 
 
 DOCTOR = Command(name="doctor", help=HELP, run=doctor, takes=(DoctorOptions,))

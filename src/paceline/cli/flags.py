@@ -1,7 +1,8 @@
-"""What commands that load a model share: their sampling flags, and values of a command line turned into arguments."""
+"""What commands share: sampling flags, values of a command line turned into arguments, and files that flags name."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import make_dataclass
@@ -102,3 +103,21 @@ def writable(flag: str, name: str | None) -> Path | None:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise InputError(f"{flag} {name}: there is no permission to write it")
     return path
+
+
+def writable_folder(flag: str, name: str) -> Path:
+    """The folder a flag names, made if it is not there."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise InputError(f"{flag} {name}: the folder cannot be made ({reason})") from problem
+    return folder
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem

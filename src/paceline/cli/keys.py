@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.command import Command, CommandGroup
-from paceline.cli.terminal import note
-from paceline.config.options import check_options, option, pick
+from paceline.cli.terminal import columns, note
+from paceline.config.options import CheckedOptions, from_values, option
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import InputError
 from paceline.server.access.caller import (
     BOUNDS,
-    CLASSES,
     CONCURRENCY,
-    DEFAULT_CLASS,
     LARGEST_PRICE,
     LARGEST_WEIGHT,
     LEAST_WEIGHT,
@@ -58,6 +57,10 @@ Revoke a key.
 
 Its line stays in the file, so that past usage keeps its name. A running server accepts the key until it gets SIGHUP.
 """
+_LIMITS: dict[str, dict[str, Any]] = {
+    name: {"low": low, "high": high, "default_text": "no limit"} for name, (low, high) in BOUNDS.items()
+}
+_PRICE: dict[str, Any] = {"low": 0.0, "high": LARGEST_PRICE, "default_text": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class KeyNameOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyOptions:
+class KeyOptions(CheckedOptions):
     """What a new key may do and what it pays."""
 
     admin: bool = option(False, "allow the admin routes: dial, policy, usage of all keys")
@@ -88,53 +91,20 @@ class KeyOptions:
     weight: float = option(
         1.0, "share of this key under the fair policy", low=LEAST_WEIGHT, high=LARGEST_WEIGHT
     )
-    requests_per_minute: int | None = option(
-        None,
-        "most requests per minute",
-        low=BOUNDS[REQUESTS][0],
-        high=BOUNDS[REQUESTS][1],
-        default_text="no limit",
-    )
+    requests_per_minute: int | None = option(None, "most requests per minute", **_LIMITS[REQUESTS])
     tokens_per_minute: int | None = option(
-        None,
-        "most prompt and output tokens per minute",
-        low=BOUNDS[TOKENS][0],
-        high=BOUNDS[TOKENS][1],
-        default_text="no limit",
+        None, "most prompt and output tokens per minute", **_LIMITS[TOKENS]
     )
-    max_concurrency: int | None = option(
-        None,
-        "most requests at once",
-        low=BOUNDS[CONCURRENCY][0],
-        high=BOUNDS[CONCURRENCY][1],
-        default_text="no limit",
-    )
+    max_concurrency: int | None = option(None, "most requests at once", **_LIMITS[CONCURRENCY])
     lowest_priority_number: int | None = option(
-        None,
-        "smallest priority it may ask for; smaller runs first",
-        low=BOUNDS[PRIORITY][0],
-        high=BOUNDS[PRIORITY][1],
-        default_text="no limit",
+        None, "smallest priority it may ask for; smaller runs first", **_LIMITS[PRIORITY]
     )
-    price_prompt: float | None = option(
-        None, "price of a million prompt tokens", low=0.0, high=LARGEST_PRICE, default_text="0"
-    )
+    price_prompt: float | None = option(None, "price of a million prompt tokens", **_PRICE)
     price_cached_prompt: float | None = option(
-        None,
-        "price of a million cached prompt tokens",
-        low=0.0,
-        high=LARGEST_PRICE,
-        default_text="--price-prompt",
+        None, "price of a million cached prompt tokens", **_PRICE | {"default_text": "--price-prompt"}
     )
-    price_output: float | None = option(
-        None, "price of a million output tokens", low=0.0, high=LARGEST_PRICE, default_text="0"
-    )
-    price_kv_block_second: float | None = option(
-        None, "price of a KV block per second", low=0.0, high=LARGEST_PRICE, default_text="0"
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    price_output: float | None = option(None, "price of a million output tokens", **_PRICE)
+    price_kv_block_second: float | None = option(None, "price of a KV block per second", **_PRICE)
 
 
 PREFIX = "pl-"
@@ -147,7 +117,7 @@ def add(given: Mapping[str, Any]) -> None:
     from paceline.server.access.keys_file import add_key, check_name
 
     path, name = _file(given), check_name(_name(given), "paceline keys add")
-    options = KeyOptions(**pick(KeyOptions, given))
+    options = from_values(KeyOptions, given)
     rights = _rights(options)
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     add_key(path, {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **rights})
@@ -170,10 +140,7 @@ def ls(given: Mapping[str, Any]) -> None:
     if not keys:
         print(f"{path} has no keys; paceline keys add makes one.")
         return
-    rows = [HEADS, *(_row(key) for key in keys)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*columns([HEADS, *map(_row, keys)], len(HEADS)), sep="\n")
 
 
 def revoke(given: Mapping[str, Any]) -> None:
@@ -217,7 +184,7 @@ def _rights(options: KeyOptions) -> dict[str, Any]:
 
 
 def _described(key: Key) -> dict[str, Any]:
-    found = {"name": key.name, "enabled": key.enabled, "admin": key.is_admin}
+    found = {"name": key.tenant, "enabled": key.enabled, "admin": key.is_admin}
     found |= {"class": key.service_class, "weight": key.weight}
     prices = {name: float(price) for name, price in asdict(key.prices).items()}
     return {**found, **{name: getattr(key, name) for name in LIMITS}, "prices": prices}
@@ -226,7 +193,7 @@ def _described(key: Key) -> dict[str, Any]:
 def _row(key: Key) -> tuple[str, ...]:
     limits = (getattr(key, name) for name in LIMITS)
     shown = ("-" if limit is None else f"{limit:,}" for limit in limits)
-    return (key.name, key.service_class, f"{key.weight:g}", *shown, _state(key))
+    return (key.tenant, key.service_class, f"{key.weight:g}", *shown, _state(key))
 
 
 def _state(key: Key) -> str:

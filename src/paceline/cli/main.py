@@ -18,16 +18,14 @@ from paceline.cli.command import CommandGroup, dashed
 from paceline.cli.completion import ASK, COMPLETION, complete
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
-from paceline.cli.explain_request import EXPLAIN
 from paceline.cli.keys import KEYS
-from paceline.cli.models import MODELS
-from paceline.cli.replay_log import REPLAY
+from paceline.cli.models import MODELS, WARM
 from paceline.cli.run import RUN
 from paceline.cli.run_batch.flags import RUN_BATCH
+from paceline.cli.run_logs import EXPLAIN, REPLAY, TRACE
 from paceline.cli.serve.flags import SERVE
 from paceline.cli.sim import SIM
 from paceline.cli.steer import DIAL, POLICY
-from paceline.cli.timeline import TRACE
 from paceline.cli.top.run import TOP
 from paceline.cli.tune import TUNE
 from paceline.cli.usage import USAGE
@@ -45,7 +43,7 @@ PACELINE = CommandGroup(
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),
         "Operate": (TOP, DIAL, POLICY, KEYS, USAGE, EXPLAIN, TRACE, AUDIT),
-        "Set up": (DOCTOR, COMPLETION),
+        "Set up": (DOCTOR, WARM, COMPLETION),
     },
 )
 

@@ -1,16 +1,20 @@
-"""`paceline pull | ls | show | rm`: the models on this machine.
+"""`paceline pull | ls | show | rm | warm`: the models on this machine, and the kernels that compute them.
 
 Owns what is asked and printed; finding, fetching and reading models is the checkpoint part's.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.command import Command
+from paceline.cli.terminal import columns
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -51,10 +55,29 @@ class FolderOptions:
 def pull(given: Mapping[str, Any]) -> None:
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
+    from paceline.runner.native.code import KernelsUnavailable, has_host_code, host_code
 
     path = resolve(given["name"], given["revision"], _folder(given))
-    open_checkpoint(path)  # what cannot be run is told now, not when it is needed
+    open_checkpoint(path)  # a model that cannot run is reported now, not when it is needed
+    if not has_host_code():
+        with suppress(KernelsUnavailable):  # the first start says it
+            host_code(_say)
     print(str(path))
+
+
+def warm(given: Mapping[str, Any]) -> None:
+    from paceline.runner.native.code import has_host_code, host_code
+
+    if has_host_code():
+        print("The CPU kernels are compiled.")
+        return
+    started_s = time.monotonic()
+    code = host_code(_say)
+    print(f"Compiled the CPU kernels ({code.isa.title}) in {time.monotonic() - started_s:.0f} s.")
+
+
+def _say(stage: str) -> None:
+    print(f"{stage[:1].upper()}{stage[1:]} (about 15 s on two cores)", file=sys.stderr)
 
 
 def ls(given: Mapping[str, Any]) -> None:
@@ -74,10 +97,7 @@ def show(given: Mapping[str, Any]) -> None:
     from paceline.models.files.open import open_checkpoint
 
     path = resolve(given["name"], given["revision"], _folder(given), local_only=True)
-    lines = _description(open_checkpoint(path))
-    width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}")
+    print(*columns(_description(open_checkpoint(path)), 2), sep="\n")
 
 
 def rm(given: Mapping[str, Any]) -> None:
@@ -157,6 +177,12 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+WARM = Command(
+    name="warm",
+    help="Compile the CPU kernels now, so that no start has to.",
+    run=warm,
+    takes=(),
+)
 MODELS = (
     Command(
         name="pull",

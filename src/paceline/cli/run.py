@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from paceline.cli.command import Command
 from paceline.cli.flags import ANSWERING, RANDOM_SEED, engine_options, find_model, given_sampling
 from paceline.config.options import option
-from paceline.errors import EngineFailed, InputError
+from paceline.errors import InputError
 
-INTERRUPTED = 130
 HELP = """
 Answer one prompt and print the answer as it is generated.
 
@@ -60,10 +59,7 @@ def _run(values: Mapping[str, Any]) -> None:
         printer.end_line()
         if values["stats"]:
             note(answer.describe())
-    if answer.is_interrupted:
-        raise SystemExit(INTERRUPTED)
-    if answer.error is not None:
-        raise EngineFailed(f"the answer ended early: {answer.failure}")
+    answer.check()
 
 
 def read_prompt(given: str | None) -> str:

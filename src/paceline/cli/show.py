@@ -9,23 +9,22 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from paceline.config.options import check_options, option, pick
+from paceline.config.options import CheckedOptions, option
 
 if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from paceline.server.live.race import Race
-    from paceline.server.live.recording import Recording
+    from paceline.server.live.recording import Race, Recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowOptions:
+class ShowOptions(CheckedOptions):
     """What a command takes that can show its run."""
 
     PANEL: ClassVar = "Live page"
@@ -33,17 +32,10 @@ class ShowOptions:
     ui: bool = option(False, "play the run on the live page afterwards; Ctrl-C ends it", basic=True)
     ui_port: int = option(8001, "port of the live page, on 127.0.0.1; 0: any free port", low=0, high=65_535)
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-def show_options(values: Mapping[str, Any]) -> ShowOptions:
-    return ShowOptions(**pick(ShowOptions, values))
-
 
 @contextmanager
 def page_port(options: ShowOptions) -> Iterator[socket.socket | None]:
-    """The page's socket, if there is to be a page: a port in use is told before a long run."""
+    """The page's socket, if there is to be a page: a port in use is reported before a long run."""
     if not options.ui:
         yield None
         return
@@ -62,12 +54,12 @@ def show_page(recordings: Sequence[Recording], bound: socket.socket) -> None:
 
     from paceline.server.live.replay_server import show
 
-    def tell(address: str) -> None:
+    def announce(address: str) -> None:
         sys.stdout.flush()
         print(f"The run is on {address}  (Ctrl-C ends)", file=sys.stderr, flush=True)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(show(recordings, bound, tell))
+        runner.run(show(recordings, bound, announce))
 
 
 class RacePage:
@@ -93,15 +85,15 @@ class RacePage:
             self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
-    def tell(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         print(f"{text} {self._address}/ui/race  (Ctrl-C ends)", file=sys.stderr, flush=True)
 
     def wait(self, text: str) -> None:
-        """Tell where the page is and serve it until interrupted or terminated."""
+        """Announce where the page is and serve it until interrupted or terminated."""
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
-        self.tell(text)  # from here on an interrupt ends the page and is no error
+        self.announce(text)  # from here on an interrupt ends the page and is no error
         ended.wait()
 
     def _serve(self) -> None:

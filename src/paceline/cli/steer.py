@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.cli.command import Command
 from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES, SchedulerConfig
-from paceline.config.options import check_options, option, options_of, panel_of, pick
+from paceline.config.options import CheckedOptions, from_values, option, options_of, panel_of
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
@@ -51,7 +51,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialOptions:
+class DialOptions(CheckedOptions):
     """What the dial is to be."""
 
     position: float | None = option(
@@ -71,13 +71,10 @@ class DialOptions:
     )
     off: bool = option(False, "use the limits the server was started with")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """Who is to go first."""
+    """The scheduling policy to use."""
 
     scheduling_policy: str | None = option(
         None, "policy to use", choices=POLICIES, argument=True, metavar="NAME"
@@ -93,7 +90,7 @@ POLICY_OPTIONS = tuple(
 
 
 def _dial(given: Mapping[str, Any]) -> None:
-    options = DialOptions(**pick(DialOptions, given))
+    options = from_values(DialOptions, given)
     found = _ask(given, "/v1/admin/dial", dial_body(options))
     _show(given, found, found.get("sentences", []))
 

@@ -1,4 +1,4 @@
-"""What a model writes, on a terminal or in a pipe: shown as it comes, and only ever as text."""
+"""What commands show on a terminal or in a pipe: answers as they come and only ever as text, columns, progress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import os
 import re
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 # A model may write anything, also what would move the cursor or rename the window.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class AnswerPrinter(Protocol):
-    """Shows an answer as it comes."""
-
-    def show(self, text: str) -> None: ...
-
-    def end_line(self) -> None:
-        """The answer is over."""
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -74,6 +65,50 @@ class Printer:
 def shown(text: str) -> str:
     """A text from elsewhere without what a terminal would obey."""
     return _CONTROL.sub("", text)
+
+
+def columns(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Lines of cells as wide as their columns, which are flush right behind the first `num_left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = list(zip(row, widths, strict=True))
+        left = [cell.ljust(width) for cell, width in pairs[:num_left]]
+        lines.append("  ".join([*left, *(cell.rjust(width) for cell, width in pairs[num_left:])]).rstrip())
+    return lines
+
+
+@contextmanager
+def status_line(text: str) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that can be changed; nothing at all when that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update
+
+
+class RequestBar:
+    """Requests that have ended, on a terminal; elsewhere nothing is shown."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit="req", dynamic_ncols=True)
+
+    def advance(self, text: str = "") -> None:
+        """One more has ended; `text` stands behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def note(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from paceline.cli.command import Command
+from paceline.cli.terminal import columns
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -94,8 +95,8 @@ def _from_file(options: UsageOptions, by: Sequence[str]) -> dict[str, Any]:
 def _from_server(options: UsageOptions) -> dict[str, Any]:
     from paceline.cli.remote import admin_connection
 
-    asked = {"by": options.by, "since": options.since, "until": options.until}
-    query = urlencode({name: text for name, text in asked.items() if text})
+    given = {"by": options.by, "since": options.since, "until": options.until}
+    query = urlencode({name: text for name, text in given.items() if text})
     return admin_connection(options.url).ask("GET", f"/v1/admin/usage?{query}")
 
 
@@ -115,17 +116,11 @@ def _table(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:
     if len(rows) > 1:
         total = {name: sum(row[name] for row in rows) for name in HEADS}
         lines.append(["all", *("" for _ in by[1:]), *_figures(total)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            f"{cell:<{width}}" if number < len(by) else f"{cell:>{width}}"
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print(*columns(lines, len(by)), sep="\n")
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    from paceline.server.billing.money import shown
+    from paceline.server.billing.pricing import shown
 
     exact = {"kv_block_us": 6, "billed_nano_units": 9}
     return [shown(row[name], exact[name]) if name in exact else f"{row[name]:,}" for name in HEADS]

@@ -2,7 +2,7 @@
 
 An option is a dataclass field made with `option(...)`: default, help text, bounds and choices live there, and
 validation, command-line flags and the reference page are derived from it. A config is frozen: capacities that
-follow from it are values of their own (see `Capacity`).
+follow from it are separate values (see `Capacity`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.config.options import OWN_CLASS, check_options, option
+from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
@@ -26,7 +26,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
-QUANTIZATIONS = ("auto", "none")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -338,7 +339,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(CheckedOptions):
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
     PANEL: ClassVar = "Model"
@@ -361,10 +362,18 @@ class ModelConfig:
     dtype: str = option(
         "auto", "type to compute in; auto: float32 on a CPU, the type of the weights on a GPU", choices=DTYPES
     )
+    cpu_backend: str = option(
+        "auto",
+        "what computes steps on a CPU; auto: the native kernels where they cover the model, else torch",
+        choices=CPU_BACKENDS,
+    )
+    cpu_threads: int | None = option(
+        None, "threads that compute a step on a CPU", low=1, default_text="as many as cores may be used"
+    )
     enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
     quantization: str = option(
         "auto",
-        "auto: keep weights quantised where the machine is fast with them; none: unpack them",
+        "weights on a CPU; auto: as in the file; none: unpack quantised ones; int8, int4: quantise them while loading",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
@@ -385,12 +394,9 @@ class ModelConfig:
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CheckedOptions):
     """Everything `factory` needs to build an engine around a runner."""
 
     kv: KVConfig = field(default_factory=KVConfig)
@@ -428,9 +434,6 @@ class EngineConfig:
         1 << 30, "size at which the run log ends", low=1 << 16, panel="Records to keep"
     )
     run_log_files: int = option(8, "logs of earlier runs to keep", low=0, panel="Records to keep")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import Field, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
+
+Config = TypeVar("Config")
 
 OWN_CLASS = "module:Class"  # among the choices of an option: a class that the operator brings
 
@@ -66,6 +68,20 @@ def options_of(config: Any) -> list[Field[Any]]:
 def pick(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `values` that are options of `config`."""
     return {spec.name: values[spec.name] for spec in options_of(config) if spec.name in values}
+
+
+def from_values(config: type[Config], values: Mapping[str, Any]) -> Config:
+    """A config from those of `values` that are its options."""
+    return config(**pick(config, values))
+
+
+class CheckedOptions:
+    """Base of a config whose options are checked when it is made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def check_options(config: Any) -> None:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from paceline.config.options import check_options, option
+from paceline.config.options import CheckedOptions, check_options, option
 from paceline.errors import ConfigError
 
 LOG_FORMATS = ("auto", "text", "json")
@@ -22,7 +22,7 @@ _METRICS_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}:?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiConfig:
+class ApiConfig(CheckedOptions):
     """What requests may ask for, and how many may wait how long."""
 
     PANEL: ClassVar = "Requests"
@@ -43,9 +43,6 @@ class ApiConfig:
         600.0, "longest duration of a request, in seconds", low=0.05, flag="--request-timeout"
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names given for the model; empty when it keeps its own."""
@@ -53,7 +50,7 @@ class ApiConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BillingConfig:
+class BillingConfig(CheckedOptions):
     """What requests cost, and where it is written down."""
 
     PANEL: ClassVar = "Billing"
@@ -64,12 +61,9 @@ class BillingConfig:
         "factors on a key's prices by class; spot: a floor and a cap, between which the load decides",
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(CheckedOptions):
     """Where files and batches are kept, and how much of them."""
 
     PANEL: ClassVar = "Files and batches"
@@ -82,12 +76,9 @@ class BatchConfig:
         None, "most requests of batches running at once; default: what other requests leave free", low=1
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObserveConfig:
+class ObserveConfig(CheckedOptions):
     """What the figures of a server are judged by, and where else they go."""
 
     PANEL: ClassVar = "Logs and metrics"
@@ -113,9 +104,6 @@ class ObserveConfig:
     otlp_endpoint: str | None = option(
         None, "send a span for each request to this OpenTelemetry collector, over HTTP; needs paceline[otel]"
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told: the fake of the seam, and the simulator's virtual time."""
+    """A clock that moves only when set: the fake of the seam, and the simulator's virtual time."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -15,6 +15,15 @@ from paceline.core.plan import StepPlan
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+@dataclass(frozen=True, slots=True)
+class CPUWork:
+    """What the threads of steps on a CPU have done since the start; empty on a GPU."""
+
+    threads: int = 0  # that computed the last step
+    # Seconds of all threads by phase, estimated from the steps that were timed.
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""

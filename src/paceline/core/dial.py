@@ -14,7 +14,7 @@ from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, SchedulerCon
 from paceline.errors import InvalidRequest
 
 
-def told_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """`250 ms`, `1.5 s`: three digits, or tenths of a second from one second on."""
     return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
@@ -103,11 +103,11 @@ class DialStatus:
 
 def status_sentences(status: DialStatus) -> list[str]:
     """The same in words."""
-    setting, told = status.setting, []
+    setting, sentences = status.setting, []
     if setting.kind is DialKind.OFF:
-        told.append("The dial is off: steps keep the limits the server was started with.")
+        sentences.append("The dial is off: steps keep the limits the server was started with.")
     elif setting.kind is DialKind.POSITION:
-        told.append(
+        sentences.append(
             f"The dial stands at {setting.value:g} (0 is least latency between tokens, 1 is most throughput)."
         )
     else:
@@ -120,23 +120,23 @@ def status_sentences(status: DialStatus) -> list[str]:
             DialWord.UNREACHABLE: f"it cannot be held: {status.reason}",
         }[status.word]
         times = "once" if status.moves == 1 else f"{status.moves} times"
-        told.append(
+        sentences.append(
             f"The target is a p99 {what} of {setting.value:g} ms; {stand}. The controller has moved {times} and "
             f"stands at {status.position:g}."
         )
-    length = "" if status.step_target_ms is None else f"about {told_time(status.step_target_ms / 1e3)} and "
+    length = "" if status.step_target_ms is None else f"about {format_time(status.step_target_ms / 1e3)} and "
     alone = ""
     if status.max_prompt_tokens > status.max_step_tokens:
         alone = f" ({status.max_prompt_tokens:,} while no row decodes)"
-    told.append(
+    sentences.append(
         f"A step with prompts may take {length}at most {status.max_step_tokens:,} tokens{alone}, one prompt "
         f"{status.prompt_share:.0%} of them while others wait; {status.max_rows:,} rows at most."
     )
     seen = [
-        f"{name} {told_time(value / 1e3)}"
+        f"{name} {format_time(value / 1e3)}"
         for name, value in (("ITL", status.itl_p99_ms), ("TTFT", status.ttft_p99_ms))
         if value is not None
     ]
     if seen:
-        told.append(f"Seen lately, p99: {', '.join(seen)}.")
-    return told
+        sentences.append(f"Seen lately, p99: {', '.join(seen)}.")
+    return sentences

@@ -101,7 +101,7 @@ class DecisionKind(StrEnum):
     POLICY = "policy"  # about no request: others go first
 
 
-# What a user is told of `numerical_error`.
+# The message to a user for `numerical_error`.
 NOT_FINITE = (
     "the model's output is not finite (NaN or infinity): its weights are damaged, or too large for the type they are "
     "computed in; download the model again, or choose another --dtype"

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.core.dial import DialKind
 from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import DEFAULT_CLASS, Urgency
+from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 
 
 class Input:
@@ -61,7 +61,7 @@ class AddRequest(Input):
     adapter: int = 0
     num_tokens: int
     together: int = 1  # requests that this call accepted or refused as one
-    # deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible; None: the request has no such target
+    # `wishes` in run logs: deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible; None: the request has no objective
     wishes: tuple[int | None, int | None, int | None, str] | None = None
     service_class: str = DEFAULT_CLASS
 
@@ -75,7 +75,7 @@ class AddRequest(Input):
             max_tokens=wanted.max_tokens,
             arrival_s=request.arrival_s,
             tenant=request.tenant,
-            priority=request.urgency.priority,
+            priority=request.service_level.priority,
             deadline_s=request.deadline_s,
             parent=request.parent,
             needs_host=request.needs_host,
@@ -84,8 +84,8 @@ class AddRequest(Input):
             adapter=request.adapter,
             num_tokens=request.num_tokens,
             together=together,
-            wishes=wishes if wanted.has_wishes else None,
-            service_class=request.urgency.service_class,
+            wishes=wishes if wanted.has_objectives else None,
+            service_class=request.service_level.service_class,
         )
 
     def make_request(self) -> Request:
@@ -103,7 +103,7 @@ class AddRequest(Input):
             ),
             arrival_s=self.arrival_s,
             tenant=self.tenant,
-            urgency=Urgency(self.service_class, self.priority),
+            service_level=ServiceLevel(self.service_class, self.priority),
             deadline_s=self.deadline_s,
             keys=[BlockKey(key, b"") for key in self.keys],
         )

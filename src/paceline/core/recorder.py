@@ -1,6 +1,6 @@
 """The seam between the engine and the run log: one record per completed step.
 
-A record holds everything the scheduler was told before the step (`inputs`), what it decided and what came back.
+A record holds every input of the scheduler before the step (`inputs`), its decisions and the result.
 The engine fills it in; where and how it is written is the recorder's business.
 """
 
@@ -50,7 +50,7 @@ class StepWatcher(Protocol):
 class RunWatcher(StepWatcher, Protocol):
     """Observes a run from its first step to its last, live or replayed."""
 
-    def told(self, events: StepEvents) -> None:
+    def on_events(self, events: StepEvents) -> None:
         """Events of the step, as callers get them."""
         ...
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, SPOT, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
 from paceline.errors import InvalidRequest
 
 RequestId = NewType("RequestId", int)
@@ -64,13 +64,12 @@ class BlockReason(Enum):
     SWAP_IN = "swap_in"
     GRAMMAR = "grammar"
     ADAPTER = "adapter"
-    REMOTE_KV = "remote_kv"
     ENCODER = "encoder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
-    """Why a request is blocked, and when it is given up."""
+    """Why a request is blocked, and when it ends if it still is."""
 
     reason: BlockReason
     deadline_s: float | None
@@ -101,7 +100,7 @@ NO_COST = Cost()
 
 
 def account_of(tenant: str) -> str:
-    """Whose share a request counts against: what follows only keeps cached prefixes of one tenant apart."""
+    """The tenant that is charged: what follows `SALT` only keeps cached prefixes of one tenant apart."""
     return tenant.partition(SALT)[0]
 
 
@@ -145,11 +144,11 @@ class Request:
         "reserved",
         "row",
         "sampling",
+        "service_level",
         "state",
         "step_failures",
         "tenant",
         "tokens",
-        "urgency",
     )
 
     def __init__(
@@ -160,7 +159,7 @@ class Request:
         *,
         arrival_s: float = 0.0,
         tenant: str = DEFAULT_TENANT,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         deadline_s: float | None = None,
         keys: Sequence[BlockKey] = (),
     ) -> None:
@@ -172,13 +171,13 @@ class Request:
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.tenant = tenant
-        self.urgency = urgency
+        self.service_level = service_level
         self.deadline_s = deadline_s
         self.keys = list(keys)  # one per full block of tokens, as far as known
         self.model = 0
         self.adapter = 0
         self.parent: RequestId | None = None
-        self.branch = 0  # which branch of its parent it is; 0 for a request of its own
+        self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it
         self.needs_host = False  # the host must see each token before the next one may be computed
         self.state = RequestState.NEW
@@ -212,12 +211,12 @@ class Request:
     @property
     def priority(self) -> int:
         """What it is compared by, its class counted in; the lower goes first."""
-        return self.urgency.standing
+        return self.service_level.effective_priority
 
     @property
     def is_spot(self) -> bool:
-        """Gives way before all that are not."""
-        return self.urgency.service_class == SPOT
+        """Is preempted before requests that are not."""
+        return self.service_level.service_class == SPOT
 
     @property
     def due_s(self) -> float:
@@ -227,14 +226,14 @@ class Request:
     @property
     def first_due_s(self) -> float:
         """When its first token is wanted; infinity for whenever."""
-        wish_ms = self.sampling.ttft_slo_ms
-        return math.inf if wish_ms is None else self.arrival_s + wish_ms / 1e3
+        objective_ms = self.sampling.ttft_slo_ms
+        return math.inf if objective_ms is None else self.arrival_s + objective_ms / 1e3
 
     @property
     def itl_s(self) -> float:
         """How long the wait between two of its tokens may be; infinity for any."""
-        wish_ms = self.sampling.itl_slo_ms
-        return math.inf if wish_ms is None else wish_ms / 1e3
+        objective_ms = self.sampling.itl_slo_ms
+        return math.inf if objective_ms is None else objective_ms / 1e3
 
     @property
     def started(self) -> bool:

@@ -26,7 +26,7 @@ MAX_STOP_IDS = 64
 MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
-MAX_WISH_MS = 86_400_000  # a day
+MAX_OBJECTIVE_MS = 86_400_000  # a day
 ON_INFEASIBLE = ("refuse", "try")
 _LARGEST = 2**31 - 1
 _LARGEST_SEED = 2**63 - 1
@@ -207,14 +207,14 @@ class SamplingParams:
         None,
         "from arrival to the last token; the request ends then, with the tokens it has",
         low=1,
-        high=MAX_WISH_MS,
+        high=MAX_OBJECTIVE_MS,
         offered=Offer.SERVER,
     )
     ttft_slo_ms: int | None = parameter(
-        None, "wanted from arrival to the first token", low=1, high=MAX_WISH_MS, offered=Offer.SERVER
+        None, "wanted from arrival to the first token", low=1, high=MAX_OBJECTIVE_MS, offered=Offer.SERVER
     )
     itl_slo_ms: int | None = parameter(
-        None, "wanted between two tokens", low=1, high=MAX_WISH_MS, offered=Offer.SERVER
+        None, "wanted between two tokens", low=1, high=MAX_OBJECTIVE_MS, offered=Offer.SERVER
     )
     on_infeasible: str = parameter(
         "refuse",
@@ -229,7 +229,7 @@ class SamplingParams:
         _check_counts(self)
 
     @property
-    def has_wishes(self) -> bool:
+    def has_objectives(self) -> bool:
         """Whether anything is wanted of its times."""
         return not self.deadline_ms is self.ttft_slo_ms is self.itl_slo_ms is None
 
@@ -372,6 +372,11 @@ def _check_counts(params: SamplingParams) -> None:
     for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", param="stop")
+    if params.stop and not params.detokenize:
+        raise InvalidRequest(
+            "stop strings are found in the text of an answer: leave detokenize on, or use stop_token_ids",
+            param="stop",
+        )
     for token, bias in params.logit_bias.items():
         is_id = isinstance(token, int) and not isinstance(token, bool)
         if not is_id or not _is_finite(bias) or not -100 <= bias <= 100:

@@ -1,6 +1,6 @@
-"""Classes of service: their names, from the most to the least urgent, and the level of priority each stands for.
+"""Classes of service: their names, from the most to the least urgent, and the priority each stands for.
 
-A request's number of priority counts from the level of its class, so that a request without a class counts as standard.
+A request's number of priority counts from the priority of its class; a request without a class counts as standard.
 Spot work is preempted first, whatever the policy. Knows nothing of keys and prices.
 """
 
@@ -12,7 +12,7 @@ from paceline.errors import InvalidRequest
 
 INTERACTIVE, STANDARD, SPOT, BATCH = CLASSES = ("interactive", "standard", "spot", "batch")
 DEFAULT_CLASS = STANDARD
-LEVELS = {INTERACTIVE: -1, STANDARD: 0, SPOT: 1, BATCH: 2}
+CLASS_PRIORITIES = {INTERACTIVE: -1, STANDARD: 0, SPOT: 1, BATCH: 2}
 # The class of the key; the last two are other servers' words.
 OWN = ("auto", "default", "scale", "standard_only")
 # Words of other servers for classes that are here too.
@@ -20,26 +20,26 @@ SYNONYMS = {"priority": INTERACTIVE, "flex": SPOT}
 TIERS = (*OWN[:2], *CLASSES, *OWN[2:], *SYNONYMS)
 
 
-class Urgency(NamedTuple):
-    """How urgent a request is: its class, and a number within it. The lower goes first."""
+class ServiceLevel(NamedTuple):
+    """The service class of a request and its priority within the class; lower numbers go first."""
 
     service_class: str = DEFAULT_CLASS
     priority: int = 0
 
     @property
-    def standing(self) -> int:
-        """What requests are compared by: the number counts from the level of the class. Raises InvalidRequest."""
-        found = LEVELS[self.service_class] + self.priority
+    def effective_priority(self) -> int:
+        """The priority of the class plus the request's own; requests are compared by it. Raises InvalidRequest."""
+        found = CLASS_PRIORITIES[self.service_class] + self.priority
         if not -(2**31) <= found < 2**31:
             raise InvalidRequest(f"priority {self.priority} is out of range", param="priority")
         return found
 
     def check(self) -> None:
         """Raise InvalidRequest for a number that is out of range."""
-        _ = self.standing
+        _ = self.effective_priority
 
 
-PLAIN = Urgency()
+DEFAULT_LEVEL = ServiceLevel()
 
 
 def class_of(tier: str | None, own: str = DEFAULT_CLASS) -> str:
@@ -47,11 +47,11 @@ def class_of(tier: str | None, own: str = DEFAULT_CLASS) -> str:
     if tier is None or tier in OWN:
         return own
     found = SYNONYMS.get(tier, tier)
-    if found not in LEVELS:
+    if found not in CLASS_PRIORITIES:
         raise InvalidRequest(f"service_tier must be one of {', '.join(TIERS)}", param="service_tier")
     return found
 
 
 def is_better(one: str, other: str) -> bool:
     """Whether a class is more urgent than another."""
-    return LEVELS[one] < LEVELS[other]
+    return CLASS_PRIORITIES[one] < CLASS_PRIORITIES[other]

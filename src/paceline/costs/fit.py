@@ -21,17 +21,15 @@ from numpy.typing import NDArray
 from paceline.costs.model import CostModel, PiecewiseLinear, StepShape
 from paceline.errors import InputError
 
-# Least squares whose solution has no negative entry (the active-set method of Lawson and Hanson).
-#
-# Small and dense: the rows are folded into a square triangle first, so that the cost of a solve does not depend on
-# how many samples there are.
-
-
 Array = NDArray[np.float64]
 
 
 def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """x >= 0 that minimises |matrix @ x - target|. Columns may be zero or linearly dependent."""
+    """x >= 0 that minimises |matrix @ x - target|, by the active-set method of Lawson and Hanson.
+
+    Columns may be zero or linearly dependent. The rows are folded into a square triangle first, so that the cost of a
+    solve does not depend on how many samples there are.
+    """
     num_columns = matrix.shape[1]
     norms = np.linalg.norm(matrix, axis=0)
     norms[norms == 0.0] = 1.0

@@ -41,14 +41,11 @@ def span_context_products(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
-# A piecewise linear function of one number, made once and asked often.
-#
-# Plain floats and a bisection, because it is evaluated for every simulated step. Left of the first knot the
-# function is constant; right of the last it goes on with a slope of its own.
-
-
 class PiecewiseLinear:
-    """Straight lines through (knot, value); constant before the first knot, `tail_slope` after the last."""
+    """Straight lines through (knot, value); constant before the first knot, `tail_slope` after the last.
+
+    Plain floats and a bisection, because it is evaluated for every simulated step.
+    """
 
     __slots__ = ("_knots", "_slopes", "_values")
 

@@ -14,13 +14,6 @@ from typing import TypeVar
 from paceline.costs.model import PiecewiseLinear
 from paceline.errors import InputError
 
-# How fast a device multiplies matrices, by rows and by the size of the layer.
-#
-# A `MatmulCurve` is a measurement: the rate reached by the matrix products of one layer shape at some row counts.
-# `layers_seconds` and `head_seconds` turn a device's curves into functions of rows for any model: the time of a
-# layer is taken as a fixed part plus a part in proportion to its parameters, which is the line through the two
-# measured shapes. Nothing here is ever faster than the device's memory or its best rate.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulCurve:
@@ -37,91 +30,9 @@ class MatmulCurve:
         return PiecewiseLinear(self.rows, seconds, 2.0 / self.flops[-1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulLimits:
-    """What no product can beat: reading its weights once, and the best rate the device reached."""
-
-    read_bandwidth: float  # bytes/s
-    peak_flops: float
-
-    def seconds_per_parameter(self, rows: float, element_bytes: int) -> float:
-        return max(element_bytes / self.read_bandwidth, 2.0 * rows / self.peak_flops)
-
-    def ridge_rows(self, element_bytes: int) -> float:
-        """Rows at which reading the weights and multiplying with them take equally long."""
-        return element_bytes * self.peak_flops / (2.0 * self.read_bandwidth)
-
-
-def layers_seconds(
-    curves: Sequence[MatmulCurve],
-    limits: MatmulLimits,
-    *,
-    layer_parameters: int,
-    num_layers: int,
-    element_bytes: int,
-) -> PiecewiseLinear:
-    """Seconds of the matrix products of all layers, as a function of rows."""
-    ordered = sorted(curves, key=lambda curve: curve.layer_parameters)
-    knots = _knots(ordered)
-    values = []
-    for rows in knots:
-        floor = limits.seconds_per_parameter(rows, element_bytes) * layer_parameters
-        values.append(max(floor, _layer_seconds(ordered, rows, layer_parameters)) * num_layers)
-    # The slope after the last knot: what one more row costs when the rate no longer changes.
-    return PiecewiseLinear(knots, values, values[-1] / knots[-1])
-
-
-def head_seconds(
-    curves: Sequence[MatmulCurve], limits: MatmulLimits, *, parameters: int, element_bytes: int
-) -> PiecewiseLinear:
-    """Seconds of the LM head, one matrix far larger than a layer's: at the rate of the largest shape."""
-    largest = max(curves, key=lambda curve: curve.layer_parameters)
-    rate = largest.seconds_per_parameter()
-    values = [
-        parameters * max(limits.seconds_per_parameter(rows, element_bytes), rate(rows))
-        for rows in largest.rows
-    ]
-    return PiecewiseLinear(largest.rows, values, values[-1] / largest.rows[-1])
-
-
-def scale_curve(
-    curve: MatmulCurve, measured_on: MatmulLimits, wanted_on: MatmulLimits, element_bytes: int
-) -> MatmulCurve:
-    """The curve as another device of the same kind would show it: the same share of its own limits at the
-    same place relative to its ridge, the row count where memory and arithmetic balance."""
-    stretch = wanted_on.ridge_rows(element_bytes) / measured_on.ridge_rows(element_bytes)
-    measured = curve.seconds_per_parameter()
-    rates = []
-    for rows in curve.rows:
-        slowdown = measured(rows) / measured_on.seconds_per_parameter(rows, element_bytes)
-        seconds = slowdown * wanted_on.seconds_per_parameter(rows * stretch, element_bytes)
-        rates.append(2.0 * rows * stretch / seconds)
-    return MatmulCurve(
-        layer_parameters=curve.layer_parameters,
-        rows=tuple(rows * stretch for rows in curve.rows),
-        flops=tuple(rates),
-    )
-
-
-def _knots(curves: Sequence[MatmulCurve]) -> list[float]:
-    return sorted({rows for curve in curves for rows in curve.rows})
-
-
-def _layer_seconds(ordered: Sequence[MatmulCurve], rows: float, parameters: int) -> float:
-    """On the line through the measured shapes; beyond the largest in proportion to it."""
-    largest = ordered[-1]
-    if len(ordered) == 1 or parameters >= largest.layer_parameters:
-        return largest.seconds_per_parameter()(rows) * parameters
-    above = next(i for i, curve in enumerate(ordered) if parameters <= curve.layer_parameters)
-    small, large = ordered[max(above - 1, 0)], ordered[max(above, 1)]
-    small_s = small.seconds_per_parameter()(rows) * small.layer_parameters
-    large_s = large.seconds_per_parameter()(rows) * large.layer_parameters
-    share = (parameters - small.layer_parameters) / (large.layer_parameters - small.layer_parameters)
-    return small_s + (large_s - small_s) * share
-
-
 MIB = 1 << 20
 GIB = 1 << 30
+MEMORY_SHARE = 0.9  # of a device, for weights and KV cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +92,15 @@ class DeviceSpec:
     fixed_step_s: float  # host gap, launches and small kernels of a step, whatever its size
     matmul_curves: tuple[MatmulCurve, ...] = ()  # measured; empty: the shares of its limits an H200 reached
     element_bytes: int | None = None  # width the device computes in; None: the model's own
-    hour_price: float | None = None
     source: str = ""
 
-    @property
-    def limits(self) -> MatmulLimits:
-        return MatmulLimits(read_bandwidth=self.read_bandwidth, peak_flops=self.matmul_peak)
+    def seconds_per_parameter(self, rows: float, element_bytes: int) -> float:
+        """What no product can beat: reading its weights once, and the best rate the device reached."""
+        return max(element_bytes / self.read_bandwidth, 2.0 * rows / self.matmul_peak)
+
+    def ridge_rows(self, element_bytes: int) -> float:
+        """Rows at which reading the weights and multiplying with them take equally long."""
+        return element_bytes * self.matmul_peak / (2.0 * self.read_bandwidth)
 
 
 def model_shape(name: str) -> ModelShape:
@@ -213,9 +127,60 @@ def published_peak(device: str) -> Peak | None:
 
 def matmul_curves(device: DeviceSpec) -> tuple[MatmulCurve, ...]:
     """The device's own measurements, or the H200's carried over to its limits."""
-    if device.matmul_curves:
-        return device.matmul_curves
-    return tuple(scale_curve(curve, _H200.limits, device.limits, 2) for curve in _H200.matmul_curves)
+    return device.matmul_curves or tuple(_carried_over(curve, device) for curve in _H200.matmul_curves)
+
+
+def _carried_over(curve: MatmulCurve, device: DeviceSpec) -> MatmulCurve:
+    """A curve of the H200 as this device would show it: the same share of its own limits at the same place relative to
+    its ridge, the row count where memory and arithmetic balance."""
+    stretch = device.ridge_rows(2) / _H200.ridge_rows(2)
+    measured = curve.seconds_per_parameter()
+    rates = []
+    for rows in curve.rows:
+        slowdown = measured(rows) / _H200.seconds_per_parameter(rows, 2)
+        seconds = slowdown * device.seconds_per_parameter(rows * stretch, 2)
+        rates.append(2.0 * rows * stretch / seconds)
+    return replace(curve, rows=tuple(rows * stretch for rows in curve.rows), flops=tuple(rates))
+
+
+def layers_seconds(model: ModelShape, device: DeviceSpec) -> PiecewiseLinear:
+    """Seconds of the matrix products of all layers, as a function of rows.
+
+    The time of a layer is taken as a fixed part plus a part in proportion to its parameters, which is the line through
+    the two measured shapes; it is never faster than the device's memory or its best rate.
+    """
+    ordered = sorted(matmul_curves(device), key=lambda curve: curve.layer_parameters)
+    knots = sorted({rows for curve in ordered for rows in curve.rows})
+    values = []
+    for rows in knots:
+        floor = device.seconds_per_parameter(rows, model.dtype_bytes) * model.layer_parameters
+        values.append(max(floor, _layer_seconds(ordered, rows, model.layer_parameters)) * model.layers)
+    # The slope after the last knot: what one more row costs when the rate no longer changes.
+    return PiecewiseLinear(knots, values, values[-1] / knots[-1])
+
+
+def head_seconds(model: ModelShape, device: DeviceSpec) -> PiecewiseLinear:
+    """Seconds of the LM head, one matrix far larger than a layer's: at the rate of the largest shape."""
+    largest = max(matmul_curves(device), key=lambda curve: curve.layer_parameters)
+    rate = largest.seconds_per_parameter()
+    values = [
+        model.head_parameters * max(device.seconds_per_parameter(rows, model.dtype_bytes), rate(rows))
+        for rows in largest.rows
+    ]
+    return PiecewiseLinear(largest.rows, values, values[-1] / largest.rows[-1])
+
+
+def _layer_seconds(ordered: Sequence[MatmulCurve], rows: float, parameters: int) -> float:
+    """On the line through the measured shapes; beyond the largest in proportion to it."""
+    largest = ordered[-1]
+    if len(ordered) == 1 or parameters >= largest.layer_parameters:
+        return largest.seconds_per_parameter()(rows) * parameters
+    above = next(i for i, curve in enumerate(ordered) if parameters <= curve.layer_parameters)
+    small, large = ordered[max(above - 1, 0)], ordered[max(above, 1)]
+    small_s = small.seconds_per_parameter()(rows) * small.layer_parameters
+    large_s = large.seconds_per_parameter()(rows) * large.layer_parameters
+    share = (parameters - small.layer_parameters) / (large.layer_parameters - small.layer_parameters)
+    return small_s + (large_s - small_s) * share
 
 
 def as_held(model: ModelShape, device: DeviceSpec) -> ModelShape:
@@ -223,12 +188,10 @@ def as_held(model: ModelShape, device: DeviceSpec) -> ModelShape:
     return model if device.element_bytes is None else replace(model, dtype_bytes=device.element_bytes)
 
 
-def kv_capacity_tokens(model: ModelShape, device: DeviceSpec, memory_utilization: float = 0.9) -> int:
-    """Token slots that fit beside the weights in that share of the device's memory."""
-    if not 0.0 < memory_utilization <= 1.0:
-        raise InputError(f"memory_utilization is {memory_utilization}; it must be above 0 and at most 1")
+def kv_capacity_tokens(model: ModelShape, device: DeviceSpec) -> int:
+    """Token slots that fit beside the weights in the share of the device's memory that may be used."""
     held = as_held(model, device)
-    usable = int(device.memory_bytes * memory_utilization)
+    usable = int(device.memory_bytes * MEMORY_SHARE)
     slots = (usable - held.weight_bytes) // held.kv_bytes_per_token
     if slots < 1:
         raise InputError(
@@ -248,32 +211,7 @@ def _lookup(known: Mapping[str, _Preset], name: str, kind: str) -> _Preset:
     return found
 
 
-def _llama3(
-    name: str,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    *,
-    head_dim: int = 128,
-    tied: bool = False,
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=8,
-        head_dim=head_dim,
-        vocab=128_256,
-        tied=tied,
-    )
-
-
-def _qwen3(
-    name: str, layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False
-) -> ModelShape:
+def _qwen3(name: str, layers: int, hidden: int, intermediate: int, heads: int) -> ModelShape:
     return ModelShape(
         name=name,
         layers=layers,
@@ -283,18 +221,22 @@ def _qwen3(
         kv_heads=8,
         head_dim=128,
         vocab=151_936,
-        tied=tied,
+        tied=False,
         qk_norm=True,
     )
+
+
+def _llama3(name: str, layers: int, hidden: int, intermediate: int, heads: int) -> ModelShape:
+    return replace(_qwen3(name, layers, hidden, intermediate, heads), vocab=128_256, qk_norm=False)
 
 
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _qwen3("qwen3-0.6b", 28, 1024, 3072, 16, tied=True),
+        replace(_qwen3("qwen3-0.6b", 28, 1024, 3072, 16), tied=True),
         _qwen3("qwen3-8b", 36, 4096, 12_288, 32),
         _qwen3("qwen3-14b", 40, 5120, 17_408, 40),
-        _llama3("llama-3.2-1b", 16, 2048, 8192, 32, head_dim=64, tied=True),
+        replace(_llama3("llama-3.2-1b", 16, 2048, 8192, 32), head_dim=64, tied=True),
         _llama3("llama-3.1-8b", 32, 4096, 14_336, 32),
         _llama3("llama-3.1-70b", 80, 8192, 28_672, 64),
         ModelShape(

@@ -8,25 +8,17 @@ It knows no scheduler and no requests; everything that does not depend on the st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from paceline.config.engine import PreemptionCosts, StepCosts
 from paceline.costs.model import CostModel, StepShape
-from paceline.costs.presets import (
-    DeviceSpec,
-    ModelShape,
-    as_held,
-    head_seconds,
-    layers_seconds,
-    matmul_curves,
-)
+from paceline.costs.presets import DeviceSpec, ModelShape, as_held, head_seconds, layers_seconds
 
 _LOGIT_PASSES = 2  # sampling reads the logits about twice; writing them is part of the matrix product
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
+class StepParts(NamedTuple):
     """Where the seconds of a step go."""
 
     fixed_s: float
@@ -39,26 +31,13 @@ class StepParts:
 
 
 class Roofline(CostModel):
-    """Predicts a step of `model` on `device`; `fixed_step_s` replaces the device's own fixed cost."""
+    """Predicts a step of `model` on `device`."""
 
-    def __init__(self, model: ModelShape, device: DeviceSpec, *, fixed_step_s: float | None = None) -> None:
+    def __init__(self, model: ModelShape, device: DeviceSpec) -> None:
         self.model = as_held(model, device)
         self.device = device
-        self._fixed_s = device.fixed_step_s if fixed_step_s is None else fixed_step_s
-        curves = matmul_curves(device)
-        self._layers_s = layers_seconds(
-            curves,
-            device.limits,
-            layer_parameters=self.model.layer_parameters,
-            num_layers=self.model.layers,
-            element_bytes=self.model.dtype_bytes,
-        )
-        self._head_s = head_seconds(
-            curves,
-            device.limits,
-            parameters=self.model.head_parameters,
-            element_bytes=self.model.dtype_bytes,
-        )
+        self._layers_s = layers_seconds(self.model, device)
+        self._head_s = head_seconds(self.model, device)
         bandwidth = device.read_bandwidth * device.attention_efficiency
         self._kv_s = self.model.kv_bytes_per_token / bandwidth
         self._product_s = _attention_flops(self.model) / device.attention_flops
@@ -67,22 +46,10 @@ class Roofline(CostModel):
         self._copy_s = 1.0 / device.host_link_bandwidth
 
     def step_seconds(self, shape: StepShape) -> float:
-        return sum(self._seconds(shape))
+        return sum(self.parts(shape))
 
     def parts(self, shape: StepShape) -> StepParts:
         """The same seconds, one number per kind of work."""
-        fixed, matmul, elementwise, decode, prefill, head, copy = self._seconds(shape)
-        return StepParts(
-            fixed_s=fixed,
-            matmul_s=matmul,
-            elementwise_s=elementwise,
-            decode_attention_s=decode,
-            prefill_attention_s=prefill,
-            head_s=head,
-            copy_s=copy,
-        )
-
-    def _seconds(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
         prefill_tokens = shape.prefill_tokens
         tokens = shape.decode_rows + prefill_tokens
         logit_rows = shape.logit_rows
@@ -92,14 +59,14 @@ class Roofline(CostModel):
             # A short span at the end of a long context is a read of that context, not arithmetic. How many
             # spans there are is not known here, so one read of the mean context is the least it can cost.
             prefill = max(products * self._product_s, products / prefill_tokens * self._kv_s)
-        return (
-            self._fixed_s,
-            self._layers_s(tokens) if tokens else 0.0,
-            tokens * self._elementwise_s,
-            shape.decode_context * self._kv_s,
-            prefill,
-            self._head_s(logit_rows) + logit_rows * self._logits_s if logit_rows else 0.0,
-            shape.copy_bytes * self._copy_s,
+        return StepParts(
+            fixed_s=self.device.fixed_step_s,
+            matmul_s=self._layers_s(tokens) if tokens else 0.0,
+            elementwise_s=tokens * self._elementwise_s,
+            decode_attention_s=shape.decode_context * self._kv_s,
+            prefill_attention_s=prefill,
+            head_s=self._head_s(logit_rows) + logit_rows * self._logits_s if logit_rows else 0.0,
+            copy_s=shape.copy_bytes * self._copy_s,
         )
 
 

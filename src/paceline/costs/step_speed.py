@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# A straight line through points that keep coming: seconds of a step by its number of tokens.
-#
-# Older points count less and less. Plain arithmetic on a few sums, the same on every machine, so that every run that
-# repeats a run learns the same. Neither part is ever negative: more work never costs less.
-
 
 class RunningLine:
-    """y = fixed + slope * x, fitted by least squares with exponentially falling weights."""
+    """y = fixed + slope * x, fitted by least squares with exponentially falling weights; x: tokens, y: seconds.
+
+    Plain arithmetic on a few sums, the same on every machine, so that every run that repeats a run learns the same.
+    Neither part is ever negative: more work never costs less.
+    """
 
     __slots__ = ("_mean_x", "_mean_xx", "_mean_xy", "_mean_y", "_rate", "num_points")
 

@@ -31,7 +31,7 @@ from paceline.core.request import (
     sooner,
 )
 from paceline.core.sampling import SamplingParams, branch_seed
-from paceline.core.service_class import PLAIN, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
 from paceline.scheduler.scheduler import Scheduler
 
@@ -89,7 +89,7 @@ class Engine:
         sampling: SamplingParams,
         *,
         tenant: str = DEFAULT_TENANT,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
         needs_host: bool = False,
@@ -104,7 +104,7 @@ class Engine:
                 raise InvalidRequest(f"request id {first_id} was used before")
             self._next_id = first_id
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        branches = self._family(tokens, sampling, tenant, urgency, arrival_s)
+        branches = self._family(tokens, sampling, tenant, service_level, arrival_s)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s, branch.needs_host = due_s, needs_host
@@ -119,7 +119,7 @@ class Engine:
         sampling: SamplingParams,
         *,
         tenant: str = DEFAULT_TENANT,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
         """When a request would have its first and last token if it came now; it is not added.
 
@@ -127,7 +127,7 @@ class Engine:
         """
         next_id = self._next_id
         try:
-            branches = self._family(tokens, sampling, tenant, urgency, self._clock.now())
+            branches = self._family(tokens, sampling, tenant, service_level, self._clock.now())
         finally:
             self._next_id = next_id
         self.scheduler.check(branches)
@@ -138,14 +138,14 @@ class Engine:
         tokens: Sequence[int] | NDArray[np.int32],
         sampling: SamplingParams,
         tenant: str,
-        urgency: Urgency,
+        service_level: ServiceLevel,
         arrival_s: float,
     ) -> list[Request]:
         """The branches of a request, the others children of the first."""
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
-            branch.tenant, branch.urgency, branch.arrival_s = tenant, urgency, arrival_s
+            branch.tenant, branch.service_level, branch.arrival_s = tenant, service_level, arrival_s
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
@@ -175,7 +175,7 @@ class Engine:
         branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
         parent.branches += count
         for branch in branches:
-            branch.tenant, branch.urgency = parent.tenant, parent.urgency
+            branch.tenant, branch.service_level = parent.tenant, parent.service_level
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
             branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
             branch.keys += self._hooks.new_keys(branch)
@@ -356,7 +356,7 @@ def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) ->
     if request is None:
         return ChangeOutcome.ENDED
     if change.priority is not None:
-        request.urgency._replace(priority=change.priority).check()
+        request.service_level._replace(priority=change.priority).check()
     is_paused = request.state is RequestState.PAUSED
     if change.paused and not is_paused:
         try:

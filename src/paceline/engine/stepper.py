@@ -1,7 +1,7 @@
 """Stepping an engine for as long as there is something to do, and knowing how long there is nothing.
 
-The owner of the engine's thread (`llm.async_llm`, `process.service`) brings commands and sleeps in a way of
-its own; what a step is, whose events are told when, and when a step may help at all is the same for all of them.
+The owner of the engine's thread (`llm.async_llm`, `process.service`) brings commands and its own way to
+sleep; what a step is, when events are delivered, and when a step may help at all is the same for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stepper:
         before = self._engine.num_submitted
         step = self._engine.step_overlapped if self._engine.depth else self._engine.step
         self._on_events(step())
-        # Who reads the events may have found a stop string: that request's ending is there already, and
+        # The reader of the events may have found a stop string: that request's ending is there already, and
         # no further step may come to bring it.
         self._on_events(self._engine.scheduler.take_events())
         self._stuck = self._engine.num_submitted == before and self._engine.is_idle
@@ -44,7 +44,7 @@ class Stepper:
         """A sleep is over: the next step may find something again."""
         self._stuck = False
 
-    def tell_rest(self) -> None:
+    def deliver_rest(self) -> None:
         """After a failure: hand on the endings that were written when the engine gave up."""
         with suppress(Exception):  # whatever is broken, the caller has to answer every request
             self._on_events(self._engine.scheduler.take_events())

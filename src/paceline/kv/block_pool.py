@@ -1,4 +1,4 @@
-"""Blocks of one pool: reference counts, the free list, and who is evicted.
+"""Blocks of one pool: reference counts, the free list, and which block is evicted.
 
 A block is free when its count is 0. Free blocks that still hold a cached prefix wait in the eviction order and
 are found again by a hit; the others lie on a stack and are handed out first. Block 0 is the null block: it

@@ -157,10 +157,9 @@ class LayerGroup:
         until = min(until, len(keys), self.held.item(row))
         if until <= start:
             return
-        cached, enter = self.pool.cached, self.cache.add
-        for block, key in zip(self.table[row, start:until].tolist(), keys[start:until], strict=True):
-            if enter(block, key):
-                cached[block] = True
+        entered = self.cache.add(self.table[row, start:until].tolist(), keys[start:until])
+        if entered:
+            self.pool.cached[entered] = True
         self.published[row] = until
 
     def quarantine(self, row: int) -> None:

@@ -46,7 +46,7 @@ from paceline.kv.swap import HostPlacePool, Ticket, Tickets
 #
 # A row that got block i at time a(i) and still has n of them at time t has held them for n * t - sum of a(i); what
 # it let go of at time r adds r. So one number for each row is enough, and a row that only decodes inside its last
-# block costs nothing. Times are whole microseconds, told from outside; whole numbers neither round nor drift. A
+# block costs nothing. Times are whole microseconds, given from outside; whole numbers neither round nor drift. A
 # block that several rows hold counts in full for each of them. Single entries are read with `item`: numpy's own
 # numbers add up slowly.
 
@@ -63,7 +63,7 @@ class BlockTime:
         self.held: Index = np.zeros(num_rows, np.int64)  # blocks, over all layer groups
         self._since: Index = np.zeros(num_rows, np.int64)  # sum of the times they came, less those that went
 
-    def tell(self, now_s: float) -> None:
+    def set_time(self, now_s: float) -> None:
         """What follows happens at this time. It never goes back."""
         self.now_us = int(now_s * MICROSECONDS)
 
@@ -72,7 +72,7 @@ class BlockTime:
         self._since[row] = self._since.item(row) + count * self.now_us
 
     def gained_each(self, rows: Index, count: int) -> None:
-        """Each of `rows` (all different) got so many."""
+        """Each of `rows` (all different) got `count` blocks."""
         self.held[rows] += count
         self._since[rows] += count * self.now_us
 
@@ -90,7 +90,7 @@ class BlockTime:
         return self.held.item(row) * self.now_us - self._since.item(row)
 
     def take(self, row: int) -> int:
-        """The same, when the row is given up: it starts from nothing again."""
+        """The same, when the row is released: it starts from nothing again."""
         total = self.so_far(row)
         self._since[row] = self.held.item(row) * self.now_us
         return total
@@ -176,7 +176,7 @@ class KVManager:
         lacking = -(-num_slots // self.block_size) - self.table_len.item(row)
         return lacking if lacking > 0 else 0
 
-    def room(self, row: int | None = None) -> int:
+    def free_for(self, row: int | None = None) -> int:
         """Blocks every group can give a row now."""
         if len(self.groups) == 1:
             return self.groups[0].free_for(row)
@@ -295,7 +295,7 @@ class KVManager:
     # -- growing -------------------------------------------------------------------------------------------
 
     def extend(self, row: int, num_slots: int) -> None:
-        """Give a row the blocks to hold `num_slots` tokens. The caller has checked `room`."""
+        """Give a row the blocks to hold `num_slots` tokens. The caller has checked `free_for`."""
         count = self.missing(row, num_slots)
         if count:
             self.block_time.gained(row, count * len(self.groups))
@@ -303,7 +303,7 @@ class KVManager:
                 self.delta.appends.append((row, group.index, *group.append(row, count)))
 
     def extend_each(self, rows: NDArray[np.int64]) -> None:
-        """Give each of `rows` one more block. The caller has checked `room`."""
+        """Give each of `rows` one more block. The caller has checked `free_for`."""
         self.block_time.gained_each(rows, len(self.groups))
         for group in self.groups:
             indices, blocks = group.append_each(rows)
@@ -372,7 +372,7 @@ class KVManager:
         return shared
 
     def copy_on_write(self, row: int, position: int) -> None:
-        """Replace the shared block at `position` by a copy of its own. One free block per group is needed."""
+        """Replace the shared block at `position` by a private copy. One free block per group is needed."""
         index = position // self.block_size
         for group in self.groups:
             block = int(group.table[row, index])
@@ -408,7 +408,7 @@ class KVManager:
         return tuple(places)
 
     def swap_in(self, row: int, places: tuple[Blocks, ...], num_tokens: int, owner: int) -> int:
-        """Bring swapped blocks back into an empty row; returns the ticket. The caller has checked `room`."""
+        """Bring swapped blocks back into an empty row; returns the ticket. The caller has checked `free_for`."""
         until = self.blocks_for(num_tokens)
         kept = []
         for group, place in zip(self.groups, places, strict=True):

@@ -35,14 +35,17 @@ class PrefixCache:
             return None
         return block
 
-    def add(self, block: int, key: BlockKey) -> bool:
-        """Enter a block; False when it is entered already or another block stands under this key."""
-        name = key.key
-        if name in self._block_of or block in self._key_of:
-            return False
-        self._block_of[name] = block
-        self._key_of[block] = key
-        return True
+    def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
+        """Enter blocks; returns them without those entered already and those whose key another block stands under."""
+        block_of, key_of = self._block_of, self._key_of
+        entered = []
+        for block, key in zip(blocks, keys, strict=True):
+            name = key.key
+            if name not in block_of and block not in key_of:
+                block_of[name] = block
+                key_of[block] = key
+                entered.append(block)
+        return entered
 
     def drop(self, block: int) -> None:
         """A block's content is about to go."""

@@ -31,6 +31,7 @@ _FINISHED = OUTCOMES.index("finished")
 _REFUSED = OUTCOMES.index("refused")
 _UNFINISHED = OUTCOMES.index("unfinished")
 
+_COUNTS = ("output_len", "cached_tokens", "preemptions", "recomputed_tokens")
 _STEP_COLUMNS = (
     "start_s",
     "end_s",
@@ -46,7 +47,6 @@ _STEP_COLUMNS = (
 )
 _STEP = struct.Struct("<2d9i")
 _STEP_DTYPE = np.dtype([(name, "<f8" if name.endswith("_s") else "<i4") for name in _STEP_COLUMNS])
-_GAP_CHUNK = 1 << 20
 
 StepFigures = tuple[int, ...]  # the columns of a step from `rows` on
 
@@ -64,23 +64,19 @@ class Meter:
         self.last_s = 0.0  # when the last thing happened
         self._workload = workload
         self._last_token_s = np.full(count, np.nan)
-        self._admitted_s = np.full(count, np.nan)
-        self._first_token_s = np.full(count, np.nan)
-        self._finished_s = np.full(count, np.nan)
         self._predicted_ttft_s = np.empty(0)
-        self._output_len = np.zeros(count, np.int32)
-        self._cached = np.zeros(count, np.int32)
-        self._preemptions = np.zeros(count, np.int32)
-        self._recomputed = np.zeros(count, np.int32)
-        self._block_us = np.zeros(count, np.int64)
         self._outcome = np.full(count, _UNFINISHED, np.uint8)
-        self._gaps = _Gaps()
-        self._steps = bytearray()
+        self._times = {name: np.full(count, np.nan) for name in ("admitted_s", "first_token_s", "finished_s")}
+        self._counts = {name: np.zeros(count, np.int32) for name in _COUNTS}
+        self._block_us = np.zeros(count, np.int64)
+        self._gaps = bytearray()  # between tokens, as 32-bit floats
+        self.steps = bytearray()  # where `StepMeter`s write
 
     def tokens(self, events: TokenEvents) -> None:
         """A step delivered a token to each of some requests."""
         requests, time_s = events.requests, events.time_s
-        self._gaps.append(time_s - self._last_token_s[requests])  # NaN for a first token
+        gaps = time_s - self._last_token_s[requests]  # NaN for a first token
+        self._gaps += gaps.astype(np.float32).tobytes()
         self._last_token_s[requests] = time_s
 
     def ended(self, finished: Finished, request: Request) -> None:
@@ -91,18 +87,17 @@ class Meter:
         outcome = _OUTCOME_OF[finished.reason]
         self._outcome[index] = outcome
         if outcome == _FINISHED:
-            self._finished_s[index] = finished.time_s
+            self._times["finished_s"][index] = finished.time_s
         if request.admitted_s is not None:
-            self._admitted_s[index] = request.admitted_s
+            self._times["admitted_s"][index] = request.admitted_s
         if request.first_token_s is not None:
-            self._first_token_s[index] = request.first_token_s
-        self._output_len[index] = finished.num_output
-        self._cached[index] = finished.num_cached
-        self._preemptions[index] = finished.preemptions
-        self._recomputed[index] = finished.cost.redone
+            self._times["first_token_s"][index] = request.first_token_s
+        counts = (finished.num_output, finished.num_cached, finished.preemptions, finished.cost.redone)
+        for name, count in zip(_COUNTS, counts, strict=True):
+            self._counts[name][index] = count
         self._block_us[index] = finished.cost.block_us
 
-    def foretold(self, index: int, ttft_s: float) -> None:
+    def predicted(self, index: int, ttft_s: float) -> None:
         """When a request's first token would come, as was said at its arrival."""
         if not self._predicted_ttft_s.size:
             self._predicted_ttft_s = np.full(len(self._workload), np.nan)
@@ -125,12 +120,14 @@ class Meter:
         preempted_by: Mapping[str, int] | None = None,
         origin_s: float = 0.0,
     ) -> RunRecord:
-        """Everything so far as one value. `origin_s` is when the workload began, by the clock of what was heard."""
-        steps = np.frombuffer(bytes(self._steps), _STEP_DTYPE)
+        """Everything so far as one value. `origin_s` is when the workload began, by the clock of the events."""
+        gaps = np.frombuffer(bytes(self._gaps), np.float32)
+        steps = np.frombuffer(bytes(self.steps), _STEP_DTYPE)
         columns: dict[str, Any] = {
             f"step_{name}": steps[name] - origin_s if name.endswith("_s") else steps[name]
             for name in _STEP_COLUMNS
         }
+        columns |= {name: times - origin_s for name, times in self._times.items()} | self._counts
         return RunRecord(
             label=label,
             config=config,
@@ -139,35 +136,24 @@ class Meter:
             duration_s=max(0.0, self.last_s - origin_s),
             kv_total_slots=kv_total_slots,
             arrival_s=self._workload.arrival_s,
-            admitted_s=self._admitted_s - origin_s,
-            first_token_s=self._first_token_s - origin_s,
             predicted_ttft_s=self._predicted_ttft_s,
-            finished_s=self._finished_s - origin_s,
             prompt_len=self._workload.prompt_len,
-            output_len=self._output_len,
-            cached_tokens=self._cached,
-            preemptions=self._preemptions,
-            recomputed_tokens=self._recomputed,
             kv_block_us=self._block_us,
             tenant=self._workload.tenant,
             outcome=self._outcome,
             service_class=self._service_class,
             classes=self._classes,
             preempted_by=preempted_by or {},
-            itl_s=self._gaps.values(),
+            itl_s=gaps[~np.isnan(gaps)],
             **columns,
         )
-
-    def step_log(self) -> bytearray:
-        """Where `StepMeter`s write."""
-        return self._steps
 
 
 class StepMeter:
     """Writes down the steps of one replica, as its runner is given them."""
 
     def __init__(self, meter: Meter, replica: int, state: SchedulerState) -> None:
-        self._lines = meter.step_log()
+        self._lines = meter.steps
         self._replica = replica
         self._state = state
         self._preempted = 0
@@ -211,27 +197,3 @@ def kv_slots(state: SchedulerState) -> tuple[int, int]:
         # A padded batch goes on computing rows past their end; what it writes there is of no use to anyone.
         tokens = np.minimum(tokens, rows.max_len[:high])
     return used, used - held + int(np.dot(tokens, rows.live[:high]))
-
-
-class _Gaps:
-    """A growing column of 32-bit floats."""
-
-    def __init__(self) -> None:
-        self._full: list[NDArray[np.float32]] = []
-        self._chunk = np.empty(_GAP_CHUNK, np.float32)
-        self._length = 0
-
-    def append(self, values: NDArray[np.float64]) -> None:
-        end = self._length + len(values)
-        if end > len(self._chunk):
-            self._full.append(self._chunk[: self._length])
-            self._chunk = np.empty(max(_GAP_CHUNK, len(values)), np.float32)
-            self._length, end = 0, len(values)
-        self._chunk[self._length : end] = values
-        self._length = end
-
-    def values(self) -> NDArray[np.float32]:
-        """All gaps; NaN, which stands for a first token, left out."""
-        together = np.concatenate([*self._full, self._chunk[: self._length]])
-        there: NDArray[np.float32] = together[~np.isnan(together)]
-        return there

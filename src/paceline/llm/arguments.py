@@ -1,34 +1,31 @@
-"""Keyword arguments of `LLM` and `AsyncLLM`, which are the options of the configs under their vLLM names."""
+"""Keyword arguments of `LLM` and `AsyncLLM`, which are the options of the configs under their vLLM names.
+
+Also what scripts written for vLLM may ask of them that Paceline does not do, and what to do instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.config.options import options_of, pick
-from paceline.core.keywords import is_off, not_supported, with_closest
-from paceline.errors import ConfigError
-from paceline.llm.unsupported import OPTIONS
+from paceline.core.keywords import Hints, is_off, not_supported, refuse, with_closest
+from paceline.errors import ConfigError, PacelineError
 
 ENGINE_CONFIGS = (KVConfig, SchedulerConfig, EngineConfig)
 # Other names for options: what vLLM calls them.
 ALIASES = {"num_gpu_blocks_override": "num_blocks"}
 # Known from vLLM, accepted where they ask for what we do anyway.
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "disable_log_stats": (True, False),
-    "disable_custom_all_reduce": (True, False),
-    "disable_cascade_attention": (True, False),
-    "async_scheduling": (True, False),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(("disable_log_stats", "disable_custom_all_reduce"), (True, False)),
+    **dict.fromkeys(("disable_cascade_attention", "async_scheduling"), (True, False)),
     "enable_chunked_prefill": (True,),
-    "swap_space": (0,),
-    "cpu_offload_gb": (0,),
+    **dict.fromkeys(("swap_space", "cpu_offload_gb"), (0,)),
     "tokenizer_mode": ("auto",),
-    "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
+    **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     "convert": ("auto", "none"),
 }
 
@@ -51,3 +48,84 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
     if model is not None:
         own["model"] = str(model)
     return ModelConfig(**own), engine
+
+
+_LORA = "adapters cannot be loaded; merge it into the weights and load the merged model"
+_MEDIA = "models read text only; leave images, audio and video out"
+_POOLING = "models generate text; use an embedding or ranking library for vectors and scores"
+_PROFILE = "record a run with run_log='run.jsonl.gz' and look at it with `paceline trace`"
+_SCHEMA = "answers are not constrained to a schema; describe the format in the prompt"
+_KERNELS = "kernels and graphs follow from the model; enforce_eager=True leaves graphs out"
+_ONE_PROCESS = "the model runs in one process; start a second one for another device"
+
+# Keyword arguments of `generate` and `chat`.
+CALLS: Hints = {
+    **dict.fromkeys(("lora_request", "prompt_adapter_request"), _LORA),
+    "guided_options_request": _SCHEMA,
+    "pooling_params": _POOLING,
+    "mm_processor_kwargs": _MEDIA,
+    "prompt_token_ids": 'give them as the prompt: {"prompt_token_ids": [...]}',
+    "tools": "there is no tool calling; describe the functions in a message and read the answer",
+    "chat_template_content_format": "the template decides; leave it out",
+    "tokenization_kwargs": "give token ids as the prompt to tokenize it in another way",
+    "truncate_prompt_tokens": "shorten the prompt before the call",
+    "trace_headers": "spans are made by a server: paceline serve --otlp-endpoint",
+    "data_parallel_rank": _ONE_PROCESS,
+}
+# Keys of a prompt that is a mapping.
+PROMPT_KEYS: Hints = {
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), _MEDIA),
+    "prompt_embeds": "a prompt is text or token ids",
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models are decoders; give one prompt"),
+}
+# Keyword arguments of the classes themselves: what a machine or a model of another kind needs.
+OPTIONS: Hints = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), _ONE_PROCESS),
+    **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
+    "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), _LORA),
+    **dict.fromkeys(
+        ("speculative_config", "speculative_model"), "tokens are computed one at a time; leave it out"
+    ),
+    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"), _MEDIA),
+    "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",
+    "swap_space": "give num_host_blocks, in KV blocks",
+    "cpu_offload_gb": "weights stay on one device; take a smaller or quantised model",
+    **dict.fromkeys(("task", "runner", "convert", "pooler_config", "override_pooler_config"), _POOLING),
+    "hf_overrides": "the model's config.json decides; change it there",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "tokenizer_revision": "give tokenizer a folder that holds the one you want",
+    "tokenizer_mode": "the tokenizer's own files decide",
+    "chat_template": "give it to chat(): llm.chat(messages, chat_template=...)",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words of SamplingParams",
+    **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config"), _SCHEMA),
+    **dict.fromkeys(("compilation_config", "attention_config"), _KERNELS),
+    "profiler_config": _PROFILE,
+    "preemption_mode": "give preemption: auto, recompute or swap",
+    "served_model_name": "it belongs to a server: paceline serve --served-model-name",
+}
+# Methods of the classes.
+METHODS: Hints = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    "beam_search": "use generate with SamplingParams(n=...), or fork a running request (examples/05)",
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
+    **dict.fromkeys(("sleep", "wake_up"), "shut it down and make another one"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), _ONE_PROCESS),
+    "get_metrics": "every output has its own metrics; a server has /metrics",
+}
+
+
+class UnsupportedMethod(PacelineError, AttributeError):
+    """A method that vLLM's classes have and these do not."""
+
+
+def check_call(owner: Callable[..., object], given: dict[str, Any]) -> None:
+    """Refuse keyword arguments of a call that its signature does not have."""
+    if given:
+        refuse(f"{owner.__name__}()", given, CALLS, list(inspect.signature(owner).parameters))
+
+
+def unsupported_method(owner: str, name: str) -> UnsupportedMethod | None:
+    hint = METHODS.get(name)
+    return None if hint is None else UnsupportedMethod(not_supported(f"{owner}.{name}", hint))

@@ -21,15 +21,14 @@ from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
 from paceline.core.request import Change, ChangeOutcome
 from paceline.core.sampling import RequestOutputKind, SamplingParams
-from paceline.core.service_class import Urgency, class_of
+from paceline.core.service_class import ServiceLevel, class_of
 from paceline.engine.engine import Engine, apply_change
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
-from paceline.llm.chat import Messages
+from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
-from paceline.llm.prompts import PreparedRequest, Prompt
-from paceline.llm.unsupported import check_call
+from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
 #
@@ -83,7 +82,7 @@ class EngineLoop:
         except Exception as error:
             with self._wake:
                 self.failure = error
-            self._stepper.tell_rest()
+            self._stepper.deliver_rest()
             self._on_failure(error)
 
     def _wait(self) -> bool:
@@ -122,17 +121,9 @@ class Reader:
         self.error = self.error or error
         self.ready.set()
 
-    def tell(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Called by the engine's thread."""
         _call(self.loop, lambda: self.take(None, error))
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Whose a request is, and how urgent."""
-
-    tenant: str
-    urgency: Urgency
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -186,8 +177,8 @@ class AsyncLLM(ModelHolder):
         """
         check_call(self.generate, unsupported)
         params = sampling_params or self._front.default_sampling
-        placing = Placing(tenant, Urgency(class_of(service_tier), priority))
-        return self._stream(lambda: self._front.read(prompt, params), request_id, placing)
+        service_level = ServiceLevel(class_of(service_tier), priority)
+        return self._stream(lambda: self._front.read(prompt, params), request_id, tenant, service_level)
 
     def chat(
         self,
@@ -208,7 +199,7 @@ class AsyncLLM(ModelHolder):
         def read() -> PreparedRequest:
             return self._front.read_chat(messages, params, switches=chat_template_kwargs)
 
-        return self._stream(read, request_id, Placing(tenant, Urgency(class_of(service_tier), priority)))
+        return self._stream(read, request_id, tenant, ServiceLevel(class_of(service_tier), priority))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -277,24 +268,28 @@ class AsyncLLM(ModelHolder):
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Value] = loop.create_future()
 
-        def tell(result: Callable[[], None]) -> None:
+        def resolve(result: Callable[[], None]) -> None:
             _call(loop, lambda: None if done.done() else result())
 
         def run() -> None:
             try:
                 value = function()
             except Exception as error:  # the caller's business alone
-                tell(partial(done.set_exception, error))
+                resolve(partial(done.set_exception, error))
             else:
-                tell(partial(done.set_result, value))
+                resolve(partial(done.set_result, value))
 
         self._loop.do(run)
         return await done
 
     async def _stream(
-        self, read: Callable[[], PreparedRequest], request_id: str | None, placing: Placing
+        self,
+        read: Callable[[], PreparedRequest],
+        request_id: str | None,
+        tenant: str,
+        service_level: ServiceLevel,
     ) -> AsyncGenerator[RequestOutput, None]:
-        arrival_s = self._engine.now_s  # the engine's thread hears of it when it next looks up from its work
+        arrival_s = self._engine.now_s  # the engine's thread learns of it between two steps
         prepared = await asyncio.to_thread(read)
         name = request_id if request_id is not None else f"request-{id(prepared):x}"
         if name in self._readers:
@@ -304,7 +299,7 @@ class AsyncLLM(ModelHolder):
         kind = prepared.sampling.output_kind
         delta = OutputDelta()
         try:
-            self._loop.do(lambda: self._add(name, reader, prepared, placing, arrival_s))
+            self._loop.do(lambda: self._add(name, reader, prepared, tenant, service_level, arrival_s))
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
@@ -326,18 +321,21 @@ class AsyncLLM(ModelHolder):
     # -- in the engine's thread ----------------------------------------------------------------------------
 
     def _add(
-        self, name: str, reader: Reader, prepared: PreparedRequest, placing: Placing, arrival_s: float
+        self,
+        name: str,
+        reader: Reader,
+        prepared: PreparedRequest,
+        tenant: str,
+        service_level: ServiceLevel,
+        arrival_s: float,
     ) -> None:
+        tokens, sampling = prepared.token_ids, prepared.sampling
         try:
             ids = self._engine.add(
-                prepared.token_ids,
-                prepared.sampling,
-                urgency=placing.urgency,
-                tenant=placing.tenant,
-                arrival_s=arrival_s,
+                tokens, sampling, service_level=service_level, tenant=tenant, arrival_s=arrival_s
             )
         except Exception as error:  # refused: the caller's business alone
-            reader.tell(error)
+            reader.fail(error)
             return
         output = self._collector.open(name, prepared, ids, arrival_s)
         self._listeners[id(output)] = reader
@@ -357,24 +355,22 @@ class AsyncLLM(ModelHolder):
             raise UnknownRequest(f"no request under way has the id {name}")
 
     def _on_events(self, events: StepEvents) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[tuple[Reader, RequestOutput]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, RequestOutput]]] = {}
         for output in self._collector.take(events):
             # By the output, not by its name, which a caller may use again once its request is over.
             reader = self._listeners.pop(id(output)) if output.finished else self._listeners[id(output)]
-            told.setdefault(reader.loop, []).append((reader, _frozen(output)))
-        for loop, outputs in told.items():  # all at once: waking a loop costs more than an output
+            # A copy of one that the engine's thread goes on writing to.
+            by_loop.setdefault(reader.loop, []).append(
+                (reader, output if output.finished else output.copied())
+            )
+        for loop, outputs in by_loop.items():  # all at once: waking a loop costs more than an output
             _call(loop, partial(_hand_out, outputs))
 
     def _on_failure(self, error: Exception) -> None:
         for reader in list(self._readers.values()):
-            reader.tell(error)
+            reader.fail(error)
 
 
 def _hand_out(outputs: list[tuple[Reader, RequestOutput]]) -> None:
     for reader, output in outputs:
         reader.take(output)
-
-
-def _frozen(output: RequestOutput) -> RequestOutput:
-    """What the engine's thread does not go on writing to: a copy while the request is under way."""
-    return output if output.finished else output.copied()

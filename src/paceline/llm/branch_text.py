@@ -49,7 +49,7 @@ class BranchText:
         output.token_ids += tokens
         if self._stream is None:
             return ""
-        text = self._stream.push_text(tokens, ends_with_stop_token=ends_with_stop_token)
+        text = self._stream.push(tokens, ends_with_stop_token=ends_with_stop_token)
         if self._stream.stopped_at is not None:
             self._cut(self._stream)
         return text
@@ -73,7 +73,7 @@ class BranchText:
         """The branch has ended: the rest of its text."""
         output, rest = self.output, ""
         if self._stream is not None and self.cut_at is None:
-            rest = self._stream.finish().text
+            rest = self._stream.finish()
             if self._stream.stopped_at is not None:  # completed by characters that were held back until now
                 self._cut(self._stream)
         if output.logprobs is not None:

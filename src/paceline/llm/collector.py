@@ -1,14 +1,13 @@
 """From the engine's events to outputs: text, logprobs and endings of every request under way.
 
-Stop strings are found here, outside the step loop; the engine is told at which token its output ends, and whatever
-it delivers beyond is dropped. Knows the engine by its events and two commands, not by its parts.
+Stop strings are found here, outside the step loop; the engine learns at which token its output ends, and whatever
+it delivers beyond is dropped. Knows the engine by its events and that command, not by its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,12 +97,6 @@ class TokenColumns:
             self._place_of[known - self._base] = place
 
 
-class EngineCommands(Protocol):
-    """What the collector asks of the engine."""
-
-    def finish_at(self, request_id: RequestId, num_output: int) -> bool: ...
-
-
 @dataclass(slots=True, eq=False)
 class BranchOutput:
     """One engine request: a branch of what the caller asked for."""
@@ -111,9 +104,8 @@ class BranchOutput:
     id: RequestId
     whole: OpenOutput
     text: BranchText
-    num_taken_over: int = (
-        0  # output tokens of the branch it was forked from; the engine counts them as its prompt
-    )
+    # Output tokens of the branch it was forked from; the engine counts them as its prompt.
+    num_taken_over: int = 0
 
     @property
     def output(self) -> CompletionOutput:
@@ -127,16 +119,17 @@ class OpenOutput:
     output: RequestOutput
     prepared: PreparedRequest
     branches: list[BranchOutput] = field(default_factory=list)
-    changed: bool = False
 
 
 class Collector:
     """Outputs of all requests under way."""
 
-    def __init__(self, tokenizer: Tokenizer | None, commands: EngineCommands, longest: int) -> None:
-        """`longest`: most tokens of a sequence."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, finish_at: Callable[[RequestId, int], bool], longest: int
+    ) -> None:
+        """`finish_at` ends a request of the engine at a number of output tokens; `longest`: most of a sequence."""
         self._tokenizer = tokenizer
-        self._commands = commands
+        self._finish_at = finish_at
         self._branches: dict[RequestId, BranchOutput] = {}
         self._unread = TokenColumns(longest + 1)  # of branches that have no text and are only read whole
 
@@ -246,7 +239,7 @@ class Collector:
         metrics.last_token_s = time_s
         branch.output.text += text.push([token], ends_with_stop_token=is_stop)
         if text.cut_at is not None:
-            self._commands.finish_at(branch.id, text.cut_at - branch.num_taken_over)
+            self._finish_at(branch.id, text.cut_at - branch.num_taken_over)
 
     def _take_logprobs(self, event: LogprobEvent) -> None:
         branch = self._branches.get(event.request)

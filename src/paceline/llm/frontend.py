@@ -9,11 +9,9 @@ from typing import Any, NoReturn
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.factory import LoadedModel, load_model
-from paceline.llm.arguments import split_arguments
-from paceline.llm.chat import ChatPrompts, Messages
+from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
-from paceline.llm.prompts import PreparedRequest, Prompt, PromptReader
-from paceline.llm.unsupported import unsupported_method
+from paceline.llm.prompts import ChatPrompts, Messages, PreparedRequest, Prompt, PromptReader
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
 
@@ -32,7 +30,7 @@ class Frontend:
         self.engine = loaded.engine
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
-        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler, self.max_model_len)
+        self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler.finish_at, self.max_model_len)
         self._chat = ChatPrompts(loaded.tokenizer)
         self._reader = PromptReader(
             loaded.tokenizer,

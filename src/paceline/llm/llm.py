@@ -4,55 +4,46 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, class_of
-from paceline.llm.chat import Messages
+from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.offline import Submission, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
-from paceline.llm.prompts import PreparedRequest, Prompt
-from paceline.llm.unsupported import check_call
+from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 
 # The progress bar of a batch: requests done, tokens per second in and out.
 
 
-class Progress:
-    """Shows nothing when switched off."""
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[RequestOutput], None]]:
+    """Inside, the function that is given shows that a request has finished."""
+    from tqdm.auto import tqdm
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar: Any = None
-        self._num_input = self._num_output = 0
-        self._started_s = time.perf_counter()
-        if enabled:
-            from tqdm.auto import tqdm
+    num_input, num_output, started_s = 0, 0, time.perf_counter()
 
-            self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_rates(0, 0))
-
-    def show(self, finished: Sequence[RequestOutput]) -> None:
-        if self._bar is None or not finished:
-            return
-        for output in finished:
-            self._num_input += len(output.prompt_token_ids)
-            self._num_output += sum(len(part.token_ids) for part in output.outputs)
-        seconds = max(time.perf_counter() - self._started_s, 1e-9)
-        self._bar.set_postfix_str(
-            _rates(self._num_input / seconds, self._num_output / seconds), refresh=False
+    def rates() -> str:
+        seconds = max(time.perf_counter() - started_s, 1e-9)
+        return (
+            f"est. speed input: {num_input / seconds:.2f} toks/s, output: {num_output / seconds:.2f} toks/s"
         )
-        self._bar.update(len(finished))
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    with tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=rates()) as bar:
 
+        def show(output: RequestOutput) -> None:
+            nonlocal num_input, num_output
+            num_input += len(output.prompt_token_ids)
+            num_output += sum(len(part.token_ids) for part in output.outputs)
+            bar.set_postfix_str(rates(), refresh=False)
+            bar.update()
 
-def _rates(num_input: float, num_output: float) -> str:
-    return f"est. speed input: {num_input:.2f} toks/s, output: {num_output:.2f} toks/s"
+        yield show
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -199,11 +190,12 @@ class LLM(ModelHolder):
         ]
         max_open = max(1, self.loaded.config.scheduler.max_queue // 2)
         done: dict[str, RequestOutput] = {}
-        progress = Progress(len(prepared), enabled=use_tqdm)
-        with closing(progress), closing(run_requests(self._front, submissions, max_open=max_open)) as running:
+        shown = progress(len(prepared)) if use_tqdm else nullcontext(lambda output: None)
+        running = run_requests(self._front, submissions, max_open=max_open)
+        with shown as show, closing(running):
             for output in running:
                 done[output.request_id] = output
-                progress.show([output])
+                show(output)
         return [done[submission.name] for submission in submissions]
 
 

@@ -9,11 +9,12 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
-from paceline.core.service_class import DEFAULT_CLASS, Urgency
+from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
@@ -24,39 +25,33 @@ from paceline.llm.prompts import PreparedRequest
 # Acts only in the main thread and only where Python's own handler is in place. A second Ctrl-C does not wait.
 
 
-class Interrupts:
-    """While entered, an interrupt is noted; `check` raises it."""
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], None]]:
+    """Inside, an interrupt is noted; the function that is given raises it, and so does the end."""
+    is_noted = False
 
-    def __init__(self) -> None:
-        self._asked = False
-        self._is_installed = False
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_noted
+        if is_noted:
+            raise KeyboardInterrupt
+        is_noted = True
 
-    def __enter__(self) -> Interrupts:
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._is_installed = True
-        return self
+    def check() -> None:
+        nonlocal is_noted
+        if is_noted:
+            is_noted = False
+            raise KeyboardInterrupt
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_installed:
-            self._is_installed = False
+    in_main = threading.current_thread() is threading.main_thread()
+    is_installed = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_installed:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        if is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
-            self.check()
-
-    def check(self) -> None:
-        """Raise an interrupt that has come meanwhile."""
-        if self._asked:
-            self._asked = False
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
+    check()
 
 
 # Steps' worth of prompt tokens that wait at least. One is enough to begin with, and few requests: the others are
@@ -86,7 +81,7 @@ def run_requests(
     engine, collector = front.engine, front.collector
     step = engine.step_overlapped if engine.depth else engine.step
     waiting, fed = iter(submissions), FIRST_FED
-    with Interrupts() as interrupts:
+    with interrupts_noted() as check_interrupts:
         try:
             while True:
                 refused, waiting = _feed(front, waiting, max_open, fed)
@@ -94,7 +89,7 @@ def run_requests(
                 if not collector.num_open and not refused:
                     collector.take(engine.drain())
                     return
-                interrupts.check()
+                check_interrupts()
                 changed = collector.take(step())
                 if fed < STEPS_FED:
                     fed = STEPS_FED
@@ -113,7 +108,7 @@ def stream_request(front: Frontend, submission: Submission) -> Generator[Request
     output = _add(front, submission, only_whole=False)
     try:
         while not output.finished:
-            with Interrupts():
+            with interrupts_noted():
                 changed = collector.take(step())
             if any(each is output for each in changed):
                 yield output.copied()
@@ -155,7 +150,7 @@ def _add(front: Frontend, submission: Submission, *, only_whole: bool) -> Reques
     ids = front.engine.add(
         request.token_ids,
         request.sampling,
-        urgency=Urgency(submission.service_class, submission.priority),
+        service_level=ServiceLevel(submission.service_class, submission.priority),
     )
     arrival_s = front.engine.scheduler.state.now_s
     return front.collector.open(submission.name, request, ids, arrival_s, only_whole=only_whole)

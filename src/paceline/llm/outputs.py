@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class CompletionOutput:
         )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Times by the engine's clock, in seconds; None until it has happened."""
 
@@ -66,18 +67,11 @@ class RequestMetrics:
     recompute_kv_block_seconds: float = 0.0  # of these, while tokens were computed again
 
     def copied(self) -> RequestMetrics:
-        return RequestMetrics(
-            arrival_s=self.arrival_s,
-            first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
-            finished_s=self.finished_s,
-            queue_s=self.queue_s,
-            preemptions=self.preemptions,
-            swaps=self.swaps,
-            recomputed_tokens=self.recomputed_tokens,
-            kv_block_seconds=self.kv_block_seconds,
-            recompute_kv_block_seconds=self.recompute_kv_block_seconds,
-        )
+        return RequestMetrics(*_figures(self))
+
+
+# All at once: one by one takes longer, and this is done per token.
+_figures = attrgetter(*RequestMetrics.__dataclass_fields__)
 
 
 @dataclass(slots=True, kw_only=True)

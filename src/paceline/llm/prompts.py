@@ -13,7 +13,8 @@ from typing import Any, cast
 from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.unsupported import PROMPT_KEYS
+from paceline.llm.arguments import PROMPT_KEYS
+from paceline.text.chat_template import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 
 # Words that must not be produced, as the token sequences that would spell them.
@@ -134,3 +135,28 @@ class PromptReader:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
         sampling.check_vocabulary(self._vocab_size)
         return replace(sampling, **changes) if changes else sampling
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatPrompts:
+    """Renders conversations for one model."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._own = None if tokenizer is None else ChatTemplate.for_tokenizer(tokenizer)
+
+    def render(
+        self, messages: Messages, *, template: str | None = None, **options: Any
+    ) -> tuple[str, list[int]]:
+        """The prompt as text and as token ids, by the model's template or another; `options` as in `ChatTemplate`."""
+        if self._tokenizer is None or self._own is None:
+            raise InvalidRequest(
+                "chat needs a tokenizer; the engine was started without one", param="messages"
+            )
+        chosen = self._own
+        if template is not None:
+            chosen = ChatTemplate.for_tokenizer(self._tokenizer, source=template)
+        prompt = chosen.render(messages, **options)
+        return prompt.text, self._tokenizer.encode_template(prompt)

@@ -43,17 +43,15 @@ class DenseStorage:
         self._tables: dict[str, Tensor] = {}
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
-        if len(weights) == 1:
-            return DenseLinear(self._table(weights[0]), bias)
-        return DenseLinear(torch.cat([_float32(weight) for weight in weights]), bias)
+        parts = [
+            self._tables[weight.name] if weight.name in self._tables else _float32(weight)
+            for weight in weights
+        ]
+        return DenseLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         table = self._tables.setdefault(weight.name, _float32(weight))
         return lambda x: F.embedding(x, table)
-
-    def _table(self, weight: StoredTensor) -> Tensor:
-        known = self._tables.get(weight.name)
-        return _float32(weight) if known is None else known
 
 
 def build_decoder(
@@ -64,7 +62,7 @@ def build_decoder(
 ) -> Decoder:
     """A decoder with the tensors of `source`, kept as `storage` says (float32 when nothing is said).
 
-    `on_layer` is told how many layers are there, and of how many.
+    `on_layer` is called with the number of layers loaded and of all layers.
     """
     spec = source.spec
     storage = DenseStorage() if storage is None else storage

@@ -40,10 +40,6 @@ def fast_product() -> str | None:
     return "bfloat16" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else None
 
 
-def _has_byte_product() -> bool:
-    return BYTE_ENGINE in torch.backends.quantized.supported_engines and hasattr(torch, "quantize_per_tensor")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
     """A matrix [out, in] as scale * q + offset, scale and offset [out, in / 32]; q below 16 or below 256."""
@@ -153,11 +149,12 @@ def _pack_bytes(values: Tensor) -> Any:
 class StackedLinear:
     """Products of one input side by side, where their weights differ in kind."""
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        self._parts, self._bias = parts, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=-1)
+        out = torch.cat([part(x) for part in self._parts], dim=-1)
+        return out if self._bias is None else out + self._bias
 
 
 class QuantizedEmbedding:
@@ -181,7 +178,8 @@ class QuantizedStorage:
         self._make: dict[int, Callable[[Groups, Tensor | None], Linear]] = {
             4: DynamicLinear if product == "dynamic" else BFloat16Linear
         }
-        if product == "dynamic" and _has_byte_product():
+        has_bytes = BYTE_ENGINE in torch.backends.quantized.supported_engines
+        if product == "dynamic" and has_bytes and hasattr(torch, "quantize_per_tensor"):
             self._make[8] = ByteLinear
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
@@ -191,22 +189,13 @@ class QuantizedStorage:
             return self._dense.linear(weights, bias)
         if len({group.bits for group in kept}) == 1:
             return self._make[kept[0].bits](_stack(kept), bias)
-        stacked = StackedLinear([self._make[group.bits](group, None) for group in kept])
-        return stacked if bias is None else _Biased(stacked, bias)
+        return StackedLinear([self._make[group.bits](group, None) for group in kept], bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         groups = _groups(weight)
         if groups is None or groups.bits != 8:
             return self._dense.embedding(weight)
         return QuantizedEmbedding(groups)
-
-
-class _Biased:
-    def __init__(self, inner: Linear, bias: Tensor) -> None:
-        self._inner, self._bias = inner, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._inner(x) + self._bias
 
 
 def _stack(groups: Sequence[Groups]) -> Groups:

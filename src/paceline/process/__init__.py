@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the client that talks to it."""
+"""The engine in a separate process, and the client that talks to it."""

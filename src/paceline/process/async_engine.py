@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, LogprobEvent
 from paceline.core.request import Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
@@ -37,7 +37,7 @@ from paceline.process.client import (
 from paceline.process.frames import error_of
 from paceline.process.streams import Branch, Stream
 
-# Questions to the engine that get an answer of their own: sent, waited for, told or given up.
+# Questions to the engine with a separate answer: sent, waited for, answered or cancelled.
 #
 # A question has a number, and its answer comes back with it. Few are under way at a time, none is waited for longer
 # than a few seconds, and an engine that is lost answers all of them at once. Belongs to one event loop.
@@ -56,39 +56,46 @@ class Sender(Protocol):
     def num_unsent_bytes(self) -> int: ...
 
 
-class Questions:
-    """Those that wait for an answer."""
+Value = TypeVar("Value")
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[frames.Answer]] = {}
-        self._next = 1
 
-    async def ask(self, sender: Sender, make: Callable[[int], frames.ToEngine]) -> frames.Answer:
-        """The answer to the frame that `make` makes of a question's number. Raises QueueFull, or EngineUnavailable
-        when no answer comes."""
+class Questions(Generic[Value]):
+    """Those of one kind that wait for an answer, by number."""
+
+    def __init__(self, too_many: str) -> None:
+        self._too_many = too_many
+        self._waiting: dict[int, asyncio.Future[Value]] = {}
+
+    async def ask(self, number: int, sender: Sender, make: Callable[[], bytes]) -> Value:
+        """The answer to the frame that `make` makes. Raises QueueFull, or EngineUnavailable when no answer comes."""
         if len(self._waiting) >= MOST_QUESTIONS:
-            raise QueueFull("too many questions are being answered at once; try again later")
-        question, self._next = self._next, (self._next + 1) % 2**31
-        answer = self._waiting[question] = asyncio.get_running_loop().create_future()
+            raise QueueFull(f"too many {self._too_many} at once; try again later")
+        payload = make()
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            sender.send(frames.encode(make(question)))
+            sender.send(payload)
             return await asyncio.wait_for(answer, PATIENCE_S)
         except TimeoutError:
             raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
         finally:
-            del self._waiting[question]
+            del self._waiting[number]
 
-    def answer(self, answer: frames.Answer) -> None:
+    def answer(self, number: int, value: Value) -> None:
         """An answer has come; one that is too late is dropped."""
-        waiting = self._waiting.get(answer.question)
+        waiting = self._waiting.get(number)
         if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+            waiting.set_result(value)
 
-    def fail_all(self, message: str) -> None:
-        """No answer will come."""
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EngineUnavailable(message))
+    def fail(self, number: int, error: PacelineError) -> bool:
+        """No answer will come; False if none is waited for."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+        return waiting is not None
+
+    def fail_all(self, message: str, code: str = "engine_unavailable") -> None:
+        for number in self._waiting:
+            self.fail(number, EngineUnavailable(message, code=code))
 
 
 _logger = logging.getLogger("paceline")
@@ -106,9 +113,10 @@ class AsyncEngine:
         self._sender: Sender | None = None
         self._streams: dict[int, Stream] = {}  # by their first branch
         self._branches: dict[int, Branch] = {}  # those that have not ended
-        self._forecasts: dict[int, asyncio.Future[Forecast | None]] = {}  # that are waited for
         self._undelivered: list[Stream] = []  # with updates in the frame that is being read
-        self._questions = Questions()
+        self._questions = Questions[frames.Answer]("questions are being answered")
+        self._forecasts = Questions[Forecast | None]("estimates are being made")
+        self._next_question = 1
         self._dial: DialSetting | None = None  # as it was set while serving
         self._policy: PolicyChange | None = None
         self._weights = ""  # of tenants, as `--tenant-weights` would say them
@@ -149,12 +157,12 @@ class AsyncEngine:
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
         sender = self._ready_sender()
-        payload = self._payload(tokens, sampling, tenant, urgency, timeout_s)
+        payload = self._payload(tokens, sampling, tenant, service_level, timeout_s)
         first = self._next_id
         self._next_id += sampling.n
         stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
@@ -165,14 +173,12 @@ class AsyncEngine:
         return stream
 
     async def explain(self, number: int) -> Explanation:
-        sender = self._ready_sender()
-        answer = await self._questions.ask(sender, lambda question: frames.Explain(question, number))
+        answer = await self._ask(lambda question: frames.Explain(question, number))
         assert isinstance(answer, frames.Explained)
         return answer.explanation
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
-        sender = self._ready_sender()
-        answer = await self._questions.ask(sender, lambda question: frames.Steer(question, dial, policy))
+        answer = await self._ask(lambda question: frames.Steer(question, dial, policy))
         assert isinstance(answer, frames.Steered)
         if answer.rejected is not None:
             raise error_of(answer.rejected)
@@ -180,22 +186,29 @@ class AsyncEngine:
         return answer.steering
 
     async def snapshot(self) -> bytes:
-        answer = await self._questions.ask(self._ready_sender(), frames.Watch)
+        answer = await self._ask(frames.Watch)
         assert isinstance(answer, frames.Watched)
         return answer.body
 
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
-        branches = tuple(numbers)
-        answer = await self._questions.ask(
-            self._ready_sender(), lambda question: frames.ChangeBranches(question, branches, change)
-        )
+        answer = await self._ask(lambda question: frames.ChangeBranches(question, tuple(numbers), change))
         assert isinstance(answer, frames.Changed)
         return answer.outcomes
+
+    async def _ask(self, make: Callable[[int], frames.ToEngine]) -> frames.Answer:
+        """The answer to the frame that `make` makes of a question's number."""
+        number, sender = self._next_question, self._ready_sender()
+
+        def payload() -> bytes:
+            self._next_question = (number + 1) % 2**31
+            return frames.encode(make(number))
+
+        return await self._questions.ask(number, sender, payload)
 
     def on_answer(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
         self.on_heartbeat()
-        self._questions.answer(answer)
+        self._questions.answer(answer.question, answer)
 
     async def forecast(
         self,
@@ -203,31 +216,24 @@ class AsyncEngine:
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
-        sender = self._ready_sender()
-        if len(self._forecasts) >= MOST_QUESTIONS:
-            raise QueueFull("too many estimates are being made at once; try again later")
-        payload = self._payload(tokens, sampling, tenant, urgency, None, only_forecast=True)
-        number = self._next_id
-        self._next_id += 1
-        answer: asyncio.Future[Forecast | None] = asyncio.get_running_loop().create_future()
-        self._forecasts[number] = answer
-        try:
-            sender.send(payload)
-            return await asyncio.wait_for(answer, PATIENCE_S)
-        except TimeoutError:
-            raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
-        finally:
-            del self._forecasts[number]
+        number, sender = self._next_id, self._ready_sender()
+
+        def payload() -> bytes:
+            made = self._payload(tokens, sampling, tenant, service_level, None, only_forecast=True)
+            self._next_id += 1
+            return made
+
+        return await self._forecasts.ask(number, sender, payload)
 
     def _payload(
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
         tenant: str,
-        urgency: Urgency,
+        service_level: ServiceLevel,
         timeout_s: float | None,
         *,
         only_forecast: bool = False,
@@ -236,17 +242,17 @@ class AsyncEngine:
         sender = self._ready_sender()
         if sender.num_unsent_bytes > self._config.max_unsent_bytes:
             raise QueueFull("the engine does not take requests as fast as they come; try again later")
-        urgency.check()
+        service_level.check()
         add = frames.Add(
             first=self._next_id,
             tokens=_column(tokens),
             sampling=frames.Sampling.of(sampling),
             tenant=tenant,
-            priority=urgency.priority,
+            priority=service_level.priority,
             submitted_s=time.monotonic(),
             timeout_s=timeout_s,
             only_forecast=only_forecast,
-            service_class=urgency.service_class,
+            service_class=service_level.service_class,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
@@ -266,8 +272,8 @@ class AsyncEngine:
         self._state = EngineState.READY
         self.on_heartbeat()
         self._send_weights("")
-        if self._sender is not None and (self._dial or self._policy):  # an engine in the place of another
-            self._sender.send(frames.encode(frames.Steer(0, self._dial, self._policy)))
+        if self._dial or self._policy:  # an engine in the place of another
+            self._send(frames.Steer(0, self._dial, self._policy))
 
     def on_heartbeat(self) -> None:
         """The engine is alive."""
@@ -301,8 +307,7 @@ class AsyncEngine:
 
     def ping(self) -> None:
         """Ask the engine for its gauges of this moment."""
-        if self._sender is not None:
-            self._sender.send(frames.encode(frames.Ping()))
+        self._send(frames.Ping())
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """The shares of tenants from now on, for this engine and for those that take its place."""
@@ -313,9 +318,10 @@ class AsyncEngine:
             self._send_weights(before)
 
     def _send_weights(self, before: str) -> None:
-        if self._sender is not None and self._weights != before:
-            change = PolicyChange(name="", options={"tenant_weights": self._weights})
-            self._sender.send(frames.encode(frames.Steer(0, None, change)))
+        if self._weights != before:
+            self._send(
+                frames.Steer(0, None, PolicyChange(name="", options={"tenant_weights": self._weights}))
+            )
 
     def refuse_new(self) -> None:
         """From now on only requests under way continue."""
@@ -323,8 +329,8 @@ class AsyncEngine:
         self.resume_all()
 
     def resume_all(self) -> None:
-        if self._sender is not None and self._state is EngineState.READY:
-            self._sender.send(frames.encode(frames.Drain()))
+        if self._state is EngineState.READY:
+            self._send(frames.Drain())
 
     def fail_all(self, error: EngineUnavailable) -> None:
         """End every stream with an error, and what an engine may still do for them."""
@@ -333,9 +339,7 @@ class AsyncEngine:
             self._forget(stream)
             # One for each: an error collects the places it was raised at.
             stream.fail(EngineUnavailable(str(error), code=error.code))
-        for answer in self._forecasts.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable(str(error), code=error.code))
+        self._forecasts.fail_all(str(error), error.code)
 
     # -- frames of the engine ------------------------------------------------------------------------------
 
@@ -352,7 +356,10 @@ class AsyncEngine:
         for ending in update.endings:
             self._take_ending(ending)
         for first, forecast in update.forecasts:
-            self._take_forecast(first, forecast)
+            if (stream := self._streams.get(first)) is not None:
+                stream.forecast = forecast
+            else:
+                self._forecasts.answer(first, forecast)
         for rejected in update.rejections:
             self._take_rejection(rejected)
         if update.stats is not None:
@@ -363,22 +370,12 @@ class AsyncEngine:
         for stream in undelivered:
             self._deliver(stream)
 
-    def _take_forecast(self, first: int, forecast: Forecast | None) -> None:
-        stream, answer = self._streams.get(first), self._forecasts.get(first)
-        if stream is not None:
-            stream.forecast = forecast
-        elif answer is not None and not answer.done():
-            answer.set_result(forecast)
-
     def _take_rejection(self, rejected: frames.Rejected) -> None:
-        stream, answer = self._streams.get(rejected.first), self._forecasts.get(rejected.first)
+        stream = self._streams.get(rejected.first)
         if stream is not None:
             self._drop(stream)
             stream.fail(error_of(rejected))
-        elif answer is not None:
-            if not answer.done():
-                answer.set_exception(error_of(rejected))
-        else:
+        elif not self._forecasts.fail(rejected.first, error_of(rejected)):
             self.rejects.unknown_branch += 1
 
     def _take_tokens(self, update: frames.Update) -> None:
@@ -448,9 +445,13 @@ class AsyncEngine:
             raise EngineUnavailable("the engine does not answer at the moment; try again later")
         return self._sender
 
+    def _send(self, frame: frames.ToEngine) -> None:
+        if self._sender is not None:
+            self._sender.send(frames.encode(frame))
+
     def _finish_at(self, branch_id: int, num_output: int) -> None:
-        if self._sender is not None and branch_id in self._branches:
-            self._sender.send(frames.encode(frames.FinishAt(branch_id, num_output)))
+        if branch_id in self._branches:
+            self._send(frames.FinishAt(branch_id, num_output))
 
     def _close(self, stream: Stream) -> None:
         if stream.first in self._streams:
@@ -461,8 +462,7 @@ class AsyncEngine:
         """Its reader is gone: the engine frees what it holds."""
         open_ids = tuple(branch.id for branch in stream.branches if branch.ending is None)
         self._drop(stream)
-        if self._sender is not None:
-            self._sender.send(frames.encode(frames.Abort(open_ids)))
+        self._send(frames.Abort(open_ids))
 
     def _drop(self, stream: Stream) -> None:
         self._streams.pop(stream.first, None)

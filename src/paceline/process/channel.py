@@ -16,7 +16,7 @@ HEADER = struct.Struct("<2sHII")  # magic, client, incarnation, bytes of payload
 MAGIC = b"PL"
 ONLY_CLIENT = 0  # there is one HTTP process
 _CHUNK = 64 << 10
-_MOST_CHUNKS = 256  # of one look: a flood of requests must not hold up the next step
+_MOST_CHUNKS = 256  # of one poll: a flood of requests must not hold up the next step
 
 
 class ChannelClosed(Exception):
@@ -109,7 +109,7 @@ class Channel:
         self.rejects = Rejects()
         self._sock = sock
         self._reader = FrameReader(None, max_frame_bytes, self.rejects)
-        self._arrived = memoryview(bytearray(_CHUNK))  # made once: most looks find nothing
+        self._arrived = memoryview(bytearray(_CHUNK))  # made once: most polls find nothing
         self._unsent = b""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -129,11 +129,11 @@ class Channel:
                 raise ChannelClosed("the other side has closed the channel")
             payloads += self._reader.feed(self._arrived[:count])
             if count < _CHUNK:
-                break  # most likely all of it; the rest is found at the next look
+                break  # most likely all of it; the rest is found at the next poll
         return payloads
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something arrives, until there is room for what was not sent, or for so long."""
+        """Sleep until something arrives, until there is room for what was not sent, or until the time is over."""
         wanted = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
         self._poll.modify(self._sock, wanted)
         self._poll.poll(seconds * 1000)

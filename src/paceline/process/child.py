@@ -15,7 +15,7 @@ from collections.abc import Sequence
 COMMAND = (sys.executable, "-P", "-m", "paceline.process.engine_main")
 SECRETS = ("PACELINE_API_KEY", "PACELINE_ADMIN_KEY")  # of no use to an engine
 STDERR = 2
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _DUMP_S = 0.5  # what writing the stacks may take
 
 
@@ -49,12 +49,12 @@ class EngineChild:
         return self._process.poll()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for its end; False if it still lives after so long."""
+        """Wait for its end; False if it still lives then."""
         until_s = time.monotonic() + seconds
         while self.exit_code is None:
             if time.monotonic() >= until_s:
                 return False
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return True
 
     async def kill(self) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from paceline.core.counters import Counters
+from paceline.core.counters import Counters, CPUWork
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.costs.model import ModelWork
 from paceline.errors import PacelineError
 
@@ -61,6 +61,9 @@ class EngineInfo:
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
     learns_step_sizes: bool = False  # the sizes of steps above are those of the start
+    runner: dict[str, str | int] = field(
+        default_factory=dict
+    )  # what computes steps: its name, and more about it
 
     @property
     def usable_blocks(self) -> int:
@@ -90,6 +93,7 @@ class EngineStats:
     watch_cpu_s: float = 0.0  # of the engine's process, spent on the live page; part of `cpu_s`
     cpu_s: float = 0.0  # of the engine's process, all threads
     dial: DialStatus = field(default_factory=DialStatus)
+    cpu: CPUWork = field(default_factory=CPUWork)
 
     @property
     def prefix_queries(self) -> int:
@@ -197,7 +201,7 @@ class EngineClient(Protocol):
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
@@ -208,7 +212,7 @@ class EngineClient(Protocol):
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
         """When a request would be served if it came now; None: not known. Raises what it would be rejected with."""
 

@@ -1,7 +1,7 @@
 """Where the engine's process starts: `python -m paceline.process.engine_main`.
 
 Its end of the socket is its standard input, its configuration the first frame on it. It loads the model, says that it
-is ready or why not, and serves until told to stop, or until the other side is gone. Interrupts meant for the whole
+is ready or why not, and serves until it gets a stop, or until the other side is gone. Interrupts meant for the whole
 program are left to the HTTP process, which stops this one in its own time.
 """
 
@@ -18,18 +18,18 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 
 from paceline.config.process import ProcessConfig
 from paceline.errors import PacelineError
-from paceline.factory import LoadedModel, load_model
+from paceline.factory import LoadedModel, LoadProgress, load_model
 from paceline.models.spec import model_work
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineInfo
-from paceline.process.engine_logs import LogQueue, set_up_logs
-from paceline.process.service import EngineService
+from paceline.process.service import EngineService, LogQueue, set_up_logs
 
 FIRST_FRAME_S = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -54,11 +54,9 @@ def main() -> int:
 def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
     started_s = time.monotonic()
     try:
-        with LoadingBeats(channel, configure.heartbeat_s, logs) as beats:
-            loaded = load_model(
-                configure.model, configure.given, relatives=(os.getppid(),), on_progress=beats.note
-            )
-            info = _info(loaded, configure, time.monotonic() - started_s)
+        with loading_beats(channel, configure.heartbeat_s, logs) as note:
+            loaded = load_model(configure.model, configure.given, relatives=(os.getppid(),), on_progress=note)
+            info = _info(loaded, time.monotonic() - started_s)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
@@ -74,40 +72,31 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     return code
 
 
-class LoadingBeats:
-    """Signs of life from a separate thread while the main one loads a model; each says how far it is."""
+@contextmanager
+def loading_beats(channel: Channel, every_s: float, logs: LogQueue) -> Iterator[LoadProgress]:
+    """Inside, a separate thread sends heartbeats with the progress that was last reported to the given function."""
+    ended, beat = threading.Event(), frames.Loading()
 
-    def __init__(self, channel: Channel, every_s: float, logs: LogQueue) -> None:
-        self._channel = channel
-        self._logs = logs
-        self._every_s = every_s
-        self._done = threading.Event()
-        self._beat = frames.Loading()
-        self._thread = threading.Thread(target=self._run, name="paceline-loading", daemon=True)
+    def note(stage: str, done: int, total: int) -> None:
+        nonlocal beat
+        beat = frames.Loading(stage, done, total)
 
-    def note(self, stage: str, done: int, total: int) -> None:
-        self._beat = frames.Loading(stage, done, total)
-
-    def __enter__(self) -> LoadingBeats:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.wait(self._every_s):
+    def send() -> None:
+        while not ended.wait(every_s):
             try:
-                if self._channel.is_free:
-                    self._channel.send(frames.encode(self._beat))
-                self._logs.send(self._channel)
-            except (
-                ChannelClosed
-            ):  # the process that asked for the model is gone; loading cannot be interrupted
+                if channel.is_free:
+                    channel.send(frames.encode(beat))
+                logs.send(channel)
+            except ChannelClosed:  # the HTTP process is gone, and loading cannot be interrupted
                 os._exit(0)
+
+    thread = threading.Thread(target=send, name="paceline-loading", daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _prepare_process() -> None:
@@ -115,16 +104,12 @@ def _prepare_process() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
-    _die_with_parent()
+    # Die with the parent: the end of the socket tells too, but a step that hangs would never look at it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
     # keep the process, and every client that waits for it, for many seconds.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-def _die_with_parent() -> None:
-    """The end of the socket tells too, but a step that hangs would never look at it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _take_socket() -> socket.socket:
@@ -148,8 +133,7 @@ def _first_frame(channel: Channel) -> frames.Configure | None:
 
 
 def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
-    one_line = " ".join(message.split())[:1024]
-    _send(channel, frames.LoadFailure(one_line, exit_code))
+    _send(channel, frames.LoadFailure(" ".join(message.split())[:1024], exit_code))
     return exit_code
 
 
@@ -164,7 +148,7 @@ def _send(channel: Channel, message: frames.FromEngine) -> None:
         channel.wait(0.1)
 
 
-def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> EngineInfo:
+def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
     config, spec = loaded.config, loaded.checkpoint.spec
     load = None if loaded.free is None else loaded.free.load
     busy = (load.sentence(),) if load is not None and load.is_busy else ()
@@ -178,11 +162,8 @@ def _info(loaded: LoadedModel, configure: frames.Configure, load_s: float) -> En
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_prompt_tokens=config.scheduler.max_num_prompt_tokens,
-        device=loaded.hardware.device,
-        dtype=loaded.hardware.dtype,
-        kv_dtype=loaded.hardware.kv_dtype,
+        **asdict(loaded.hardware),
         weight_bytes=weight_bytes,
-        kv_bytes=loaded.hardware.kv_bytes,
         load_s=load_s,
         notices=(*busy, *loaded.notices),
         learns_step_sizes=config.scheduler.learned_steps is not None,

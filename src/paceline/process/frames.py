@@ -311,13 +311,10 @@ def rejected_with(error: PacelineError, first: int = 0, *, place_s: float | None
 
 
 def error_of(rejected: Rejected) -> PacelineError:
-    if rejected.kind == "never_fits":
-        return NeverFits(rejected.message, param=rejected.param)
-    if rejected.kind == "deadline_impossible":
-        return DeadlineImpossible(rejected.message, param=rejected.param)
-    if rejected.kind == "deadline_infeasible":
-        retry_after_s = rejected.retry_after_s or 0.0
-        return DeadlineInfeasible(rejected.message, param=rejected.param, retry_after_s=retry_after_s)
-    if rejected.kind == "queue_full":
-        return QueueFull(rejected.message, retry_after_s=rejected.retry_after_s)
-    return InvalidRequest(rejected.message, param=rejected.param)
+    kind, retry_after_s = KINDS.get(rejected.kind, InvalidRequest), rejected.retry_after_s
+    if kind is QueueFull:
+        return QueueFull(rejected.message, retry_after_s=retry_after_s)
+    if kind is DeadlineInfeasible:
+        return DeadlineInfeasible(rejected.message, param=rejected.param, retry_after_s=retry_after_s or 0.0)
+    assert issubclass(kind, InvalidRequest)
+    return kind(rejected.message, param=rejected.param)

@@ -1,8 +1,8 @@
 """What a viewer is sent, made in the engine's process: a trace of its steps, each delta as JSON.
 
-The first look begins the trace, which goes on for as long as the engine lives: without a viewer, the engine keeps a
-bounded number of notes. What watching costs this process is counted and sent with every look. Blocks travel as two bits
-each. Knows nothing of pages.
+The first snapshot begins the trace, which continues for as long as the engine lives: without a viewer, the engine
+keeps a bounded number of notes. What watching costs this process is counted and sent with every snapshot. Blocks
+travel as two bits each. Knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import base64
 import ctypes
 import sys
 import time
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.counters import CPUWork
 from paceline.engine.engine import Engine
 from paceline.watch.snapshot import ROW_COLUMNS, Snapshot
 from paceline.watch.trace import StepTrace, TraceDelta
@@ -36,33 +39,29 @@ class Energy:
     """A counter of joules since the driver was loaded. Looks for the device when it is first asked."""
 
     def __init__(self) -> None:
-        self._library: Any = None
         self._device = ctypes.c_void_p()
-        self._asked = False
 
     def joules(self) -> float | None:
         """What the device has taken so far; None where that is not known."""
-        if not self._asked:
-            self._asked = True
-            self._open()
         if self._library is None:
             return None
         millijoules = ctypes.c_ulonglong()
         code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules))
         return millijoules.value / 1e3 if code == _OK else None
 
-    def _open(self) -> None:
+    @cached_property
+    def _library(self) -> Any:
         identity = device_identity()
         if identity is None:
-            return
+            return None
         try:
             library = ctypes.CDLL(LIBRARY)
             found = library.nvmlInit_v2() == _OK and (
                 library.nvmlDeviceGetHandleByUUID(identity.encode(), ctypes.byref(self._device)) == _OK
             )
         except (OSError, AttributeError):  # no driver, or one that lacks these functions
-            return
-        self._library = library if found else None
+            return None
+        return library if found else None
 
 
 def device_identity() -> str | None:
@@ -101,34 +100,43 @@ CHANGE_COLUMNS = {
     "fills": "fills",
     "notes": "notes",
 }
+# Figures of a snapshot that are sent under their own names.
+_TOKENS = ("prompt_tokens", "cached_tokens", "computed_tokens", "padding_tokens")
+COUNTED = ("saved", "evicted", "preempted", "swapped", "finished", *_TOKENS)
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 
 class LiveView:
     """Traces one engine and counts what that costs."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, cpu_work: Callable[[], CPUWork] = CPUWork) -> None:
         self._engine = engine
+        self._cpu_work = cpu_work
         self._energy = Energy()
         self._trace: StepTrace | None = None
-        self._looks_s = 0.0
+        self._snapshots_s = 0.0
 
     @property
     def cpu_s(self) -> float:
         """Processor time of this thread, spent on watching since the start."""
-        return self._looks_s + (self._trace.cpu_s if self._trace is not None else 0.0)
+        return self._snapshots_s + (self._trace.cpu_s if self._trace is not None else 0.0)
 
-    def look(self) -> bytes:
-        """What happened since the last look, and the state of now."""
+    def snapshot(self) -> bytes:
+        """What happened since the last snapshot, and the current state."""
         started_s = time.thread_time()
         is_first = self._trace is None
         if self._trace is None:
             self._trace = self._engine.watcher = StepTrace(self._engine.scheduler.state)
-        costs = {"watch_cpu_s": self.cpu_s, "cpu_s": time.process_time(), "energy_j": self._energy.joules()}
+        costs = {
+            "watch_cpu_s": self.cpu_s,
+            "cpu_s": time.process_time(),
+            "energy_j": self._energy.joules(),
+            "phase_s": self._cpu_work().phase_s,
+        }
         seen = msgspec.json.encode(
             {"first": is_first, "costs": costs, **delta_values(self._trace.take_delta())}
         )
-        self._looks_s += time.thread_time() - started_s
+        self._snapshots_s += time.thread_time() - started_s
         return seen
 
 
@@ -159,15 +167,7 @@ def snapshot_values(snapshot: Snapshot) -> dict[str, Any]:
         "num_waiting": snapshot.num_waiting,
         "num_blocks": [len(kinds) for kinds in snapshot.blocks],
         "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in snapshot.blocks],
-        "saved": snapshot.saved,
-        "evicted": snapshot.evicted,
-        "preempted": snapshot.preempted,
-        "swapped": snapshot.swapped,
-        "finished": snapshot.finished,
-        "prompt_tokens": snapshot.prompt_tokens,
-        "cached_tokens": snapshot.cached_tokens,
-        "computed_tokens": snapshot.computed_tokens,
-        "padding_tokens": snapshot.padding_tokens,
+        **{name: getattr(snapshot, name) for name in COUNTED},
     }
 
 

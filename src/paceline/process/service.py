@@ -9,6 +9,7 @@ takes long is not. A request that raises is answered alone.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -20,22 +21,74 @@ from numpy.typing import NDArray
 from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import Urgency
-from paceline.engine.engine import Engine, apply_change, resume_all
+from paceline.core.service_class import ServiceLevel
+from paceline.engine.engine import apply_change, resume_all
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineStats, Explanation, Steering
-from paceline.process.engine_logs import LogQueue
 from paceline.process.frames import rejected_with
 from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
-from paceline.runner.machine_load import LoadNews
+from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
+
+# Log records of this process on their way to the HTTP process, which writes all logs in one format.
+#
+# Records wait in a bounded queue until the channel takes them; the newest are dropped first when the reader is slow.
+# What is left when the process ends goes to standard error.
+
+
+MOST_RECORDS = 256
+MAX_CHARS = 8000
+
+
+class LogQueue(logging.Handler):
+    """Keeps records as frames. Any thread may log; one at a time may send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[frames.Log] = deque()
+        self._num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._waiting) >= MOST_RECORDS:
+            self._num_dropped += 1
+            return
+        try:
+            text = record.getMessage()
+        except Exception:  # a message that does not fit its arguments
+            text = str(record.msg)
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+        self._waiting.append(frames.Log(record.levelno, text[:MAX_CHARS], trace[-MAX_CHARS:]))
+
+    def send(self, channel: Channel) -> None:
+        """As much as the socket takes now."""
+        while self._waiting and channel.is_free:
+            channel.send(frames.encode(self._waiting.popleft()))
+        if self._num_dropped and not self._waiting:
+            dropped, self._num_dropped = self._num_dropped, 0
+            self._waiting.append(frames.Log(logging.WARNING, f"{dropped} log records were dropped"))
+
+    def spill(self) -> None:
+        """No reader will take the rest: show it."""
+        while self._waiting:
+            left = self._waiting.popleft()
+            print("\n".join(filter(None, (left.message, left.traceback))), file=sys.stderr, flush=True)
+
+
+def set_up_logs() -> LogQueue:
+    """Everything that is logged or warned of in this process goes to the queue."""
+    queue = LogQueue()
+    logging.basicConfig(level=logging.WARNING, handlers=[queue], force=True)
+    logging.getLogger("paceline").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return queue
+
 
 # Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
 #
@@ -95,7 +148,7 @@ class EngineService:
         self._vocab_size = loaded.checkpoint.spec.vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
         self._answers: deque[frames.Answer] = deque()
-        self._live_view = LiveView(engine)
+        self._live_view = LiveView(engine, loaded.cpu_work)
         self._stepper = Stepper(engine, self._on_events)
         engine.on_forecast = self._send_forecast
         self._steps_without_a_number = 0
@@ -104,8 +157,9 @@ class EngineService:
         self._next_report_s = self._next_heartbeat_s = 0.0
         loaded.pulse.on_beat = self._send_heartbeat
         self._free = loaded.free
+        self._cpu_work = loaded.cpu_work
         load = None if loaded.free is None else loaded.free.load
-        self._load_news = None if load is None else LoadNews(load, said_busy=load.is_busy)
+        self._load_notices = None if load is None else LoadNotices(load, reported_busy=load.is_busy)
         self._busy_s = 0.0
         self._was_busy = False
         self._stopping = False
@@ -123,14 +177,15 @@ class EngineService:
             return 0
         except Exception as error:
             _logger.exception("the engine gives up")
-            self._stepper.tell_rest()
+            self._stepper.deliver_rest()
             self._flush_and_close(frames.Failed(_one_line(error)))
             return 70
 
     def _turn(self) -> None:
         nap_s = self._stepper.wait_s()
         if nap_s != 0:
-            self._sleep(nap_s)
+            left_s = max(0.0, self._next_report_s - time.monotonic())
+            self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
             self._stepper.wake()
         payloads = self._channel.receive()
         for payload in payloads:
@@ -156,10 +211,6 @@ class EngineService:
             if self._steps_without_a_number >= MOST_STEPS_WITHOUT_A_NUMBER:
                 raise EngineFailed(NOT_FINITE)
 
-    def _sleep(self, nap_s: float | None) -> None:
-        left_s = max(0.0, self._next_report_s - time.monotonic())
-        self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
-
     def _send_heartbeat(self) -> None:
         """Called while a step computes. Only an empty update: the events of a step are complete when it is."""
         now_s = time.monotonic()
@@ -174,18 +225,39 @@ class EngineService:
         is_busy = self._was_busy = self._engine.has_requests
         self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
         self._check_load()
-        rejected = self._channel.rejects.total
-        stats = stats_of(self._engine, self._busy_s, rejected)
-        self._outbox.put_stats(replace(stats, watch_cpu_s=self._live_view.cpu_s, cpu_s=time.process_time()))
+        self._outbox.stats = self._stats()
+
+    def _stats(self) -> EngineStats:
+        """The gauges of this moment. The counters are the scheduler's own, read when the frame is encoded."""
+        engine, state, checker = self._engine, self._engine.scheduler.state, self._engine.checker
+        pools = [group.pool for group in state.kv.groups]
+        return EngineStats(
+            running=state.rows.num_live,
+            waiting=len(state.queue),
+            blocks_used=sum(pool.usable - pool.num_free for pool in pools),
+            blocks_total=sum(pool.usable for pool in pools),
+            steps=engine.num_submitted,
+            busy_s=self._busy_s,
+            counters=state.counters,
+            caches_prefixes=state.kv.caching,
+            violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
+            fairness_gap=state.accounting.gap(),
+            next_place_s=engine.scheduler.next_place_s(),
+            rejected_frames=self._channel.rejects.total,
+            watch_cpu_s=self._live_view.cpu_s,
+            cpu_s=time.process_time(),
+            dial=state.dial.status(),
+            cpu=self._cpu_work(),
+        )
 
     def _check_load(self) -> None:
         """Look at the machine, also while there is nothing to do: the next request finds its threads right."""
-        if self._free is None or self._load_news is None:
+        if self._free is None or self._load_notices is None:
             return
-        self._free.look()
-        news = self._load_news.take()
-        if news is not None:
-            _logger.warning("%s", news)
+        self._free.refresh()
+        notice = self._load_notices.take()
+        if notice is not None:
+            _logger.warning("%s", notice)
 
     def _deliver(self) -> None:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
@@ -221,7 +293,7 @@ class EngineService:
         elif isinstance(message, frames.Steer):
             self._answers.append(steer(self._engine.scheduler, message))
         elif isinstance(message, frames.Watch):
-            self._answers.append(frames.Watched(message.question, self._live_view.look()))
+            self._answers.append(frames.Watched(message.question, self._live_view.snapshot()))
         elif isinstance(message, frames.ChangeBranches):
             self._change(message)
         elif isinstance(message, frames.Drain):
@@ -242,9 +314,11 @@ class EngineService:
             _check_logprobs(sampling)
             if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
-            urgency = Urgency(add.service_class, add.priority)
+            service_level = ServiceLevel(add.service_class, add.priority)
             if add.only_forecast:
-                forecast = self._engine.forecast(tokens, sampling, tenant=add.tenant, urgency=urgency)
+                forecast = self._engine.forecast(
+                    tokens, sampling, tenant=add.tenant, service_level=service_level
+                )
                 self._send_forecast(add.first, forecast)
                 return
             now_s = time.monotonic()
@@ -254,14 +328,14 @@ class EngineService:
                 tokens,
                 sampling,
                 tenant=add.tenant,
-                urgency=urgency,
+                service_level=service_level,
                 arrival_s=submitted_s,
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
                 first_id=RequestId(add.first),
             )
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
-            self._outbox.put_rejection(rejected_with(error, add.first, place_s=place_s))
+            self._outbox.rejections.append(rejected_with(error, add.first, place_s=place_s))
         except Exception:
             _logger.exception("request %d could not be added", add.first)
             if add.only_forecast:
@@ -271,7 +345,7 @@ class EngineService:
 
     def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
         # Counted from when the HTTP process sent the request: the client counts from there too.
-        self._outbox.put_forecast(first, None if forecast is None else forecast.since_arrival())
+        self._outbox.forecasts.append((first, None if forecast is None else forecast.since_arrival()))
 
     def _change(self, message: frames.ChangeBranches) -> None:
         change, scheduler = message.change, self._engine.scheduler
@@ -304,7 +378,7 @@ class EngineService:
                     num_cached=0,
                     preemptions=0,
                 )
-                self._outbox.put_ending(ending)
+                self._outbox.endings.append(ending)
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -318,7 +392,7 @@ class EngineService:
         try:
             if last is None:
                 self._abort_all()
-                self._stepper.tell_rest()
+                self._stepper.deliver_rest()
             while time.monotonic() < until_s:
                 self._deliver()
                 if not self._outbox and self._channel.is_free:
@@ -329,27 +403,6 @@ class EngineService:
                 self._channel.wait(0.01)
         except ChannelClosed:
             return
-
-
-def stats_of(engine: Engine, busy_s: float, rejected_frames: int = 0) -> EngineStats:
-    """The gauges of this moment. The counters are the scheduler's own, read when the frame is encoded."""
-    state, checker = engine.scheduler.state, engine.checker
-    pools = [group.pool for group in state.kv.groups]
-    return EngineStats(
-        running=state.rows.num_live,
-        waiting=len(state.queue),
-        blocks_used=sum(pool.usable - pool.num_free for pool in pools),
-        blocks_total=sum(pool.usable for pool in pools),
-        steps=engine.num_submitted,
-        busy_s=busy_s,
-        counters=state.counters,
-        caches_prefixes=state.kv.caching,
-        violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
-        fairness_gap=state.accounting.gap(),
-        next_place_s=engine.scheduler.next_place_s(),
-        rejected_frames=rejected_frames,
-        dial=state.dial.status(),
-    )
 
 
 def _check_logprobs(sampling: SamplingParams) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
@@ -15,20 +16,18 @@ from paceline.errors import PacelineError
 from paceline.process.client import BranchUpdate, OnUpdates
 
 
+@dataclass(slots=True, eq=False)
 class Branch:
     """One branch and what its reader has not taken yet."""
 
-    __slots__ = ("ending", "id", "index", "is_touched", "logprobs", "stream", "time_s", "tokens")
-
-    def __init__(self, stream: Stream, branch_id: int, index: int) -> None:
-        self.stream = stream
-        self.id = branch_id
-        self.index = index
-        self.tokens: list[int] = []
-        self.logprobs: list[RowLogprobs] = []
-        self.time_s = 0.0
-        self.ending: Finished | None = None
-        self.is_touched = False
+    stream: Stream
+    id: int
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    time_s: float = 0.0
+    ending: Finished | None = None
+    is_touched: bool = False
 
     def touch(self) -> None:
         """There is an update. Called for the first of them only."""
@@ -123,13 +122,9 @@ class Stream:
         touched, self.touched = self.touched, []
         return [branch.take() for branch in touched]
 
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
     def fail(self, error: PacelineError) -> None:
         """Nothing more will come; what has come may still be taken first."""
         if self.error is None:
             self.error = error
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,6 +1,6 @@
 """Keeps an engine process running: starts it, watches its signs of life, restarts it within a budget.
 
-A dead engine is known by the end of its socket, at once; a stuck one by its silence. In both cases every caller who
+A dead engine is known by the end of its socket, at once; a stuck one by its silence. In both cases every caller that
 waits is answered here. The client stays the same object over all restarts. Never imports what the engine needs.
 """
 
@@ -86,7 +86,7 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Hear and say nothing more."""
-        self._on_frame = _ignore
+        self._on_frame = lambda frame: None
         if self._transport is not None:
             self._transport.abort()
 
@@ -119,12 +119,8 @@ class Link(asyncio.Protocol):
         self.closed.set()
 
 
-def _ignore(frame: frames.FromEngine) -> None:
-    return None
-
-
 _engine_logger = logging.getLogger("paceline.engine")  # what the engine's process says
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 @dataclass(slots=True)
@@ -139,7 +135,7 @@ class Life:
 
 
 class EngineProcess:
-    """An engine in a process of its own, behind `client`."""
+    """An engine in a separate process, behind `client`."""
 
     command: Sequence[str] = children.COMMAND
 
@@ -150,7 +146,7 @@ class EngineProcess:
         config: ProcessConfig,
         first: EngineChild | None = None,
     ) -> None:
-        """`first` is a process that was started already, and waits to be told what to load."""
+        """`first` is a process that was started already, and waits for the model to load."""
         self.client = AsyncEngine(config)
         self._first = first
         self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
@@ -184,14 +180,14 @@ class EngineProcess:
         await asyncio.shield(self._ready)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and let what is under way end; what has not after so long ends with an error.
+        """Take nothing new and let what is under way end; what has not ended by then ends with an error.
 
         Returns whether everything came to its end.
         """
         self.client.refuse_new()
         until_s = time.monotonic() + timeout_s
         while self.client.num_open and time.monotonic() < until_s:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         finished = self.client.num_open == 0
         self.client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
         return finished

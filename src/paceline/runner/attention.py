@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.runner.device_rows import DeviceRows
-from paceline.runner.flat_batch import NOWHERE, FlatBatch
+from paceline.runner.device_rows import NOWHERE, DeviceRows, FlatBatch
 from paceline.runner.kv_tensors import KVTensors
 from paceline.runner.workers import Workers
 

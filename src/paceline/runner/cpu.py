@@ -1,7 +1,8 @@
-"""The runner on the CPU: plain torch in float32, and the reference the GPU is checked against.
+"""The runner on the CPU: rows, copies and sampling of a step around whatever computes it.
 
 Plans are computed in order when they are waited for. Copies and swaps are done at once and reported with the step
-they came in. Knows rows and numbers; never a request, never text.
+they came in. Knows rows and numbers; never a request, never text. What computes is a `StepCompute`: the native kernels
+(`native.step`), or plain torch in float32 (`torch_step`), the reference that everything is checked against.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.config.engine import EngineConfig
+from paceline.core.counters import CPUWork
 from paceline.core.plan import (
     AT_LENGTH,
     EMPTY,
@@ -26,43 +27,86 @@ from paceline.core.plan import (
     StepPlan,
     StepResult,
     StepTimes,
-    Swaps,
 )
 from paceline.core.pulse import Pulse
-from paceline.models.decoder import Decoder
-from paceline.runner.attention import StepAttention
-from paceline.runner.device_rows import DeviceRows
-from paceline.runner.flat_batch import FlatBatch, make_batch
-from paceline.runner.kv_tensors import Index, KVTensors
-from paceline.runner.sampling import Sampler, prompt_logprobs
-from paceline.runner.workers import Workers
+from paceline.models.spec import ModelSpec
+from paceline.runner.device_rows import DeviceRows, FlatBatch, make_batch
+from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
+I32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
+Index = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+LOGITS_AT_ONCE = 64  # of a prompt's tokens: a row of logits is large
 
 _logger = logging.getLogger("paceline")
 
 
+class KVStore(Protocol):
+    """Keys and values in blocks, by layer group."""
+
+    @property
+    def block_size(self) -> int: ...
+    def clear(self, group: int, slots: Index) -> None: ...
+    def wipe(self) -> None: ...
+    def copy_blocks(self, group: int, source: Index, target: Index) -> None: ...
+    def swap_out(self, group: int, blocks: Index, places: Index) -> None: ...
+    def swap_in(self, group: int, blocks: Index, places: Index) -> None: ...
+
+
+class StepCompute(Protocol):
+    """Computes the tokens of a step; keeps their keys and values."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def kv(self) -> KVStore: ...
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> Bool:
+        """Compute a batch; returns which tokens have finite numbers. `due`: tokens whose logits are wanted next."""
+        ...
+
+    def work(self) -> CPUWork:
+        """What the threads have done since the start."""
+        ...
+
+    def logits(self, tokens: Index) -> Floats:
+        """Logits [tokens, vocabulary] of tokens of the last batch; the caller may change them."""
+        ...
+
+
+@runtime_checkable
+class DrawingStep(StepCompute, Protocol):
+    """A step that draws tokens too, where nothing but the logits decides."""
+
+    def forward_and_draw(
+        self, rows: DeviceRows, batch: FlatBatch, due: Index, wanted: Wanted
+    ) -> tuple[Bool, Settled]:
+        """`forward`, and the next tokens of the rows that `due` belongs to."""
+        ...
+
+
 class CPURunner:
-    """Computes plans with a decoder."""
+    """Computes plans."""
 
     def __init__(
         self,
         config: EngineConfig,
-        decoder: Decoder,
+        compute: StepCompute,
         eos_token_ids: tuple[int, ...] | None = None,
         pulse: Pulse | None = None,
-        workers: Workers | None = None,
     ) -> None:
         self._config = config
-        self._decoder = decoder
+        self._compute = compute
+        self._drawing = compute if isinstance(compute, DrawingStep) else None
         self._pulse = pulse if pulse is not None else Pulse()
-        spec = decoder.spec
-        self._kv = KVTensors(spec, config.kv)
+        spec = compute.spec
+        self._kv = compute.kv
         self._rows = DeviceRows(config)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
-        self._workers = workers if workers is not None else Workers()
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self._next_seq = 1
@@ -70,9 +114,11 @@ class CPURunner:
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks to the swap pool and back; only while they are not in use."""
         blocks, places = np.arange(1, count + 1), np.arange(count)
-        with torch.inference_mode():
-            self._kv.swap_out(0, blocks, places)
-            self._kv.swap_in(0, blocks, places)
+        self._kv.swap_out(0, blocks, places)
+        self._kv.swap_in(0, blocks, places)
+
+    def work(self) -> CPUWork:
+        return self._compute.work()
 
     # -- the runner seam -----------------------------------------------------------------------------------
 
@@ -95,9 +141,8 @@ class CPURunner:
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:
             plan = self._queue.popleft()
-            tokens = plan.work.decode_rows + plan.work.prefill_tokens
-            with torch.inference_mode(), self._workers.step(tokens):
-                self._done[plan.seq] = self._execute(plan)
+            self._pulse.beat()
+            self._done[plan.seq] = self._execute(plan)
         return self._done.pop(seq)
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -107,13 +152,11 @@ class CPURunner:
         self._apply(plan)
         tickets = self._move_blocks(plan)
         batch = make_batch(self._rows, plan, self._kv.block_size)
-        if not len(batch.tokens):
-            return _nothing(plan.seq, tickets, started_s)
-        hidden = self._forward(batch)
-        finite = self._finite_rows(batch, hidden)
-        tokens, count, finished, logprobs = self._sample(batch, hidden, finite)
-        rows = self._rows
-        at = batch.rows
+        rows, at = self._rows, batch.rows
+        due = self._due(batch)
+        good, settled = self._forward(batch, due)
+        finite = self._finite_rows(batch, good)
+        tokens, count, finished, logprobs = self._sample(batch, due, finite, settled)
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
         return StepResult(
             seq=plan.seq,
@@ -139,78 +182,67 @@ class CPURunner:
                 _logger.exception("row %d cannot be set up", row)
                 self._broken.add(row)
 
-    def _move_blocks(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _move_blocks(self, plan: StepPlan) -> I32:
         """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
         kv, copies = self._kv, plan.block_copies
-        self._swap(plan.swap_out, kv.swap_out)
+        out, back = plan.swap_out, plan.swap_in
+        _by_group(kv.swap_out, out.group, out.block, out.place)
         if len(copies.row):
-            for group in range(len(kv.windows)):
-                mine = copies.group == group
-                kv.copy_blocks(
-                    group, copies.source[mine].astype(np.int64), copies.target[mine].astype(np.int64)
-                )
-            self._rows.replace_blocks(copies)
-        self._swap(plan.swap_in, kv.swap_in)
-        if not (len(plan.swap_out.ticket) or len(plan.swap_in.ticket)):
+            _by_group(kv.copy_blocks, copies.group, copies.source, copies.target)
+            self._rows.set_blocks(copies, copies.target)  # copy-on-write
+        _by_group(kv.swap_in, back.group, back.block, back.place)
+        if not (len(out.ticket) or len(back.ticket)):
             return EMPTY
-        return np.unique(np.concatenate([plan.swap_out.ticket, plan.swap_in.ticket]))
+        return np.unique(np.concatenate([out.ticket, back.ticket]))
 
-    def _swap(self, swaps: Swaps, move: Callable[[int, Index, Index], None]) -> None:
-        for group in np.unique(swaps.group).tolist():
-            mine = swaps.group == group
-            move(group, swaps.block[mine].astype(np.int64), swaps.place[mine].astype(np.int64))
+    def _forward(self, batch: FlatBatch, due: Index) -> tuple[Bool, Settled | None]:
+        """Compute the batch; which tokens have finite numbers, and what was drawn with it."""
+        if not len(batch.tokens):  # only blocks were moved
+            return np.ones(0, np.bool_), None
+        rows, last = self._rows, batch.last[due]
+        if self._drawing is None or not len(due):
+            return self._compute.forward(rows, batch, last), None
+        sampled = batch.rows[due]
+        wanted = self._sampler.wanted(sampled, rows.num_tokens[sampled])
+        return self._drawing.forward_and_draw(rows, batch, last, wanted)
 
-    def _forward(self, batch: FlatBatch) -> Tensor:
-        attend = StepAttention(
-            self._kv, self._rows, batch, scale=self._decoder.spec.softmax_scale, workers=self._workers
-        )
+    def _due(self, batch: FlatBatch) -> Index:
+        """Which rows of the batch have computed all they know: they get a token."""
+        rows, at = self._rows, batch.rows
+        is_due = (batch.start + batch.count == rows.num_tokens[at]) & ~batch.masked
+        if self._broken:
+            is_due &= ~np.isin(at, list(self._broken))
+        return np.flatnonzero(is_due)
 
-        def attend_and_beat(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            self._pulse.beat()
-            return attend(layer, queries, keys, values)
-
-        return self._decoder.forward(
-            torch.from_numpy(batch.tokens),
-            torch.from_numpy(batch.positions),
-            torch.from_numpy(batch.lengths),
-            attend_and_beat,
-        )
-
-    def _finite_rows(self, batch: FlatBatch, hidden: Tensor) -> Bool:
+    def _finite_rows(self, batch: FlatBatch, good: Bool) -> Bool:
         """Which rows have usable numbers; what the others stored is wiped at once."""
         finite = np.ones(len(batch.rows), np.bool_)
         if self._broken:
             finite[np.isin(batch.rows, list(self._broken))] = False
-        good = torch.isfinite(hidden).all(dim=-1).numpy()
         if good.all():
             return finite | batch.masked
         bad_rows = np.unique(batch.row_of[~good])
         bad = np.isin(batch.row_of, bad_rows[bad_rows < len(batch.rows)])
         for group, slots in enumerate(batch.slots):
-            self._kv.clear(group, torch.from_numpy(slots[bad & (slots >= 0)]))
+            self._kv.clear(group, slots[bad & (slots >= 0)])
         finite[bad_rows[bad_rows < len(batch.rows)]] = False
         return finite | batch.masked
 
     def _sample(
-        self, batch: FlatBatch, hidden: Tensor, finite: Bool
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], tuple[RowLogprobs, ...]]:
-        """Draw a token for every row that has computed all it knows, and write it into the row."""
+        self, batch: FlatBatch, due: Index, finite: Bool, settled: Settled | None
+    ) -> tuple[I32, I32, NDArray[np.uint8], tuple[RowLogprobs, ...]]:
+        """Draw a token for every row that is due, and write it into the row."""
         rows, at = self._rows, batch.rows
         tokens = np.zeros(len(at), np.int32)
         count = np.zeros(len(at), np.int32)
         finished = np.full(len(at), RUNNING_ON, np.uint8)
-        asked = self._prompt_logprobs(batch, hidden, finite)
-        is_due = (batch.start + batch.count == rows.num_tokens[at]) & ~batch.masked
-        if self._broken:
-            is_due &= finite
-        due = np.flatnonzero(is_due)
         if not len(due):
-            return tokens, count, finished, asked
+            return tokens, count, finished, self._prompt_logprobs(batch, finite)
         sampled = at[due]
         position = rows.num_tokens[sampled]
-        logits = self._decoder.logits(hidden[torch.from_numpy(batch.last[due])])
-        drawn = self._sampler.sample(logits, sampled, position)
-        known = (drawn.tokens >= 0) & (drawn.tokens < self._decoder.spec.vocab_size)
+        drawn = self._sampler.sample(self._compute.logits(batch.last[due]), sampled, position, settled)
+        prompt_logprobs = self._prompt_logprobs(batch, finite)
+        known = (drawn.tokens >= 0) & (drawn.tokens < self._compute.spec.vocab_size)
         finite[due] &= drawn.finite & known  # an unknown token must not reach the next step, or a client
         rows.tokens[sampled, position] = np.where(known, drawn.tokens, 0)
         rows.num_tokens[sampled] += 1
@@ -218,9 +250,9 @@ class CPURunner:
         at_length = rows.num_tokens[sampled] >= rows.limit[sampled]
         finished[due] = np.where(drawn.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
         rows.ended[sampled] = drawn.stopped | at_length
-        return tokens, count, finished, asked + drawn.logprobs
+        return tokens, count, finished, prompt_logprobs + drawn.logprobs
 
-    def _prompt_logprobs(self, batch: FlatBatch, hidden: Tensor, finite: Bool) -> tuple[RowLogprobs, ...]:
+    def _prompt_logprobs(self, batch: FlatBatch, finite: Bool) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
         rows = self._rows
         found: list[RowLogprobs] = []
@@ -231,15 +263,24 @@ class CPURunner:
             if start >= end:
                 continue
             first = int(batch.last[index]) + 1 - int(batch.count[index])
-            logits = self._decoder.logits(hidden[first : first + end - start])
             positions = np.arange(start + 1, end + 1)
             targets = rows.tokens[row, positions]
             try:
-                found += prompt_logprobs(logits, targets, positions, row, int(rows.prompt_logprobs[row]))
+                for part in range(0, end - start, LOGITS_AT_ONCE):
+                    here = slice(part, min(part + LOGITS_AT_ONCE, end - start))
+                    logits = self._compute.logits(np.arange(first + here.start, first + here.stop))
+                    top = int(rows.prompt_logprobs[row])
+                    found += prompt_logprobs(logits, targets[here], positions[here], row, top)
             except Exception:
                 _logger.exception("no logprobs for the prompt of row %d", row)
                 finite[index] = False
         return tuple(found)
+
+
+def _by_group(move: Callable[[int, Index, Index], None], groups: I32, first: I32, second: I32) -> None:
+    for group in np.unique(groups).tolist():
+        mine = groups == group
+        move(group, first[mine].astype(np.int64), second[mine].astype(np.int64))
 
 
 class CPUPending:
@@ -251,18 +292,3 @@ class CPUPending:
 
     def wait(self) -> StepResult:
         return self._runner.finish_until(self._seq)
-
-
-def _nothing(seq: int, tickets: NDArray[np.int32], started_s: float) -> StepResult:
-    """The result of a step that only moved blocks."""
-    return StepResult(
-        seq=seq,
-        rows=EMPTY,
-        generation=EMPTY,
-        tokens=np.zeros((0, 1), np.int32),
-        count=EMPTY,
-        finished=np.zeros(0, np.uint8),
-        finite=np.zeros(0, np.bool_),
-        copies_done=tickets,
-        times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
-    )

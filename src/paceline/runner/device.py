@@ -1,16 +1,16 @@
-"""Whether this machine's GPU can be used, what to say when it cannot, and how matrices are kept on it."""
+"""Whether this machine's GPU can be used, and what to say when it cannot.
+
+The driver is asked first, without torch: on a machine without a GPU nothing here needs torch.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-
-import torch
+from contextlib import suppress
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError
-from paceline.models.files.open import Checkpoint
-from paceline.models.load import DenseStorage, Storage
-from paceline.models.quantized import QuantizedStorage, fast_product
 
 OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
 OLDEST_FP8 = (8, 9)  # conversion from and to eight bits
@@ -18,7 +18,7 @@ OLDEST_FP8 = (8, 9)  # conversion from and to eight bits
 
 def choose_device(model: ModelConfig) -> str:
     """`cuda` or `cpu`, as the user says, or as the machine has it."""
-    reason = _why_no_gpu()
+    reason = "" if model.device == "cpu" else why_no_gpu()
     if model.device == "cuda" and reason:
         raise ConfigError(f"--device cuda: {reason}")
     if reason or model.device == "cpu":
@@ -27,6 +27,12 @@ def choose_device(model: ModelConfig) -> str:
                 f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take auto"
             )
         return "cpu"
+    if model.quantization in ("int4", "int8"):
+        raise ConfigError(
+            f"--quantization {model.quantization} is for CPUs: give --device cpu, or leave it out"
+        )
+    import torch
+
     if model.kv_cache_dtype != "auto" and torch.cuda.get_device_capability() < OLDEST_FP8:
         raise ConfigError(
             f"--kv-cache-dtype {model.kv_cache_dtype}: {torch.cuda.get_device_name()} is too old for it, a compute "
@@ -35,7 +41,14 @@ def choose_device(model: ModelConfig) -> str:
     return "cuda"
 
 
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
+    """Why steps cannot be computed on a GPU, in words; empty when they can."""
+    if not driver_gpus():
+        return "no GPU is found here"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed; install it with paceline[gpu]"
+    import torch
+
     if not torch.cuda.is_available():
         return "torch finds no GPU here"
     if importlib.util.find_spec("triton") is None:
@@ -45,20 +58,14 @@ def _why_no_gpu() -> str:
     return ""
 
 
-# How a checkpoint's matrices are kept on this machine, and what the operator should know about it.
-
-
-def choose_storage(model: ModelConfig, checkpoint: Checkpoint) -> tuple[Storage, tuple[str, ...]]:
-    """The storage, and notices in sentences."""
-    types = set(checkpoint.stored)
-    is_quantized = any(name.startswith(("Q", "IQ")) for name in types)
-    notices = []
-    if model.dtype not in ("auto", "float32") or types & {"BF16", "F16"}:
-        stored = "/".join(sorted(types & {"BF16", "F16"})) or model.dtype
-        notices.append(f"{stored} weights are computed in float32: this machine's CPU is faster with it")
-    if is_quantized and model.quantization == "auto":
-        product = fast_product()
-        if product is not None:
-            return QuantizedStorage(product), tuple(notices)
-        notices.append("quantised weights are unpacked to float32: torch has no fast product for them here")
-    return DenseStorage(), tuple(notices)
+def driver_gpus() -> list[str]:
+    """Names of the GPUs that NVIDIA's driver offers."""
+    count, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
+    names: list[str] = []
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            for number in range(count.value):
+                driver.cuDeviceGetName(name, len(name), number)
+                names.append(name.value.decode(errors="replace"))
+    return names

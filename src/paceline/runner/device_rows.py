@@ -2,9 +2,15 @@
 
 Plans change it, in the order a plan prescribes; a step's sampling advances it. It never sees a request: a row is a
 number with a generation. On the CPU these are numpy arrays.
+
+A step's tokens are flat: which rows take part with how many, and where each token stands and is stored, computed once
+per step over arrays. Rows that have ended but are still planned, and the padding of padded modes, are computed like any
+other token and store nothing.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.config.engine import Capacity, EngineConfig
 from paceline.core.plan import BlockAppends, BlockCopies, RowCopies, RowJoins, StepPlan
 
-Count = NDArray[np.int64]
+Index = NDArray[np.int64]
 
 
 class DeviceRows:
@@ -21,17 +27,18 @@ class DeviceRows:
     def __init__(self, config: EngineConfig) -> None:
         capacity = Capacity.of(config)
         num_rows = capacity.num_rows
-        self.tokens: Count = np.zeros((num_rows, config.scheduler.max_model_len + 1), np.int64)
+        self.tokens: Index = np.zeros((num_rows, config.scheduler.max_model_len + 1), np.int64)
         self.generation: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.num_prompt: Count = np.zeros(num_rows, np.int64)
-        self.num_tokens: Count = np.zeros(num_rows, np.int64)
-        self.computed: Count = np.zeros(num_rows, np.int64)
-        self.limit: Count = np.zeros(num_rows, np.int64)
+        self.num_prompt: Index = np.zeros(num_rows, np.int64)
+        self.num_tokens: Index = np.zeros(num_rows, np.int64)
+        self.computed: Index = np.zeros(num_rows, np.int64)
+        self.limit: Index = np.zeros(num_rows, np.int64)
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
-        self.prompt_logprobs: Count = np.full(num_rows, -2, np.int64)  # -2: not asked for
-        self.tables: list[Count] = [
-            np.zeros((num_rows, capacity.max_blocks_per_row), np.int64) for _ in config.kv.groups
+        self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for
+        # One row more than there are: padding reads the null block, and stores nothing.
+        self.tables: list[Index] = [
+            np.zeros((num_rows + 1, capacity.max_blocks_per_row), np.int64) for _ in config.kv.groups
         ]
 
     def apply(self, plan: StepPlan) -> None:
@@ -43,13 +50,12 @@ class DeviceRows:
         change = plan.decode_rows
         self.decoding[change.removed] = False
         self.decoding[change.added] = True
-        self._append(plan.new_blocks)
+        self.set_blocks(plan.new_blocks, plan.new_blocks.block)
 
-    def replace_blocks(self, copies: BlockCopies) -> None:
-        """Copy-on-write: the copies take the place of the shared blocks."""
+    def set_blocks(self, places: BlockAppends | BlockCopies, blocks: NDArray[np.int32]) -> None:
         for group, table in enumerate(self.tables):
-            mine = copies.group == group
-            table[copies.row[mine], copies.index[mine]] = copies.target[mine]
+            mine = places.group == group
+            table[places.row[mine], places.index[mine]] = blocks[mine]
 
     def _join(self, joins: RowJoins) -> None:
         at = joins.row
@@ -63,15 +69,83 @@ class DeviceRows:
             table[at] = 0
         for row, tokens, sampling in zip(at.tolist(), joins.tokens, joins.sampling, strict=True):
             self.tokens[row, : len(tokens)] = tokens
-            asked = sampling.prompt_logprobs
-            self.prompt_logprobs[row] = -2 if asked is None else asked
+            wanted = sampling.prompt_logprobs
+            self.prompt_logprobs[row] = -2 if wanted is None else wanted
 
     def _copy_rows(self, copies: RowCopies) -> None:
         columns = (copies.source.tolist(), copies.target.tolist(), copies.num_tokens.tolist())
         for source, target, count in zip(*columns, strict=True):
             self.tokens[target, :count] = self.tokens[source, :count]
 
-    def _append(self, appends: BlockAppends) -> None:
-        for group, table in enumerate(self.tables):
-            mine = appends.group == group
-            table[appends.row[mine], appends.index[mine]] = appends.block[mine]
+
+NOWHERE = -1  # slot of a token whose keys and values are not stored
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FlatBatch:
+    """`rows`, `start`, `count` speak of rows; `tokens`, `positions`, `row_of` of tokens, row by row."""
+
+    rows: Index  # decoding rows first, then spans; padding is not among them
+    num_decode: int
+    start: Index  # position of a row's first token in this step
+    count: Index
+    masked: NDArray[np.bool_]  # ended: nothing of it counts
+    tokens: Index
+    positions: Index
+    lengths: Index  # of a token's sequence when it was first computed
+    row_of: Index  # index into `rows`; len(rows) for padding
+    slots: tuple[Index, ...]  # per layer group, flat
+
+    @property
+    def last(self) -> Index:
+        """Index of each row's last token."""
+        last: Index = np.cumsum(self.count) - 1
+        return last
+
+
+def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> FlatBatch:
+    """The batch of a plan that has been applied to `rows`."""
+    decode = np.flatnonzero(rows.decoding)
+    at = np.concatenate([decode, plan.spans.row])
+    masked = rows.ended[at]
+    start = np.where(masked, 0, rows.computed[at])
+    count = np.ones(len(at), np.int64)
+    count[len(decode) :] = plan.spans.num_scheduled
+    row_of = np.repeat(np.arange(len(at)), count)
+    first = np.cumsum(count) - count
+    positions = start[row_of] + np.arange(len(row_of)) - first[row_of]
+    owner = at[row_of]
+    stored = ~masked[row_of]
+    slots = tuple(
+        np.where(stored, table[owner, positions // block_size] * block_size + positions % block_size, NOWHERE)
+        for table in rows.tables
+    )
+    tokens = rows.tokens[owner, positions]
+    lengths = np.maximum(positions + 1, rows.num_prompt[owner])
+    if plan.pad_tokens:  # computed for real, never read
+        pad = np.zeros(plan.pad_tokens, np.int64)
+        tokens, positions = np.concatenate([tokens, pad]), np.concatenate([positions, pad])
+        lengths = np.concatenate([lengths, pad + 1])
+        row_of = np.concatenate([row_of, pad + len(at)])
+        slots = tuple(np.concatenate([slot, pad + NOWHERE]) for slot in slots)
+    return FlatBatch(
+        rows=at,
+        num_decode=len(decode),
+        start=start,
+        count=count,
+        masked=masked,
+        tokens=tokens,
+        positions=positions,
+        lengths=lengths,
+        row_of=row_of,
+        slots=slots,
+    )
+
+
+def copies_at_once(source: Index, target: Index) -> tuple[Index, Index]:
+    """Copies that are made one after the other, of which one may read what another has written, as copies that can all
+    be made at once: where the content comes from, and the blocks that are written."""
+    first: dict[int, int] = {}
+    for read, write in zip(source.tolist(), target.tolist(), strict=True):
+        first[write] = first.get(read, read)
+    return np.array(list(first.values()), np.int64), np.array(list(first), np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,22 +18,16 @@ from torch import Tensor
 
 from paceline.config.engine import KVConfig
 from paceline.models.spec import ModelSpec
+from paceline.runner.device_rows import copies_at_once
 
 Index = NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class LayerPools:
+class LayerPools(NamedTuple):
     """Keys and values of one layer."""
 
     keys: Tensor
     values: Tensor
-
-
-def block_bytes(spec: ModelSpec, block_size: int, group: int | None = None) -> int:
-    """Bytes of one block: its tokens' keys and values in every layer of a group, or of all."""
-    layers = [index for index in spec.layer_groups if group is None or index == group]
-    return len(layers) * 2 * block_size * spec.num_kv_heads * spec.head_dim * 4
 
 
 class KVTensors:
@@ -57,27 +51,24 @@ class KVTensors:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store what a step computed: keys and values [tokens, kv heads, head_dim] at flat slots."""
-        for pool, new in ((self.layers[layer].keys, keys), (self.layers[layer].values, values)):
+        for pool, new in zip(self.layers[layer], (keys, values), strict=True):
             pool.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1))
 
-    def clear(self, group: int, slots: Tensor) -> None:
+    def clear(self, group: int, slots: Index) -> None:
         """Wipe slots: numbers that are not finite must not lie where a later owner's zero weight meets them."""
-        for pools in self._of_group(self.layers, group):
-            pools.keys.flatten(1, 2).index_fill_(1, slots, 0.0)
-            pools.values.flatten(1, 2).index_fill_(1, slots, 0.0)
+        at = torch.from_numpy(slots)
+        for pool in self._of_group(self.layers, group):
+            pool.flatten(1, 2).index_fill_(1, at, 0.0)
 
     def wipe(self) -> None:
         """Wipe every block on the device. Host places keep what was swapped out."""
         for pools in self.layers:
-            pools.keys.zero_()
-            pools.values.zero_()
+            for pool in pools:
+                pool.zero_()
 
     def copy_blocks(self, group: int, source: Index, target: Index) -> None:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
-        first: dict[int, int] = {}  # where the content of a block that is written here comes from
-        for read, write in zip(source.tolist(), target.tolist(), strict=True):
-            first[write] = first.get(read, read)
-        origins, targets = np.array(list(first.values()), np.int64), np.array(list(first), np.int64)
+        origins, targets = copies_at_once(source, target)
         self._move(group, self.layers, origins, self.layers, targets)
 
     def swap_out(self, group: int, blocks: Index, places: Index) -> None:
@@ -91,11 +82,16 @@ class KVTensors:
     ) -> None:
         read, write = torch.from_numpy(source), torch.from_numpy(target)
         for old, new in zip(self._of_group(origin, group), self._of_group(goal, group), strict=True):
-            new.keys[:, write] = old.keys[:, read]
-            new.values[:, write] = old.values[:, read]
+            new[:, write] = old[:, read]
 
-    def _of_group(self, layers: list[LayerPools], group: int) -> list[LayerPools]:
-        return [pools for pools, mine in zip(layers, self.layer_groups, strict=True) if mine == group]
+    def _of_group(self, layers: list[LayerPools], group: int) -> list[Tensor]:
+        """Keys and values of every layer of a group."""
+        return [
+            pool
+            for pools, mine in zip(layers, self.layer_groups, strict=True)
+            if mine == group
+            for pool in pools
+        ]
 
 
 def _zeros(shape: tuple[int, ...]) -> Tensor:

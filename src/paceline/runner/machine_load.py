@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-LOOK_S = 0.25  # between two looks: the counters have a resolution of 10 ms
-LOOKS_TO_GROW = 4  # in a row that find room for one more thread
+REFRESH_S = 0.25  # between two refreshes: the counters have a resolution of 10 ms
+REFRESHES_TO_GROW = 4  # in a row that find room for one more thread
 TOLERATED = 0.5  # of a core that others may use of ours before a thread is released,
 SPARE = 0.25  # and may still use when it is taken back
 MANY_TOKENS = 16  # of a step: products so large that a thread which waits for a core at times still helps
@@ -44,7 +44,7 @@ def busy_sentence(others: float, cores: int) -> str:
 
 
 class MachineLoad:
-    """Cores that other processes use, between one look and the next."""
+    """Cores that other processes use, between one refresh and the next."""
 
     def __init__(
         self,
@@ -61,14 +61,16 @@ class MachineLoad:
         numbers = usable_cores()
         self.cores = cores if cores is not None else len(numbers)
         self._used_s = used_s if used_s is not None else lambda: _machine_seconds(numbers)
-        self._own_s = own_s if own_s is not None else lambda: _process_seconds(relatives)
+        self._own_s = (
+            own_s if own_s is not None else lambda: time.process_time() + sum(map(_seconds_of, relatives))
+        )
         self._runnable = runnable if runnable is not None else _runnable
         self._clock = clock
         self._last = self._read()
-        self.others: float | None = None  # cores, at the last look; None: not known
-        self.competing = 0.0  # threads of others that run or wait for a core, averaged over a few looks
+        self.others: float | None = None  # cores, at the last refresh; None: not known
+        self.competing = 0.0  # threads of others that run or wait for a core, averaged over a few refreshes
 
-    def look(self, least_s: float = LOOK_S) -> bool:
+    def refresh(self, least_s: float = REFRESH_S) -> bool:
         """Whether there is a new figure in `others`: not before `least_s` have passed since the last."""
         if self._last is None or self.age_s < least_s:
             return False
@@ -83,7 +85,7 @@ class MachineLoad:
 
     @property
     def age_s(self) -> float:
-        """Since the last look."""
+        """Since the last refresh."""
         return math.inf if self._last is None else self._clock() - self._last[0]
 
     def sentence(self) -> str:
@@ -119,18 +121,18 @@ class FreeCores:
         self.load = load
         self.most = most
         self.count = most
-        self._roomy = 0  # looks in a row that found room for more
+        self._roomy = 0  # refreshes in a row that found room for more
 
-    def look(self, tokens: int = 1) -> int:
+    def refresh(self, tokens: int = 1) -> int:
         """How many threads may compute a step of `num_tokens` now; cheap, called before every step and when idle."""
-        if self.most > 1 and self.load.look() and self.load.others is not None:
+        if self.most > 1 and self.load.refresh() and self.load.others is not None:
             left = self.load.cores - self.load.others
             fitting, roomy = (self._bounded(left + more) for more in (TOLERATED, SPARE))
             if fitting < self.count:
                 self.count, self._roomy = fitting, 0
             elif roomy > self.count:
                 self._roomy += 1
-                if self._roomy >= LOOKS_TO_GROW:
+                if self._roomy >= REFRESHES_TO_GROW:
                     self.count, self._roomy = roomy, 0
             else:
                 self._roomy = 0
@@ -140,25 +142,25 @@ class FreeCores:
         return min(max(math.floor(cores), 1), self.most)
 
 
-class LoadNews:
+class LoadNotices:
     """What to say about the machine while serving: when it becomes busy and free again, once a minute at most."""
 
     def __init__(
-        self, load: MachineLoad, *, said_busy: bool, clock: Callable[[], float] = time.monotonic
+        self, load: MachineLoad, *, reported_busy: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._load = load
         self._clock = clock
-        self._said_busy = said_busy
-        self._next_s = self._clock() + SAID_EVERY_S if said_busy else -math.inf
+        self._reported_busy = reported_busy
+        self._next_s = self._clock() + SAID_EVERY_S if reported_busy else -math.inf
 
     def take(self) -> str | None:
         """A sentence, if there is something new."""
-        changed = self._load.is_free if self._said_busy else self._load.is_busy
+        changed = self._load.is_free if self._reported_busy else self._load.is_busy
         if not changed or self._clock() < self._next_s:
             return None
-        self._said_busy = not self._said_busy
+        self._reported_busy = not self._reported_busy
         self._next_s = self._clock() + SAID_EVERY_S
-        return self._load.sentence() if self._said_busy else "the machine is free again"
+        return self._load.sentence() if self._reported_busy else "the machine is free again"
 
 
 def _machine_seconds(cores: frozenset[int]) -> float | None:
@@ -195,10 +197,6 @@ def _quota() -> float | None:
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None
-
-
-def _process_seconds(relatives: Sequence[int]) -> float:
-    return time.process_time() + sum(map(_seconds_of, relatives))
 
 
 def _seconds_of(pid: int) -> float:

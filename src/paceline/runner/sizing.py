@@ -14,13 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from paceline.config.engine import EngineConfig, LearnedSteps, ModelConfig, PreemptionCosts, StepCosts
+from paceline.config.engine import EngineConfig, LearnedSteps, ModelConfig, StepCosts
 from paceline.errors import ConfigError
-from paceline.models.decoder import Decoder
-from paceline.runner.kv_tensors import block_bytes
+from paceline.models.spec import ModelSpec
 
 GIB = 1 << 30
 MAX_STEP_S = 0.25
@@ -36,12 +32,16 @@ DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode 
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
+def block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Bytes of one block: its tokens' keys and values in every layer."""
+    return spec.num_layers * 2 * block_size * spec.num_kv_heads * spec.head_dim * 4
+
+
 def choose_sizes(
-    model: ModelConfig, decoder: Decoder, given: Mapping[str, Any], *, is_busy: bool = False
+    model: ModelConfig, spec: ModelSpec, given: Mapping[str, Any], measure: Callable[[], tuple[float, float]]
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `is_busy`: other processes use the same cores now."""
+    """`given` completed: every size the engine's config needs. `measure`: what a step takes at least, and a token."""
     sizes = dict(given)
-    spec = decoder.spec
     block_size = sizes.setdefault("block_size", 16)
     per_block = block_bytes(spec, block_size)
     if "num_blocks" not in sizes:
@@ -62,7 +62,7 @@ def choose_sizes(
         )
     sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
     if "max_num_batched_tokens" not in sizes:
-        measured = measure_step(decoder, is_busy=is_busy)
+        measured = measure()
         sizes["max_num_batched_tokens"] = step_budget(*measured)
         sizes.setdefault("max_num_prompt_tokens", step_budget(*measured, margin=ALONE))
         sizes["learned_steps"] = _learned_steps(measured, sizes, "max_num_prompt_tokens" in given)
@@ -108,42 +108,14 @@ def line_costs(
     return StepCosts(sizes=sizes, seconds=seconds, context_s=context_s, row_s=max(0.0, row_s))
 
 
-def measure_step(decoder: Decoder, *, is_busy: bool = False) -> tuple[float, float]:
-    """Seconds a step takes at least, and for each token more: a line through two sizes.
-
-    On a busy machine it is the processor time of each thread: what a step would take if it had the cores, so that a
-    start beside other processes gives the sizes of a quiet one and what steps really take is learned while serving.
-    """
-    small, large = 8, 40
-    _time_tokens(decoder, small)  # the first run pays for threads and memory
-    # The fastest of a few: others may be at work on the same cores.
-    few, many = (
-        min(_time_tokens(decoder, count, is_busy=is_busy) for _ in range(4)) for count in (small, large)
-    )
-    per_token = max((many - few) / (large - small), 1e-7)
-    return max(few - small * per_token, 0.0), per_token
-
-
-@torch.inference_mode()
-def _time_tokens(decoder: Decoder, count: int, *, is_busy: bool = False) -> float:
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return queries.flatten(1)
-
-    tokens = torch.zeros(count, dtype=torch.int64)
-    started_s, used_s = time.perf_counter(), time.process_time()
-    decoder.logits(decoder.forward(tokens, tokens, tokens + 1, attend))
-    took_s, used_s = time.perf_counter() - started_s, time.process_time() - used_s
-    return min(took_s, used_s / torch.get_num_threads()) if is_busy else took_s
-
-
 def _default_memory() -> int:
     """Two GiB, or a quarter of the memory that is free if that is less; PACELINE_CPU_KVCACHE_SPACE says otherwise."""
-    asked = os.environ.get("PACELINE_CPU_KVCACHE_SPACE")
-    if asked:
+    given = os.environ.get("PACELINE_CPU_KVCACHE_SPACE")
+    if given:
         try:
-            return int(float(asked) * GIB)
+            return int(float(given) * GIB)
         except ValueError as error:
-            raise ConfigError(f"PACELINE_CPU_KVCACHE_SPACE is {asked!r}: give a number of GiB") from error
+            raise ConfigError(f"PACELINE_CPU_KVCACHE_SPACE is {given!r}: give a number of GiB") from error
     return min(2 * GIB, _free_memory() // 4)
 
 
@@ -181,8 +153,3 @@ def block_seconds(config: EngineConfig, copy: Callable[[int], None]) -> float:
         copy(count)
         taken.append(time.perf_counter() - started_s)
     return min(taken) / (2 * count)
-
-
-def line_preemption_costs(fixed_s: float, token_s: float, rows: int, block_s: float) -> PreemptionCosts:
-    """Where a step takes so long at least, and for each token more; `rows` decode together."""
-    return PreemptionCosts(token_s=token_s, block_s=block_s, step_s=fixed_s + token_s * rows)

@@ -41,7 +41,7 @@ class Workers:
     def step(self, tokens: int) -> Iterator[None]:
         """One step of `tokens` tokens, on as many threads as there are cores for."""
         if self._free is not None:
-            self.count = min(self._free.look(tokens), self._most)
+            self.count = min(self._free.refresh(tokens), self._most)
         before = torch.get_num_threads()
         if self.count == before:
             yield

@@ -61,14 +61,14 @@ class StepProjection:
         """Compute tokens of a prompt, in the step that has room and those after it."""
         self._filled += tokens
         while True:
-            room = max(1, self._budget(self.decoding) - self.decoding)
-            steps = self._filled // room
+            free = max(1, self._budget(self.decoding) - self.decoding)
+            steps = self._filled // free
             if not steps:
                 return
             if self._ends and self._ends[0][0] < self._step + steps:  # not alike beyond that
                 steps = min(steps, max(1, math.ceil(self._ends[0][0] - self._step)))
-            self._filled -= steps * room
-            self.seconds += steps * self._cost(self.decoding, room)
+            self._filled -= steps * free
+            self.seconds += steps * self._cost(self.decoding, free)
             self._pass(steps)
 
     def decode(self, num_tokens: float, blocks: float) -> None:
@@ -208,7 +208,7 @@ class Forecaster:
             budget,
             endings=zip(left[~reading].tolist(), at_end[~reading].tolist(), strict=True),
             free_rows=state.most_rows - len(live),
-            free_blocks=kv.room(),
+            free_blocks=kv.free_for(),
             block_size=kv.block_size,
         )
         tokens = (rows.num_known - rows.scheduled)[live]
@@ -245,9 +245,9 @@ def _live(state: SchedulerState) -> Ints:
 
 def _reading_s(tokens: int, decoding: int, cost: Cost, budget: Budget) -> float:
     """A prompt with no other prompt before it."""
-    room = max(1, budget(decoding) - decoding)
-    whole, rest = divmod(tokens, room)
-    return whole * cost(decoding, room) + (cost(decoding, rest) if rest else 0.0)
+    free = max(1, budget(decoding) - decoding)
+    whole, rest = divmod(tokens, free)
+    return whole * cost(decoding, free) + (cost(decoding, rest) if rest else 0.0)
 
 
 def _ahead(state: SchedulerState, request: Request) -> tuple[RequestView, Ints]:

@@ -39,7 +39,7 @@ class Mode(Protocol):
         ...
 
     def next_opening_s(self, view: RequestView, num_running: int) -> float | None:
-        """When the gate opens by itself if nothing else happens; None if it never does."""
+        """When the gate opens if nothing else happens; None if it never does."""
         ...
 
     def rank(self, view: RequestView, scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.core.request import FinishReason, Request
 
 MOST_TENANTS = 1024
+_STOP, _LENGTH = FinishReason.STOP, FinishReason.LENGTH  # see core.fast
 LEARNING = 0.05  # weight of the last ending among those before it
 FAMILIAR = 8.0  # endings after which a tenant's own averages count as much as those of all
 
@@ -48,7 +49,7 @@ class OutputStats:
 
     def ended(self, tenant: int, request: Request, num_output: int, reason: FinishReason) -> None:
         """A request has ended with `num_output` tokens. Only answers that ran to their end teach anything."""
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason is not _STOP and reason is not _LENGTH:
             return
         own = self._by_tenant.pop(tenant, None) or _Averages()
         self._by_tenant[tenant] = own  # the most recent tenant is the last to be dropped
@@ -56,7 +57,7 @@ class OutputStats:
             del self._by_tenant[next(iter(self._by_tenant))]
         cached = request.num_cached / request.num_prompt
         for averages in (self._all, own):
-            averages.learn(num_output, reason is FinishReason.STOP, cached)
+            averages.learn(num_output, reason is _STOP, cached)
 
     def outputs_left(self, tenant: Ints, allowed: Ints) -> Floats:
         """Tokens still to come of requests that may have `allowed` more, at least one of each.

@@ -54,9 +54,9 @@ def start_over(state: SchedulerState) -> None:
     state.flights.clear()
     kv.abandon()
     state.rows.complete(kv.submitted)
-    if state.forgives_failure:  # it was the size of the batch, not who was in it
+    if state.ignores_next_failure:  # the cause was the size of the batch, not a request in it
         took_part.clear()
-        state.forgives_failure = False
+        state.ignores_next_failure = False
     for row in np.flatnonzero(state.rows.live).tolist():
         _restart(state, row, row in took_part)
     for owner in copying_out:

@@ -1,7 +1,7 @@
 """Why a request is rejected: it can never fit, there is no place for it now, or its times cannot be met.
 
-Only questions: nothing here changes the scheduler's state, so that who asks what would become of a request and who
-sends it are told the same. What to do with the answer is the business of `scheduler`.
+Only questions: nothing here changes the scheduler's state, so that an estimate and a real request
+get the same answer. What to do with the answer is the business of `scheduler`.
 Decision: docs/decisions/0023-honest-admission.md.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Rejection(NamedTuple):
-    """Why requests are refused."""
+    """Why requests are rejected."""
 
     requests: Sequence[Request]
     rule: Rule
@@ -43,7 +43,7 @@ def rejection_of(state: SchedulerState, requests: Sequence[Request]) -> Rejectio
 
 
 def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
-    """Why a request can never be served; one that is known already is not refused but an error of the caller."""
+    """Why a request can never be served; one that is known already is an error of the caller."""
     if request.id in state.requests or request.state is not RequestState.NEW:
         raise InvalidRequest(f"request {request.id} is already known")
     longest = state.config.max_model_len
@@ -79,20 +79,20 @@ def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Rejection |
     return None
 
 
-# Whether what a request wants of its times can be had: the rule by which it is refused at once.
+# Whether a request's objectives (deadline, TTFT, ITL) can be met: the rule by which it is rejected at once.
 #
-# A wish is impossible if the machine, empty, would need more than it by a margin; infeasible if that is so although
-# the request went first, or if in its place in the order it would come more than twice as late as it
-# wants. The margins are there because a forecast is one: a close case is admitted. Knows forecasts and wishes,
+# An objective is impossible if the machine, empty, would need more than it by a margin; infeasible if that is so
+# although the request went first, or if in its place in the order it would come more than twice as late as it
+# wants. The margins are there because a forecast is one: a close case is admitted. Knows forecasts and objectives,
 # nothing else.
 
 
 CERTAIN = 0.8  # share of an estimate that will surely be needed
-LATE = 2.0  # times a wish that the forecast may be
-CHANCE = "; wish for more time, or send on_infeasible: try"
+LATE = 2.0  # times an objective that the forecast may be
+CHANCE = "; allow more time, or send on_infeasible: try"
 
 
-class _Wish(NamedTuple):
+class _Objective(NamedTuple):
     """Milliseconds asked for; seconds from now: wanted, needed without other requests, by going first, and by its
     place."""
 
@@ -109,33 +109,37 @@ def late_rejection(request: Request, forecast: Forecast) -> Rejection | None:
     """Why a request cannot make its times; None: it can, or means to try."""
     if request.sampling.on_infeasible == "try":
         return None
-    for wish in _wishes(request, forecast):
-        wanted = f"{wish.param} is {wish.asked_ms:g}, but {wish.what}"
-        if CERTAIN * wish.alone_s > wish.wanted_s:
-            message = f"{wanted} would take about {1e3 * wish.alone_s:.0f} ms on this machine if it were empty{CHANCE}"
-            error = DeadlineImpossible(message, param=wish.param)
+    for objective in _objectives(request, forecast):
+        wanted = f"{objective.param} is {objective.asked_ms:g}, but {objective.what}"
+        if CERTAIN * objective.alone_s > objective.wanted_s:
+            alone = f"would take about {1e3 * objective.alone_s:.0f} ms on this machine if it were empty"
+            message = f"{wanted} {alone}{CHANCE}"
+            error = DeadlineImpossible(message, param=objective.param)
             return Rejection([request], Rule.DEADLINE_IMPOSSIBLE, error)
-        if CERTAIN * wish.soonest_s > wish.wanted_s or wish.expected_s > LATE * wish.wanted_s:
-            message = f"{wanted} would take about {1e3 * wish.expected_s:.0f} ms as things stand{CHANCE}"
-            retry_after_s = max(0.0, wish.expected_s - wish.wanted_s)
-            late = DeadlineInfeasible(message, param=wish.param, retry_after_s=retry_after_s)
+        if (
+            CERTAIN * objective.soonest_s > objective.wanted_s
+            or objective.expected_s > LATE * objective.wanted_s
+        ):
+            message = f"{wanted} would take about {1e3 * objective.expected_s:.0f} ms as things stand{CHANCE}"
+            retry_after_s = max(0.0, objective.expected_s - objective.wanted_s)
+            late = DeadlineInfeasible(message, param=objective.param, retry_after_s=retry_after_s)
             return Rejection([request], Rule.DEADLINE_INFEASIBLE, late)
     return None
 
 
-def _wishes(request: Request, forecast: Forecast) -> list[_Wish]:
+def _objectives(request: Request, forecast: Forecast) -> list[_Objective]:
     wanted, found = request.sampling, []
     if wanted.ttft_slo_ms is not None:
         times = (forecast.alone_first_s, forecast.soonest_first_s, forecast.first_token_s)
         first_s = wanted.ttft_slo_ms / 1e3 - forecast.waited_s
-        found.append(_Wish("ttft_slo_ms", "the first token", wanted.ttft_slo_ms, first_s, *times))
+        found.append(_Objective("ttft_slo_ms", "the first token", wanted.ttft_slo_ms, first_s, *times))
     if wanted.itl_slo_ms is not None:
         between_s = forecast.between_s
         gap_s = wanted.itl_slo_ms / 1e3
-        found.append(_Wish("itl_slo_ms", "a token", wanted.itl_slo_ms, gap_s, *(between_s,) * 3))
+        found.append(_Objective("itl_slo_ms", "a token", wanted.itl_slo_ms, gap_s, *(between_s,) * 3))
     if wanted.deadline_ms is not None:
         times = (forecast.alone_finish_s, forecast.soonest_finish_s, forecast.finish_s)
         finish_s = wanted.deadline_ms / 1e3 - forecast.waited_s
         what = f"an answer of {forecast.num_output:.0f} tokens"
-        found.append(_Wish("deadline_ms", what, wanted.deadline_ms, finish_s, *times))
+        found.append(_Objective("deadline_ms", what, wanted.deadline_ms, finish_s, *times))
     return found

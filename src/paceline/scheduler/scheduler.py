@@ -107,7 +107,7 @@ class Scheduler:
             self._accept(request, len(requests))
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise what these requests would be refused with if they came now."""
+        """Raise the error these requests would be rejected with if they came now."""
         rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
         if rejection is not None:
             raise rejection.error
@@ -170,13 +170,13 @@ class Scheduler:
         return np.concatenate([request.tokens, rows.outputs[row, :count]])
 
     def set_priority(self, request_id: RequestId, priority: int) -> None:
-        """Another number of priority, which counts from the level of the request's class."""
+        """Another number of priority, which counts from the priority of the request's class."""
         request = self._live(request_id)
-        urgency = request.urgency._replace(priority=priority)
-        found = urgency.standing
+        service_level = request.service_level._replace(priority=priority)
+        found = service_level.effective_priority
         self._input(inputs.SetPriority(request=request_id, priority=priority))
         self.state.decide(DecisionKind.CHANGE, request, Rule.PRIORITY, priority)
-        request.urgency = urgency
+        request.service_level = service_level
         if request.row != NO_ROW:
             self.state.rows.priority[request.row] = found
         elif request.id in self.state.queue:
@@ -224,7 +224,7 @@ class Scheduler:
         return True
 
     def pause(self, request_id: RequestId, *, swap: bool | None = None) -> None:
-        """Put a request aside until `resume`; it gives up its row and blocks, the cheapest way unless told which."""
+        """Put a request aside until `resume`; it releases its row and blocks, by `swap` or the cheapest way."""
         request = self._live(request_id)
         returns = request.blocked is not None and request.blocked.reason is BlockReason.SWAP_IN
         stuck = request.state in (RequestState.BLOCKED, RequestState.PAUSED) and not returns
@@ -344,7 +344,7 @@ class Scheduler:
     def _too_late(self, request: Request) -> Rejection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""
         wanted = request.sampling
-        if not wanted.has_wishes or wanted.on_infeasible == "try" or request.parent is not None:
+        if not wanted.has_objectives or wanted.on_infeasible == "try" or request.parent is not None:
             return None
         forecast = self.forecast(request)
         return None if forecast is None else late_rejection(request, forecast)
@@ -388,8 +388,8 @@ class Scheduler:
     def _tick(self) -> None:
         state = self.state
         state.now_s = max(state.now_s, state.clock.now())
-        state.kv.block_time.tell(state.now_s)
-        state.sizes.look(state.now_s)
+        state.kv.block_time.set_time(state.now_s)
+        state.sizes.forget_old(state.now_s)
 
     def _input(self, value: inputs.Input) -> None:
         """Something came from outside: the clock ticks, and the journal has it with the time."""

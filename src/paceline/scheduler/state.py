@@ -54,7 +54,7 @@ from paceline.scheduler.waiting_queue import WaitingQueue, first
 
 # What a request has cost so far, brought up to date when it leaves a row and when it has caught up with itself.
 #
-# A request that gave way computes again what it had: those tokens, and the blocks held meanwhile, are told apart,
+# A preempted request computes again what it had: those tokens, and the blocks held meanwhile, are counted apart,
 # so that no request pays for them. Nothing here runs in a steady step.
 
 
@@ -62,11 +62,11 @@ def settle_cost(request: Request, computed: int, block_us: int) -> None:
     """A request is about to leave its row, where it has held blocks for `block_us`."""
     blocks_us, redone_us, redone, swaps = request.cost
     peak_computed = request.peak_computed
-    if peak_computed > request.joined_at:  # it had given up some of what it had
+    if peak_computed > request.joined_at:  # it had lost some of what it had
         if computed < peak_computed:
             redone_us += block_us
         redone += max(0, min(computed, peak_computed) - request.joined_at)
-    request.cost = Cost(blocks_us + block_us, redone_us, redone, swaps)
+    request.cost = make_tuple(Cost, (blocks_us + block_us, redone_us, redone, swaps))
 
 
 def caught_up(request: Request, block_us: int) -> None:
@@ -75,7 +75,7 @@ def caught_up(request: Request, block_us: int) -> None:
 
 
 def note_kind(request: Request) -> None:
-    """A request has just given way: its KV is on the host, or gone."""
+    """A request has just been preempted: its KV is on the host, or gone."""
     if request.host_places:
         request.cost = request.cost._replace(swaps=request.cost.swaps + 1)
 
@@ -83,7 +83,11 @@ def note_kind(request: Request) -> None:
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # tenants remembered after their last request
 
-_FINISH, _PREEMPT = DecisionKind.FINISH, DecisionKind.PREEMPT  # see core.fast
+_FINISH, _PREEMPT, _FINISHED = (
+    DecisionKind.FINISH,
+    DecisionKind.PREEMPT,
+    RequestState.FINISHED,
+)  # see core.fast
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)
@@ -175,11 +179,11 @@ class SchedulerState:
         self.output_stats = OutputStats()
         self.events = EventBuffer()
         self.decisions: list[Decision] = []
-        self.last_admitted: RequestId = NO_REQUEST  # who was given a row last
+        self.last_admitted: RequestId = NO_REQUEST  # the request that was given a row last
         self.admitted_before: RequestId = NO_REQUEST  # the last other one before it
         self.journal: Journal = []
         self.now_s = -math.inf
-        self.forgives_failure = False  # the next failed step is held against no request
+        self.ignores_next_failure = False  # the next failed step is held against no request
         self._fewer_rows, self._fewer_until_s = config.max_num_seqs, -math.inf
         self._tenants: dict[str, int] = {}
         self._next_tenant = 0
@@ -206,7 +210,7 @@ class SchedulerState:
         self.decisions.append(make_tuple(Decision, fields))
 
     def ahead_of(self, request: Request) -> RequestId:
-        """Who was given a row last, other than the request itself."""
+        """The request that was given a row last, other than this one."""
         return self.last_admitted if self.last_admitted != request.id else self.admitted_before
 
     def tenant_index(self, name: str) -> int:
@@ -259,7 +263,7 @@ class SchedulerState:
         self.queue.push(request, self.orders[request.id], tenant)
 
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
-        """Another policy from now on; one that keeps accounts is told of every tenant there is."""
+        """Another policy from now on; one that keeps accounts gets every known tenant."""
         self.config = self.dial.config = config
         if policy is self.policy:
             return
@@ -304,7 +308,7 @@ class SchedulerState:
         self.prefilling.pop(request.id, None)
         self.forget_computing(request)
         before = self.joins
-        if before:  # who joined in this very plan: the runner never hears of it
+        if before:  # it may have joined in this very plan: the runner never learns of it
             self.joins = [join for join in before if join.row != row]
         if len(self.joins) == len(before):
             self.leaves.append(row)
@@ -334,7 +338,7 @@ class SchedulerState:
         """Fewer rows for a minute; the step that failed for their number is held against no request."""
         before = self.most_rows
         self._fewer_rows, self._fewer_until_s = max(1, before // 2), self.now_s + FEWER_ROWS_S
-        self.forgives_failure = before > 1
+        self.ignores_next_failure = before > 1
         return before > 1
 
     def forget_computing(self, request: Request) -> None:
@@ -379,7 +383,7 @@ class SchedulerState:
             self.kv.drop_places(request.host_places, request.id)
             request.host_places = ()
         request.blocked = None
-        request.move(RequestState.FINISHED)
+        request.move(_FINISHED)
         request.finished_s = self.now_s
         del self.requests[request.id]
         del self.orders[request.id]

@@ -1,4 +1,4 @@
-"""Between the dial and the scheduler: what the dial is told, how its limits are applied, what is recorded.
+"""Between the dial and the scheduler: what the dial observes, how its limits are applied, what is recorded.
 
 Every move is a decision with where it came from, where it went, what was measured and what was asked for; so is the
 moment from which a target cannot be held, and the one from which it can.
@@ -60,7 +60,7 @@ def delivered(state: SchedulerState, flight: Flight, rows: Index, place: Index) 
 
 
 def record_policy(state: SchedulerState, name: str, options: Mapping[str, float | str]) -> None:
-    """An operator has changed who goes first."""
+    """An operator has changed the policy."""
     detail = " ".join([name, *(f"{option}={value}" for option, value in sorted(options.items()))])
     _decide(state, DecisionKind.POLICY, Rule.OPERATOR, 0, 0.0, detail)
 

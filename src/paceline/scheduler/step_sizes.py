@@ -43,7 +43,7 @@ class StepSizes:
         return max(self._start[0], self.beside)
 
     def tokens(self, decoding: int) -> int:
-        """Most tokens of a step with so many decoding rows."""
+        """Most tokens of a step with this number of decoding rows."""
         if not decoding:
             return self.alone
         if self._learned is None:
@@ -65,8 +65,8 @@ class StepSizes:
         self._learned_s = now_s
         self._resize(learned)
 
-    def look(self, now_s: float) -> None:
-        """It is so late now: what was slow some time ago need not be slow any more."""
+    def forget_old(self, now_s: float) -> None:
+        """Drop a slowness that was measured long before `now_s`: the machine may be fast again."""
         if self._slowness > 0.0 and now_s - self._learned_s > FORGOTTEN_S and self._learned is not None:
             self._slowness = 0.0
             self._resize(self._learned)

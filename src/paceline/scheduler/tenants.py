@@ -14,7 +14,7 @@ from paceline.scheduler.waiting_queue import WaitingQueue
 
 
 class TenantAccounting:
-    """What was served and has not been told yet, for the policy in use."""
+    """What was served and not yet charged, for the policy in use."""
 
     def __init__(self, policy: Policy, queue: WaitingQueue) -> None:
         self._queue = queue
@@ -23,7 +23,7 @@ class TenantAccounting:
         self.accounts = policy if policy.keeps_accounts else None
 
     def comes(self, tenant: int, name: str, *, back: bool) -> None:
-        """A request of the tenant is about to wait. `back`: it ran, and gave way in the plan being made."""
+        """A request of the tenant is about to wait. `back`: it ran, and was preempted in the plan being made."""
         if self.accounts is None or tenant in self._queue.tenants:
             return
         if back:  # the accounts stay as they are while a plan is made

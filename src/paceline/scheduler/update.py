@@ -75,7 +75,7 @@ def _deliver(
             seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
         )
     )
-    if flight.spans:  # who computes known tokens may get its first
+    if flight.spans:  # a row that computes known tokens may get its first
         for row in at[index == 0].tolist():
             request = _owner(state, row)
             request.first_token_s = state.now_s

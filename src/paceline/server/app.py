@@ -18,16 +18,15 @@ from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route
 from paceline.server.docs import docs_routes
 from paceline.server.errors import Refusal
+from paceline.server.generate.request_record import Times
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.health import PUBLIC, ServerStatus, health_routes
-from paceline.server.http.asgi import AccessRules, AsgiApp
+from paceline.server.http.asgi import AccessRules, AsgiApp, RouteTable
 from paceline.server.http.listener import Listener
 from paceline.server.http.request_headers import HostCheck
-from paceline.server.live.feed import Feed
+from paceline.server.live.feed import Feed, watch_routes
 from paceline.server.live.page_files import PAGE, page_routes
-from paceline.server.live.watch_routes import watch_routes
 from paceline.server.metrics.batching import BatchingMetrics
-from paceline.server.metrics.goodput import Times
 from paceline.server.metrics.prometheus_page import Facts, LabelledFacts, MetricsPage, name_prefix
 from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
@@ -66,7 +65,9 @@ class Application:
 
     def __init__(self, config: ServerConfig, client: EngineClient, keyring: Keyring) -> None:
         self.status = ServerStatus(client)
-        self.requests = RequestMetrics(Times.of(config.observe))
+        observe = config.observe
+        slo = (observe.slo_e2e_ms, observe.slo_ttft_ms, observe.slo_itl_ms)
+        self.requests = RequestMetrics(Times(*slo))
         self.http = HttpMetrics()
         self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
@@ -115,7 +116,7 @@ class Application:
         self.batching.recent.note()  # what comes from now on is new
         self.feed.recent = api.recent
         api.recent.keeps_words = self.may_show_prompts
-        self.main.replace_routes([*api.routes, *self._own])
+        self.main.table = RouteTable([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
     def replace_keys(self, keyring: Keyring) -> None:
@@ -140,7 +141,7 @@ class Application:
 
     @property
     def num_under_way(self) -> int:
-        return self.main.num_admitted
+        return sum(exchange.is_admitted for exchange in self.main.exchanges)
 
     def stop_all(self, *, only_unadmitted: bool = False) -> None:
         for app in self.apps:

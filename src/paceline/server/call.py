@@ -64,7 +64,7 @@ class Events:
 
     frames: AsyncGenerator[bytes, None]
     error_frame: Callable[[BaseException], bytes]
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Callable[[], Mapping[str, str]] = dict  # called when the status goes out
     # Given a way to write a frame at once, frames may take it while `frames` is being waited for; see `EventStream`.
     divert: Callable[[Callable[[bytes], bool]], None] | None = None
 

@@ -63,7 +63,8 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in route.methods:
-            described = {"tags": [_tag(path)], "responses": {"200": {"description": "ok"}}}
+            tag = next(tag for tag, beginnings in TAGS.items() if path.startswith(beginnings))
+            described = {"tags": [tag], "responses": {"200": {"description": "ok"}}}
             described |= dict(route.openapi)
             if route.needs_admin:
                 described["description"] = ADMIN_NOTE
@@ -77,23 +78,6 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
-
-
-def fields_of(operation: dict[str, Any]) -> list[tuple[str, str, str]]:
-    content = operation.get("requestBody", {}).get("content", {})
-    schema = content.get("application/json", {}).get("schema", {})
-    return [
-        (name, _kind_of(entry), str(entry.get("description", "")))
-        for name, entry in schema.get("properties", {}).items()
-    ]
-
-
-def _kind_of(entry: dict[str, Any]) -> str:
-    alternatives = entry.get("anyOf") or entry.get("oneOf")
-    if alternatives:
-        return " or ".join(dict.fromkeys(_kind_of(alternative) for alternative in alternatives))
-    kind = entry.get("type", "any")
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
 @cache
@@ -116,15 +100,5 @@ def _with_example(operation: Mapping[str, Any], example: Mapping[str, Any]) -> d
     return found
 
 
-def _tag(path: str) -> str:
-    return next(tag for tag, beginnings in TAGS.items() if path.startswith(beginnings))
-
-
 def _describing(path: str, handler: Any, summary: str) -> Route:
-    return Route(
-        methods=("GET",),
-        path=path,
-        handler=handler,
-        takes_body=False,
-        openapi={"summary": summary, "tags": ["server"], "responses": {"200": {"description": "ok"}}},
-    )
+    return Route(methods=("GET",), path=path, handler=handler, openapi={"summary": summary})

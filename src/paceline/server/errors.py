@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,10 +25,9 @@ from paceline.errors import (
 from paceline.process.client import EngineUnavailable
 from paceline.server.access.caller import CONCURRENCY, PRIORITY
 
-# What can go wrong with one request to the server, beside what `paceline.errors` knows.
-#
-# Each class carries the `code` of the error catalogue; `errors` gives it a status and a shape. Messages are whole
-# sentences for the client and never hold the words of an exception from inside.
+# What can go wrong with one request to the server, beside what `paceline.errors` knows. Each class carries the `code`
+# of the catalogue below. Messages are whole sentences for the client and never hold the words of an exception from
+# inside.
 
 
 class UnknownParameter(InvalidRequest):
@@ -176,8 +176,7 @@ BAD, AUTH, DENIED, MISSING = (
 LIMITED, OURS = "rate_limit_error", "server_error"
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
+class CatalogueEntry(NamedTuple):
     """One line of the catalogue."""
 
     status: int
@@ -186,111 +185,77 @@ class CatalogueEntry:
     retry_after_s: int | None = None
 
 
-CATALOGUE: Mapping[str, CatalogueEntry] = {
+_ENTRIES: Mapping[str, tuple[Any, ...]] = {
     # The connection and the request line.
-    "bad_request": CatalogueEntry(400, BAD, "This is not a valid HTTP request."),
-    "bad_version": CatalogueEntry(505, BAD, "Only HTTP/1.0 and HTTP/1.1 are spoken here."),
-    "bad_host": CatalogueEntry(
-        400, BAD, "The Host header is missing, repeated or not one of this server's names."
-    ),
-    "request_timeout": CatalogueEntry(408, BAD, "The request did not arrive in time."),
-    "uri_too_long": CatalogueEntry(414, BAD, "The request line is too long."),
-    "headers_too_large": CatalogueEntry(431, BAD, "The request has too many or too large headers."),
-    "body_too_large": CatalogueEntry(413, BAD, "The request body is too large."),
-    "too_many_connections": CatalogueEntry(
-        503, OURS, "The server has no free connection; try again later.", 1
-    ),
+    "bad_request": (400, BAD, "This is not a valid HTTP request."),
+    "bad_version": (505, BAD, "Only HTTP/1.0 and HTTP/1.1 are spoken here."),
+    "bad_host": (400, BAD, "The Host header is missing, repeated or not one of this server's names."),
+    "request_timeout": (408, BAD, "The request did not arrive in time."),
+    "uri_too_long": (414, BAD, "The request line is too long."),
+    "headers_too_large": (431, BAD, "The request has too many or too large headers."),
+    "body_too_large": (413, BAD, "The request body is too large."),
+    "too_many_connections": (503, OURS, "The server has no free connection; try again later.", 1),
     # The route and the caller.
-    "not_found": CatalogueEntry(404, MISSING, "There is no such route; GET /docs lists them."),
-    "unsupported_route": CatalogueEntry(404, MISSING, "This route of the OpenAI API is not supported."),
-    "method_not_allowed": CatalogueEntry(405, BAD, "This route does not take this method."),
-    "invalid_api_key": CatalogueEntry(
-        401, AUTH, "The API key is missing or wrong; send it as Authorization: Bearer KEY."
-    ),
-    "key_disabled": CatalogueEntry(403, DENIED, "This API key is disabled."),
-    "admin_only": CatalogueEntry(
-        403, DENIED, "This route needs an admin key; paceline keys add NAME --admin makes one."
-    ),
-    "not_permitted": CatalogueEntry(403, DENIED, "This API key does not allow that."),
+    "not_found": (404, MISSING, "There is no such route; GET /docs lists them."),
+    "unsupported_route": (404, MISSING, "This route of the OpenAI API is not supported."),
+    "method_not_allowed": (405, BAD, "This route does not take this method."),
+    "invalid_api_key": (401, AUTH, "The API key is missing or wrong; send it as Authorization: Bearer KEY."),
+    "key_disabled": (403, DENIED, "This API key is disabled."),
+    "admin_only": (403, DENIED, "This route needs an admin key; paceline keys add NAME --admin makes one."),
+    "not_permitted": (403, DENIED, "This API key does not allow that."),
     # The body.
-    "unsupported_media_type": CatalogueEntry(
+    "unsupported_media_type": (
         415,
         BAD,
         "The body must be JSON and say so: add -H 'Content-Type: application/json'.",
     ),
-    "empty_body": CatalogueEntry(400, BAD, "The request body is empty; send one JSON object."),
-    "invalid_json": CatalogueEntry(400, BAD, "The request body is not valid JSON."),
-    "not_an_object": CatalogueEntry(400, BAD, "The request body must be one JSON object."),
-    "invalid_encoding": CatalogueEntry(400, BAD, "The request body must be UTF-8 without a byte order mark."),
-    "duplicate_key": CatalogueEntry(400, BAD, "The request body has the same key twice in one object."),
-    "too_deep": CatalogueEntry(400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
-    "too_many_keys": CatalogueEntry(400, BAD, "The request body has too many keys; 64 are allowed."),
-    "key_too_long": CatalogueEntry(
-        400, BAD, "A key of the request body is too long; 256 characters are allowed."
-    ),
-    "invalid_number": CatalogueEntry(400, BAD, "Numbers must be finite and at most 4,300 digits long."),
-    "invalid_unicode": CatalogueEntry(
-        400, BAD, "A string of the request body holds half of a surrogate pair."
-    ),
+    "empty_body": (400, BAD, "The request body is empty; send one JSON object."),
+    "invalid_json": (400, BAD, "The request body is not valid JSON."),
+    "not_an_object": (400, BAD, "The request body must be one JSON object."),
+    "invalid_encoding": (400, BAD, "The request body must be UTF-8 without a byte order mark."),
+    "duplicate_key": (400, BAD, "The request body has the same key twice in one object."),
+    "too_deep": (400, BAD, "The request body is nested too deeply; 32 levels are allowed."),
+    "too_many_keys": (400, BAD, "The request body has too many keys; 64 are allowed."),
+    "key_too_long": (400, BAD, "A key of the request body is too long; 256 characters are allowed."),
+    "invalid_number": (400, BAD, "Numbers must be finite and at most 4,300 digits long."),
+    "invalid_unicode": (400, BAD, "A string of the request body holds half of a surrogate pair."),
     # What is asked for.
-    "invalid_value": CatalogueEntry(400, BAD, "A field of the request is wrong."),
-    "unknown_parameter": CatalogueEntry(400, BAD, "A field of the request is not known."),
-    "unsupported_parameter": CatalogueEntry(400, BAD, "A field of the request is not supported."),
-    "unsupported_modality": CatalogueEntry(400, BAD, "Only text is supported."),
-    "context_length_exceeded": CatalogueEntry(400, BAD, "The request is longer than the model's context."),
-    "kv_capacity": CatalogueEntry(400, BAD, "The request needs more KV cache than there is."),
-    "deadline_impossible": CatalogueEntry(
-        400, BAD, "This machine cannot answer in the time that was asked for."
-    ),
-    "model_not_found": CatalogueEntry(
-        404, MISSING, "This model does not exist; GET /v1/models lists what there is."
-    ),
-    "request_not_found": CatalogueEntry(404, MISSING, "This key has sent no such request lately."),
-    "request_ended": CatalogueEntry(409, BAD, "This request has ended."),
-    "request_busy": CatalogueEntry(409, BAD, "This request cannot be changed at this moment; try again.", 1),
+    "invalid_value": (400, BAD, "A field of the request is wrong."),
+    "unknown_parameter": (400, BAD, "A field of the request is not known."),
+    "unsupported_parameter": (400, BAD, "A field of the request is not supported."),
+    "unsupported_modality": (400, BAD, "Only text is supported."),
+    "context_length_exceeded": (400, BAD, "The request is longer than the model's context."),
+    "deadline_impossible": (400, BAD, "This machine cannot answer in the time that was asked for."),
+    "model_not_found": (404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
+    "request_not_found": (404, MISSING, "This key has sent no such request lately."),
+    "request_ended": (409, BAD, "This request has ended."),
+    "request_busy": (409, BAD, "This request cannot be changed at this moment; try again.", 1),
     # Files and batches.
-    "invalid_multipart": CatalogueEntry(400, BAD, "The request body is not the form it says it is."),
-    "file_not_found": CatalogueEntry(
-        404, MISSING, "This key has no such file; GET /v1/files lists what there is."
-    ),
-    "batch_not_found": CatalogueEntry(
-        404, MISSING, "This key has no such batch; GET /v1/batches lists what there is."
-    ),
-    "file_in_use": CatalogueEntry(400, BAD, "A batch that is not over reads this file; cancel it first."),
-    "storage_quota_exceeded": CatalogueEntry(
-        413, BAD, "The files of this key take as much as they may; delete some."
-    ),
-    "storage_full": CatalogueEntry(
-        507, OURS, "There is no room left for files and batches; try again later."
-    ),
+    "invalid_multipart": (400, BAD, "The request body is not the form it says it is."),
+    "file_not_found": (404, MISSING, "This key has no such file; GET /v1/files lists what there is."),
+    "batch_not_found": (404, MISSING, "This key has no such batch; GET /v1/batches lists what there is."),
+    "file_in_use": (400, BAD, "A batch that is not over reads this file; cancel it first."),
+    "storage_quota_exceeded": (413, BAD, "The files of this key take as much as they may; delete some."),
+    "storage_full": (507, OURS, "There is no room left for files and batches; try again later."),
     # Load.
-    "rate_limit_exceeded": CatalogueEntry(429, LIMITED, "Too many requests; try again later.", 1),
-    "queue_full": CatalogueEntry(429, LIMITED, "The queue is full; try again later.", 1),
-    "too_many_batches": CatalogueEntry(429, LIMITED, "This key has too many batches that are not over.", 60),
-    "concurrency_exceeded": CatalogueEntry(429, LIMITED, "This key has too many requests under way.", 1),
-    "price_above_maximum": CatalogueEntry(
-        429, LIMITED, "The price is above max_price now; try again later.", 5
-    ),
+    "rate_limit_exceeded": (429, LIMITED, "Too many requests; try again later.", 1),
+    "queue_full": (429, LIMITED, "The queue is full; try again later.", 1),
+    "too_many_batches": (429, LIMITED, "This key has too many batches that are not over.", 60),
+    "concurrency_exceeded": (429, LIMITED, "This key has too many requests under way.", 1),
+    "price_above_maximum": (429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.
-    INTERNAL: CatalogueEntry(
-        500, OURS, "Something went wrong here; the request id is in the header x-request-id."
-    ),
-    "numerical_error": CatalogueEntry(500, OURS, NOT_FINITE),
-    "starting": CatalogueEntry(503, OURS, "The model is being loaded; try again in a moment.", 2),
-    "engine_unavailable": CatalogueEntry(503, OURS, "The engine is not available; try again later.", 5),
-    "queue_timeout": CatalogueEntry(
-        503, OURS, "The request waited too long for its turn; try again later.", 5
-    ),
-    "shutting_down": CatalogueEntry(503, OURS, "The server is shutting down; try again later.", 5),
-    "ledger_unavailable": CatalogueEntry(
-        503, OURS, "The ledger cannot be written; no requests are taken.", 5
-    ),
-    "out_of_memory": CatalogueEntry(503, OURS, "There is not enough memory for this request now.", 5),
-    "deadline_infeasible": CatalogueEntry(
-        503, OURS, "There is too much to do to answer in the time asked for.", 1
-    ),
-    "deadline_exceeded": CatalogueEntry(504, OURS, "The request took longer than it may."),
+    INTERNAL: (500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
+    "numerical_error": (500, OURS, NOT_FINITE),
+    "starting": (503, OURS, "The model is being loaded; try again in a moment.", 2),
+    "engine_unavailable": (503, OURS, "The engine is not available; try again later.", 5),
+    "queue_timeout": (503, OURS, "The request waited too long for its turn; try again later.", 5),
+    "shutting_down": (503, OURS, "The server is shutting down; try again later.", 5),
+    "ledger_unavailable": (503, OURS, "The ledger cannot be written; no requests are taken.", 5),
+    "out_of_memory": (503, OURS, "There is not enough memory for this request now.", 5),
+    "deadline_infeasible": (503, OURS, "There is too much to do to answer in the time asked for.", 1),
+    "deadline_exceeded": (504, OURS, "The request took longer than it may."),
 }
+CATALOGUE = {code: CatalogueEntry(*entry) for code, entry in _ENTRIES.items()}
 
 # Whose words are ours and meant for the client.
 _SPEAKING = (
@@ -303,7 +268,7 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a client is told of an error."""
+    """The answer to a client for an error."""
 
     status: int
     type: str
@@ -314,7 +279,7 @@ class Problem:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the log should say more than the client is told."""
+        """Whether the log should say more than the answer."""
         return self.code == INTERNAL
 
 
@@ -330,7 +295,7 @@ class Refusal(PacelineError):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client is told of an exception; what is not known becomes `internal_error`."""
+    """The answer to a client for an exception; an unknown one becomes `internal_error`."""
     code = _code_of(error)
     entry = CATALOGUE[code]
     message = str(error) if isinstance(error, (Refusal, *_SPEAKING)) and str(error) else entry.message
@@ -360,6 +325,11 @@ def openai_body(problem: Problem) -> bytes:
         "code": problem.code,
     }
     return msgspec.json.encode({"error": error})
+
+
+def openai_error_frame(error: BaseException) -> bytes:
+    """An error inside a stream of the OpenAI API."""
+    return b"data: %b\n\n" % openai_body(problem_of(error))
 
 
 def anthropic_body(problem: Problem) -> bytes:

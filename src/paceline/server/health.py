@@ -39,10 +39,8 @@ class ServerStatus:
     @property
     def word(self) -> str:
         """The state in one word, for people and probes."""
-        if self.phase is Phase.DRAINING:
-            return "draining"
-        if self.phase is Phase.STARTING:
-            return "starting"
+        if self.phase is not Phase.SERVING:
+            return str(self.phase.value)
         state = self.client.state
         if state is not EngineState.READY:
             return str(state.value)
@@ -54,11 +52,8 @@ class ServerStatus:
 
     def refusal(self) -> Refusal | None:
         """Why no new work is taken, if so. A full queue is not said here: it answers for itself."""
-        if self.phase is Phase.DRAINING:
-            return Refusal("shutting_down")
-        if self.phase is Phase.STARTING:
-            return Refusal("starting")
-        return None
+        codes = {Phase.DRAINING: "shutting_down", Phase.STARTING: "starting"}
+        return None if self.phase is Phase.SERVING else Refusal(codes[self.phase])
 
 
 PUBLIC = frozenset(("/health", "/health/live", "/health/ready", "/health/deep", "/ping"))
@@ -86,34 +81,22 @@ def health_routes(status: ServerStatus) -> list[Route]:
         }
         return _answer(200 if status.is_ready else 503, facts)
 
-    handlers = {
-        "/health": ready,
-        "/health/ready": ready,
-        "/health/live": live,
-        "/health/deep": deep,
-        "/ping": ready,
-    }
-    summaries = {
-        "/health": "Whether requests are taken",
-        "/health/ready": "The same as /health",
-        "/health/live": "Whether the process runs",
-        "/health/deep": "The engine's heartbeat and counters",
-        "/ping": "The same as /health, for SageMaker",
-    }
+    routes = (
+        ("/health", ready, "Whether requests are taken"),
+        ("/health/ready", ready, "The same as /health"),
+        ("/health/live", live, "Whether the process runs"),
+        ("/health/deep", deep, "The engine's heartbeat and counters"),
+        ("/ping", ready, "The same as /health, for SageMaker"),
+    )
+    responses = {"200": {"description": "yes"}, "503": {"description": "not now"}}
     return [
         Route(
             methods=("GET",),
             path=path,
             handler=handler,
-            takes_body=False,
-            openapi={
-                "summary": summaries[path],
-                "tags": ["health"],
-                "security": [],
-                "responses": {"200": {"description": "yes"}, "503": {"description": "not now"}},
-            },
+            openapi={"summary": summary, "security": [], "responses": responses},
         )
-        for path, handler in handlers.items()
+        for path, handler, summary in routes
     ]
 
 

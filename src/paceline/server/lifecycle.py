@@ -36,7 +36,7 @@ LAST_WORDS_S = 0.5  # for error frames to leave, after the drain
 FORCED_S = 1.5  # the longest a second signal may take
 GRACE_S = 1.8  # what the watchdog adds to the drain
 TICK_S = 1.0
-LAG_WINDOW_S = 10.0  # of which the worst delay of the event loop is told
+LAG_WINDOW_S = 10.0  # of which the worst delay of the event loop is reported
 
 
 class EngineHandle(Protocol):
@@ -221,10 +221,8 @@ class Server:
 
     async def _wait_forced(self, seconds: float) -> None:
         if seconds > 0:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._forced.wait(), seconds)
-            except TimeoutError:
-                return
 
     # ------------------------------------------------------------ meanwhile
 
@@ -234,9 +232,9 @@ class Server:
         pause_s = min(TICK_S, self._config.log_stats_interval_s)
         lags_s: deque[float] = deque(maxlen=max(1, round(LAG_WINDOW_S / pause_s)))
         while True:
-            asked_s = time.monotonic()
+            started_s = time.monotonic()
             await asyncio.sleep(pause_s)
-            lags_s.append(max(0.0, time.monotonic() - asked_s - pause_s))
+            lags_s.append(max(0.0, time.monotonic() - started_s - pause_s))
             self._app.loop_lag_s = max(lags_s)
             self._app.batching.recent.note()
             for listener in self._app.listeners:

@@ -1,4 +1,4 @@
-"""Log lines: text for people, JSON for machines, written by a thread of their own.
+"""Log lines: text for people, JSON for machines, written by a separate thread.
 
 Logging only puts a record into a bounded queue. When the output is blocked or gone, lines are dropped and
 counted; serving never waits for a log. Control characters are escaped: a line is always one line.

@@ -51,6 +51,7 @@ def open_api(
     def build() -> Api:
         from paceline.models.files.fetch import resolve
         from paceline.models.files.open import open_checkpoint
+        from paceline.server.api.batch_routes import BatchApi, batch_routes, file_routes
         from paceline.server.api.limits import SERVER_LIMITS
         from paceline.server.api.routes import routes
         from paceline.server.batches.batches import open_batches
@@ -79,13 +80,17 @@ def open_api(
         )
         service = Service(client, served, settings, observer=observer, billing=billing)
         batches = open_batches(service, routes(service), batch_settings)
+        of_batches = None
+        if batches is not None:
+            api, strict = BatchApi(batches), config.strict_fields
+            of_batches = [*file_routes(api), *batch_routes(api, settings.limits, strict=strict)]
 
         def close() -> None:
             service.close()
             billing.close()
 
         return Api(
-            routes=routes(service, None if batches is None else batches.routes()),
+            routes=routes(service, of_batches),
             model_name=names[0],
             recent=service.recent,
             is_full=lambda: service.admission.is_full,

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.process.client import EngineClient
-from paceline.server.batches.line_run import EndedLine
 from paceline.server.call import Call
 from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
@@ -32,8 +31,8 @@ class RequestLog:
         self._http = http
         self._writes_lines = writes_lines
         self._ended: dict[str, list[RequestRecord]] = {}  # generations of requests that still run
-        self.on_finished: Callable[[RequestRecord], None] = lambda record: None  # told of every end
-        # Every piece of news passes these; without a stop on the way.
+        self.on_finished: Callable[[RequestRecord], None] = lambda record: None  # called at every end
+        # Every update passes these checks, without a pause.
         self.first_token = requests.first_token
         self.tokens = requests.tokens
 
@@ -64,40 +63,27 @@ class RequestLog:
 
     # ------------------------------------------------------------ calls made in the process
 
-    def call_ended(self, call: Call, status: int, code: str) -> None:
+    def call_ended(
+        self, call: Call, status: int, code: str, *, line: int | None = None, is_again: bool = False
+    ) -> None:
         records = self._ended.pop(call.id, [])
         if not self._writes_lines:
             return
-        facts: dict[str, Any] = {
-            "id": call.id,
-            "status": status,
-            "code": code,
-            "tenant": call.caller.tenant,
-        }
-        time_s = round(time.monotonic() - call.received_s, 4)
-        log(f"TRAFFIC {call.route}", **facts, time_s=time_s, **_generated(call.received_s, records))
+        batch_id = call.caller.batch_id
+        facts: dict[str, Any] = {"id": call.id}
+        if batch_id:
+            facts |= {"batch": batch_id, "line": line}
+        facts |= {"status": status, "code": code, "tenant": call.caller.tenant}
+        facts["time_s"] = round(time.monotonic() - call.received_s, 4)
+        if batch_id:
+            facts["again"] = is_again or None
+        facts |= _generated(call.received_s, records)
+        log(f"{'BATCH' if batch_id else 'TRAFFIC'} {call.route}", **facts)
 
     def call_failed(self, call: Call, error: BaseException) -> None:
-        log("request failed", level=logging.ERROR, error=error, id=call.id, route=call.route)
-
-    def line_ended(self, line: EndedLine) -> None:
-        records = self._ended.pop(line.id, [])
-        if not self._writes_lines:
-            return
-        facts: dict[str, Any] = {
-            "id": line.id,
-            "batch": line.batch_id,
-            "line": line.number,
-            "status": line.status,
-            "code": line.error_code,
-            "tenant": line.tenant,
-            "time_s": round(time.monotonic() - line.received_s, 4),
-            "again": line.is_again or None,
-        }
-        log(f"BATCH {line.route}", **facts, **_generated(line.received_s, records))
-
-    def line_failed(self, request_id: str, batch_id: str, error: BaseException) -> None:
-        log("request failed", level=logging.ERROR, error=error, id=request_id, batch=batch_id)
+        batch_id = call.caller.batch_id
+        where = {"batch": batch_id} if batch_id else {"route": call.route}
+        log("request failed", level=logging.ERROR, error=error, id=call.id, **where)
 
 
 def _shown_route(exchange: Exchange) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -90,45 +89,32 @@ class ControlFinder:
                     break
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """How the contents of one request are marked. An empty mark: they hold nothing that could be a control token."""
+def _mark_for(contents: object, finder: ControlFinder, *, template: str) -> str:
+    """A mark that a request's contents do not hold; empty where they hold nothing that could be a control token."""
+    strings = list(_strings(contents))
+    if not any(finder.has_edge(text) for text in strings):
+        return ""
+    everything = "\0".join([template, *strings])
+    for mark in map(chr, _PRIVATE_USE):
+        if mark not in everything and json.dumps(mark)[1:-1] not in everything:
+            return mark
+    raise ValueError("the text uses every private-use character")
 
-    mark: str = ""
 
-    @classmethod
-    def for_contents(cls, value: object, finder: ControlFinder, *, template: str) -> Marks:
-        strings = list(_strings(value))
-        if not any(finder.has_edge(text) for text in strings):
-            return cls()
-        everything = "\0".join([template, *strings])
-        for code in _PRIVATE_USE:
-            mark = chr(code)
-            if mark not in everything and json.dumps(mark)[1:-1] not in everything:
-                return cls(mark=mark)
-        raise ValueError("the text uses every private-use character")
-
-    def clean(self, text: str, finder: ControlFinder) -> RenderedPrompt:
-        """The rendered text without marks, and where the template wrote control tokens."""
-        places = finder.find(text)
-        if not self.mark:
-            return RenderedPrompt(text=text, controls=tuple(places))
-        pieces: list[str] = []
-        controls: list[tuple[int, int]] = []
-        done = size = 0
-        for begin, end in places:
-            piece = self._without(text[done:begin])
-            size += len(piece)
-            controls.append((size, size + end - begin))
-            size += end - begin
-            pieces.extend((piece, text[begin:end]))
-            done = end
-        pieces.append(self._without(text[done:]))
-        return RenderedPrompt(text="".join(pieces), controls=tuple(controls))
-
-    def _without(self, text: str) -> str:
+def _without_marks(text: str, mark: str, finder: ControlFinder) -> RenderedPrompt:
+    """The rendered text without marks, and where the template wrote control tokens."""
+    pieces: list[str] = []
+    controls: list[tuple[int, int]] = []
+    done = size = 0
+    for begin, end in [*finder.find(text), (len(text), len(text))]:
         # As a character, or as JSON writes it where a template asks for ASCII.
-        return text.replace(self.mark, "").replace(json.dumps(self.mark)[1:-1], "")
+        piece = text[done:begin].replace(mark, "").replace(json.dumps(mark)[1:-1], "")
+        pieces += (piece, text[begin:end])
+        size += len(piece)
+        controls.append((size, size + end - begin))
+        size += end - begin
+        done = end
+    return RenderedPrompt(text="".join(pieces), controls=tuple(controls[:-1]))
 
 
 def marked(value: object, mark_value: Callable[[str], str], mark_key: Callable[[str], str]) -> object:
@@ -246,15 +232,16 @@ class ChatTemplate:
         """Render with marked contents. See `controls` for why twice."""
         finder = self._finder
         try:
-            marks = Marks.for_contents([data["messages"], data["tools"]], finder, template=self._source)
+            mark = _mark_for([data["messages"], data["tools"]], finder, template=self._source)
         except ValueError as error:
             raise InvalidRequest(f"the messages cannot be rendered: {error}", param="messages") from None
-        if not marks.mark:
-            return marks.clean(self._run(template, {**settings, **data}), finder)
-        broken = partial(finder.broken, mark=marks.mark)
+        if not mark:
+            text = self._run(template, {**settings, **data})
+            return RenderedPrompt(text=text, controls=tuple(finder.find(text)))
+        broken = partial(finder.broken, mark=mark)
         text = self._run(template, {**settings, **_marked(data, broken, broken)})
-        prompt = marks.clean(text, finder)
-        shattered = partial(finder.shattered, mark=marks.mark)
+        prompt = _without_marks(text, mark, finder)
+        shattered = partial(finder.shattered, mark=mark)
         strict = self._run(template, {**settings, **_marked(data, shattered, broken)})
         own = [strict[begin:end] for begin, end in finder.find(strict)]
         if own != [prompt.text[begin:end] for begin, end in prompt.controls]:

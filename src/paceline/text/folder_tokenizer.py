@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from paceline.errors import InputError
-from paceline.text.parts import TokenizerParts, guarded, is_marker, unique
+from paceline.text.tokenizer_parts import TokenizerParts, guarded, is_marker, unique
 
 MAX_FILE_BYTES = 256 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -43,7 +43,8 @@ def _parts(description: Json, config: Json, folder: Path) -> TokenizerParts:
     ids = {entry["content"]: int(entry["id"]) for entry in added}
     for entry in added:
         entry["special"] = bool(entry["special"] or entry["content"] in named.values())
-    control = {text: ids[text] for entry in added if _is_control(entry) for text in (entry["content"],)}
+    special = {entry["content"] for entry in added if entry["special"]}
+    control = {text: ids[text] for text in ids if text in special or is_marker(text)}
     tokens = _token_names(description["model"], added)
     special_ids = frozenset(int(entry["id"]) for entry in added if entry["special"])
     lookup = {**{text: index for index, text in enumerate(tokens) if text is not None}, **ids}
@@ -63,10 +64,6 @@ def _parts(description: Json, config: Json, folder: Path) -> TokenizerParts:
         template_tokens=named,
         chat_template=_chat_template(config, folder),
     )
-
-
-def _is_control(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["special"]) or is_marker(entry["content"])
 
 
 def _read_json(file: Path) -> Json:
@@ -98,13 +95,7 @@ def _added_tokens(description: Json, config: Json) -> list[Json]:
     added = {int(entry["id"]): dict(entry) for entry in description.get("added_tokens", [])}
     for key, entry in config.get("added_tokens_decoder", {}).items():
         if int(key) not in added:
-            flags = {
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": False,
-            }
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
             added[int(key)] = {**flags, **entry, "id": int(key)}
     return [added[key] for key in sorted(added)]
 
@@ -148,7 +139,7 @@ def _backend(description: Json, added: list[Json], control: Mapping[str, int]) -
     }
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(edited, ensure_ascii=False))
-    except Exception as error:  # the backend has no error type of its own
+    except Exception as error:  # the backend has no specific error type
         raise ValueError(error) from error
 
 
@@ -216,7 +207,7 @@ def _generation_ends(folder: Path) -> list[int | None]:
 
 
 def _chat_template(config: Json, folder: Path) -> str | None:
-    """The template beside the tokenizer: a file of its own first, then the config's (the one called default)."""
+    """The template beside the tokenizer: a separate file first, then the config's (the one called default)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from paceline.errors import InputError
-from paceline.text.parts import END_OF_TURN, TokenizerParts, guarded, is_marker, unique
+from paceline.text.tokenizer_parts import END_OF_TURN, TokenizerParts, guarded, is_marker, unique
 
 # How text is cut before byte-pair merging, by the names GGUF files use (`tokenizer.ggml.pre`).
 #
@@ -49,23 +49,10 @@ _CUTS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 _SAME_AS = {
-    "phi-2": "gpt-2",
-    "olmo": "gpt-2",
-    "mpt": "gpt-2",
-    "jina-v2-code": "gpt-2",
-    "gpt2": "gpt-2",
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "falcon3": "llama-bpe",
-    "smaug-bpe": "llama-bpe",
-    "dbrx": "llama-bpe",
-    "stablelm2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-    "megrez": "qwen2",
-    "starcoder": "smollm",
-    "refact": "smollm",
-    "command-r": "smollm",
-    "codeshell": "smollm",
+    **dict.fromkeys(("phi-2", "olmo", "mpt", "jina-v2-code", "gpt2"), "gpt-2"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), "llama-bpe"),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez"), "qwen2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
 }
 # Vocabularies in which a whole piece that is a token is never merged from parts.
 WHOLE_PIECES = frozenset(("llama-bpe", "tekken"))
@@ -213,7 +200,7 @@ def _merges_by_score(pieces: Mapping[str, int], scores: Sequence[float]) -> list
 def _build(*, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Any:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), **options))
-    except Exception as error:  # the backend has no error type of its own
+    except Exception as error:  # the backend has no specific error type
         raise InputError(f"the GGUF file's vocabulary does not fit together: {error}") from error
 
 

@@ -40,7 +40,7 @@ def normalize_tools(tools: object) -> list[object] | None:
 
 
 def plain_json(value: object, place: str, param: str, depth: int = 0) -> object:
-    """A copy of JSON data made of exact JSON types, so that nothing with methods of its own reaches a template."""
+    """A copy of JSON data made of exact JSON types, so that nothing with custom methods reaches a template."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{place} is nested deeper than {MAX_DEPTH} levels", param=param)
     if value is None or type(value) in (str, int, float, bool):

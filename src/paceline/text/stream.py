@@ -10,11 +10,10 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.core.sampling import SamplingParams
-from paceline.errors import InvalidRequest
-from paceline.text.byte_table import ByteTable
-from paceline.text.tokenizer import Tokenizer
+from paceline.text.tokenizer import ByteTable, Tokenizer
 
 # Turns the output of one request into text while it is being generated.
 #
@@ -51,8 +50,10 @@ class Detokenizer:
         table = tokenizer.table
         self._steps: _Bytes | _Window
         if table is not None:
-            at_start = table.strips_space and not self._shows_text(table, prompt_ids)
-            self._steps = _Bytes(table, strips_space=at_start)
+            strips = table.strips_space and not any(
+                table.bytes_of[index] for index in prompt_ids if index not in self._hidden
+            )
+            self._steps = _Bytes(table, strips_space=strips)
         else:
             context = [index for index in prompt_ids[-CONTEXT_TOKENS:] if index not in self._hidden]
             joined = not spaces_between_special_tokens
@@ -69,9 +70,6 @@ class Detokenizer:
     def flush(self) -> str:
         """What was held back: an unfinished character at the end becomes a replacement character."""
         return self._steps.flush()
-
-    def _shows_text(self, table: ByteTable, prompt_ids: Sequence[int]) -> bool:
-        return any(table.bytes_of[index] for index in prompt_ids if index not in self._hidden)
 
 
 class _Bytes:
@@ -156,16 +154,11 @@ class _Window:
 # (all stop strings are followed at once); knows nothing of tokens.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopResult:
+class StopResult(NamedTuple):
     """What one piece brought: text to show, and the stop string that ended it, if any."""
 
     emit: str
     stop: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop is not None
 
 
 class StopMatcher:
@@ -181,38 +174,26 @@ class StopMatcher:
     def push(self, text: str, *, may_stop: bool = True) -> StopResult:
         """Take the next piece in. With `may_stop=False` a stop string that ends in this piece is let through."""
         if self._stopped:
-            return StopResult(emit="")
+            return StopResult("")
         state = self._state
         for index, character in enumerate(text):
-            state = self._advance(state, character)
+            state = _following(state, character, self._root)
             if state.stop and may_stop:
-                return self._finish(text[: index + 1], state.stop)
+                self._stopped = True
+                shown, self._held = self._held + text[: index + 1], ""
+                end = len(shown) if self._include_stop else len(shown) - len(state.stop)
+                return StopResult(shown[:end], state.stop)
         self._state = state
-        return StopResult(emit=self._release(text, keep=state.partial))
+        known = self._held + text
+        certain = len(known) - state.partial
+        self._held = known[certain:]
+        return StopResult(known[:certain])
 
     def flush(self) -> str:
         """What was held back; the text is over."""
         text, self._held = self._held, ""
         self._state = self._root
         return "" if self._stopped else text
-
-    def _advance(self, state: _State, character: str) -> _State:
-        while state is not self._root and character not in state.next:
-            state = state.fallback or self._root
-        return state.next.get(character, self._root)
-
-    def _release(self, text: str, *, keep: int) -> str:
-        """Everything but the last `keep` characters, which are held back."""
-        known = self._held + text
-        certain = len(known) - keep
-        self._held = known[certain:]
-        return known[:certain]
-
-    def _finish(self, text: str, stop: str) -> StopResult:
-        self._stopped = True
-        emit = self._held + text
-        self._held = ""
-        return StopResult(emit=emit if self._include_stop else emit[: len(emit) - len(stop)], stop=stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -239,34 +220,24 @@ def _automaton(stops: Sequence[str]) -> _State:
     while waiting:  # breadth first: a fallback is shorter, so it is complete already
         state = waiting.popleft()
         for character, child in state.next.items():
-            child.fallback = _fallback(state.fallback, character, root)
+            child.fallback = _following(state.fallback, character, root)
             child.stop = child.stop or child.fallback.stop
             child.partial = child.depth if child.next else child.fallback.partial
             waiting.append(child)
     return root
 
 
-def _fallback(state: _State | None, character: str, root: _State) -> _State:
+def _following(state: _State | None, character: str, root: _State) -> _State:
+    """The longest prefix that the text ends with once it has this character too."""
     while state is not None and character not in state.next:
         state = state.fallback
     return root if state is None else state.next[character]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """New text. `stopped_at` counts the output tokens up to and with the one that completed `stop_reason`."""
-
-    text: str
-    stopped_at: int | None = None
-    stop_reason: str | None = None
 
 
 class TextStream:
     """One request's output as text. `push` every token once, in order; `finish` when the request has ended."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        if sampling.stop and not sampling.detokenize:
-            raise InvalidRequest("stop strings need detokenize to be on", param="stop")
         self._detokenizer = Detokenizer(
             tokenizer,
             prompt_ids,
@@ -275,71 +246,46 @@ class TextStream:
         )
         stops, include = sampling.stop, sampling.include_stop_str_in_output
         self._matcher = StopMatcher(stops, include_stop=include) if stops else None
-        self._is_text = sampling.detokenize
         self._shows_stop_token = include
         self._min_tokens = sampling.min_tokens
-        self._num_output = 0
-        self._stopped_at: int | None = None
-        self._stop_reason: str | None = None
+        self.num_output = 0  # tokens taken in, none past the end of a stop string
+        self.stopped_at: int | None = None  # tokens up to and with the one that completed a stop string
+        self.stop_reason: str | None = None  # that stop string
 
-    @property
-    def num_output(self) -> int:
-        """Output tokens taken in, none past the end of a stop string."""
-        return self._num_output
-
-    @property
-    def stopped_at(self) -> int | None:
-        """How many output tokens there are up to and with the one that completed a stop string; None: no stop."""
-        return self._stopped_at
-
-    @property
-    def stop_reason(self) -> str | None:
-        return self._stop_reason
-
-    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextDelta:
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
         """The text these tokens made certain. Tokens behind a stop string are ignored.
 
         `ends_with_stop_token`: the last of them is the token that ended the request (end of text or one of
         `stop_token_ids`); it is counted, but shown only where stop strings are.
         """
-        return self._delta(self.push_text(token_ids, ends_with_stop_token=ends_with_stop_token))
-
-    def push_text(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
-        """As `push`, for callers that look at `stopped_at` themselves: a step of a stream costs half of it."""
-        if self._stopped_at is not None:
-            return ""
-        if not self._is_text:
-            self._num_output += len(token_ids)
+        if self.stopped_at is not None:
             return ""
         hidden = ends_with_stop_token and not self._shows_stop_token
         if self._matcher is None:
-            self._num_output += len(token_ids)
+            self.num_output += len(token_ids)
             return self._detokenizer.push(token_ids[:-1] if hidden else token_ids)
         found: list[str] = []
         last = len(token_ids) - 1
         for position, token in enumerate(token_ids):
             text = "" if hidden and position == last else self._detokenizer.push((token,))
-            self._num_output += 1
+            self.num_output += 1
             found.append(self._match(self._matcher, text))
-            if self._stopped_at is not None:
+            if self.stopped_at is not None:
                 break
         return "".join(found)
 
-    def finish(self) -> TextDelta:
+    def finish(self) -> str:
         """What was held back, once no more tokens come."""
-        if self._stopped_at is not None or not self._is_text:
-            return TextDelta(text="")
+        if self.stopped_at is not None:
+            return ""
         rest = self._detokenizer.flush()
         if self._matcher is None:
-            return TextDelta(text=rest)
-        return self._delta(self._match(self._matcher, rest) + self._matcher.flush())
+            return rest
+        return self._match(self._matcher, rest) + self._matcher.flush()
 
     def _match(self, matcher: StopMatcher, text: str) -> str:
         """A stop string counts when it ends behind the first `min_tokens` tokens."""
-        result = matcher.push(text, may_stop=self._num_output > self._min_tokens)
+        result = matcher.push(text, may_stop=self.num_output > self._min_tokens)
         if result.stop is not None:
-            self._stopped_at, self._stop_reason = self._num_output, result.stop
+            self.stopped_at, self.stop_reason = self.num_output, result.stop
         return result.emit
-
-    def _delta(self, text: str) -> TextDelta:
-        return TextDelta(text=text, stopped_at=self._stopped_at, stop_reason=self._stop_reason)

@@ -8,6 +8,7 @@ which drops Python's lock while it works; knows nothing of files, requests or sa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,9 @@ import tokenizers
 
 from paceline.errors import InvalidRequest
 from paceline.models.files.open import Checkpoint
-from paceline.text.byte_table import ByteTable, byte_table
 from paceline.text.folder_tokenizer import read_folder
 from paceline.text.gguf_tokenizer import read_gguf
-from paceline.text.parts import TokenizerParts, guarded, unique
+from paceline.text.tokenizer_parts import TokenizerParts, guarded, unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +62,6 @@ class Tokenizer:
         return cls(read_folder(Path(path)), model_vocab_size=model_vocab_size)
 
     @classmethod
-    def from_gguf(cls, fields: Mapping[str, object], *, model_vocab_size: int | None = None) -> Tokenizer:
-        """The tokenizer inside a GGUF file, from the file's fields."""
-        return cls(read_gguf(fields), model_vocab_size=model_vocab_size)
-
-    @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
         """The tokenizer of an open checkpoint, with the ends of text its model knows of."""
         text, spec = checkpoint.text, checkpoint.spec
@@ -83,12 +78,15 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = True, max_chars: int | None = None
     ) -> list[int]:
         """The ids of a text from outside. It is refused before any work when longer than `max_chars`."""
-        ids = self._encode(text, max_chars)
+        if max_chars is not None and len(text) > max_chars:
+            message = f"the prompt has {len(text)} characters; at most {max_chars} are accepted here"
+            raise InvalidRequest(message, param="prompt")
+        ids = self._encode(text, "prompt")
         if add_special_tokens:
             return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids]
         return ids
 
-    def encode_template(self, prompt: RenderedPrompt, *, max_chars: int | None = None) -> list[int]:
+    def encode_template(self, prompt: RenderedPrompt) -> list[int]:
         """The ids of a rendered template: one pass over the whole text, control tokens where it says so."""
         pieces: list[str] = []
         done = 0
@@ -97,21 +95,19 @@ class Tokenizer:
             pieces.append(guarded(self.control_tokens[prompt.text[begin:end]]))
             done = end
         pieces.append(prompt.text[done:])
-        _check_length(prompt.text, max_chars)
-        return self._encode("".join(pieces), None)
+        return self._encode("".join(pieces), "messages")
 
-    def count(self, text: str, *, add_special_tokens: bool = True, max_chars: int | None = None) -> int:
+    def count(self, text: str, *, add_special_tokens: bool = True) -> int:
         """How many tokens a text has."""
-        return len(self.encode(text, add_special_tokens=add_special_tokens, max_chars=max_chars))
+        return len(self.encode(text, add_special_tokens=add_special_tokens))
 
-    def _encode(self, text: str, max_chars: int | None) -> list[int]:
-        _check_length(text, max_chars)
+    def _encode(self, text: str, param: str) -> list[int]:
         try:
             # The batch call is the one that lets other threads run meanwhile.
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:  # what the library says of a text that has no UTF-8
             message = "the text holds half of a surrogate pair; send valid Unicode"
-            raise InvalidRequest(message, param="prompt") from error
+            raise InvalidRequest(message, param=param) from error
         ids: list[int] = encoded.ids
         return ids
 
@@ -174,7 +170,77 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(shell)).decoder
 
 
-def _check_length(text: str, max_chars: int | None) -> None:
-    if max_chars is not None and len(text) > max_chars:
-        message = f"the prompt has {len(text)} characters; at most {max_chars} are accepted here"
-        raise InvalidRequest(message, param="prompt")
+# Which bytes each token stands for, for the two decoders nearly all language models use.
+#
+# Byte-level vocabularies spell every byte as a printable character; SentencePiece-like ones write spaces as `▁` and
+# unknown characters as byte tokens `<0xE4>`. Both become one list of byte strings, so that text is the UTF-8 reading
+# of concatenated bytes. Any other decoder has no table and is left to the backend.
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "▁"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ByteTable:
+    """`bytes_of[id]` is the token's bytes. `strips_space`: a text loses one leading space when it is decoded."""
+
+    bytes_of: tuple[bytes, ...]
+    strips_space: bool
+
+
+def byte_table(tokens: Sequence[str | None], decoder: Mapping[str, Any] | None) -> ByteTable | None:
+    """The table for a decoder described as in tokenizer.json, or None where bytes per token do not describe it."""
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteTable(bytes_of=tuple(_byte_level(tokens)), strips_space=False)
+    if not _is_sentencepiece(steps, kinds):
+        return None
+    spaces = "Replace" in kinds
+    table = _sentencepiece(tokens, spaces=spaces, byte_tokens="ByteFallback" in kinds)
+    return ByteTable(bytes_of=tuple(table), strips_space="Strip" in kinds)
+
+
+def byte_characters() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    characters.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return characters
+
+
+def _byte_level(tokens: Sequence[str | None]) -> Iterable[bytes]:
+    values = byte_characters()
+    for token in tokens:
+        try:
+            yield bytes([values[character] for character in token or ""])
+        except KeyError:  # an added token with other characters stands for itself
+            yield (token or "").encode()
+
+
+def _sentencepiece(tokens: Sequence[str | None], *, spaces: bool, byte_tokens: bool) -> Iterable[bytes]:
+    for token in tokens:
+        text = token or ""
+        byte = _BYTE_TOKEN.fullmatch(text) if byte_tokens else None
+        if byte is not None:
+            yield bytes([int(byte[1], 16)])
+        else:
+            yield (text.replace(_SPACE_MARK, " ") if spaces else text).encode()
+
+
+def _is_sentencepiece(steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> bool:
+    """Replace, ByteFallback, Fuse and, last, Strip of one leading space: any of them, in this order."""
+    order = ["Replace", "ByteFallback", "Fuse", "Strip"]
+    if not kinds or kinds != [kind for kind in order if kind in kinds] or "Fuse" not in kinds:
+        return False
+    for step in steps:
+        is_replace, is_strip = step["type"] == "Replace", step["type"] == "Strip"
+        if is_replace and (step["pattern"] != {"String": _SPACE_MARK} or step["content"] != " "):
+            return False
+        if is_strip and (step["content"], step["start"], step["stop"]) != (" ", 1, 0):
+            return False
+    return True

@@ -26,7 +26,7 @@ class Connection:
                 return await self._ask(data)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 self.close()
-                if not is_fresh:  # closed while nobody was looking, as a server may
+                if not is_fresh:  # closed while it was idle, as a server may
                     return await self.ask(data)
                 raise ConnectionError("closed without an answer") from error
 
@@ -65,7 +65,7 @@ async def ask_all(
     *,
     connections: int,
 ) -> None:
-    """Send all requests over so many connections, each as soon as one is free."""
+    """Send all requests over a number of connections, each as soon as one is free."""
     numbered = enumerate(requests)
 
     async def work() -> None:

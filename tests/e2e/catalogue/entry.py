@@ -38,7 +38,10 @@ Check = Callable[[Reply], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A request and what has to come back. `seconds` is ten times what the catalogue states."""
+    """A request and what has to come back. `seconds` is ten times what the catalogue states.
+
+    What is a JSON body for a route, and not only bytes, has both beside its bytes, and the fields it is about.
+    """
 
     number: int
     name: str
@@ -46,6 +49,10 @@ class Entry:
     answers: tuple[Answer, ...]
     seconds: float = 2.0
     check: Check | None = None
+    route: str = ""
+    body: dict[str, Any] | None = None
+    fields: tuple[str, ...] = ()
+    key: str = "alpha"
 
     @property
     def reaches_the_engine(self) -> bool:
@@ -65,8 +72,17 @@ def asking(
     """A good request to a route with some fields changed; `...` takes a field away."""
     body = {name: value for name, value in (GOOD[route] | changes).items() if value is not ...}
     shown = json.dumps({name: None if value is ... else value for name, value in changes.items()})
-    data = signed("POST", route, body, key=key)
-    return Entry(number=number, name=f"{route} {shown:.100}", data=data, answers=answers, **more)
+    return Entry(
+        number=number,
+        name=f"{route} {shown:.100}",
+        data=signed("POST", route, body, key=key),
+        answers=answers,
+        route=route,
+        body=body,
+        fields=tuple(changes),
+        key=key,
+        **more,
+    )
 
 
 def asking_each(number: int, route: str, field: str, values: list[Any], *answers: Answer) -> list[Entry]:

@@ -93,8 +93,8 @@ HEADERS = (
 )
 # Answers are to be short: what is about their length is drawn among small numbers most of the time.
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
-# Nor are they to depend on how fast the machine is: a good wish is one that will be kept.
-WISHES, AN_HOUR_MS = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms"), 3_600_000
+# Nor are they to depend on how fast the machine is: a good objective is one that will be kept.
+OBJECTIVES, AN_HOUR_MS = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms"), 3_600_000
 RAW_BYTES = (b"\0", b"\xff", b'"', b"{", b"]", b",", b"\\", b"1e999", b"NaN", b"\\ud800", b"\r\n")
 
 
@@ -157,7 +157,7 @@ class _Draw:
         if self.chance(0.5):
             for _ in range(self._rng.randint(1, 2)):
                 self.spoil(body, properties)
-        for name in WISHES:
+        for name in OBJECTIVES:
             if type(body.get(name)) is int and 0 < body[name] < AN_HOUR_MS:
                 body[name] = AN_HOUR_MS
         return body if not self.chance(0.01) else self._rng.choice(ODD)

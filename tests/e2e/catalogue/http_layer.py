@@ -1,6 +1,6 @@
 """Entries 1 to 31: bytes that are no request, and what headers and paths can get wrong.
 
-Those that need time to go wrong (8) or several requests (26 in flight, 27 time, 30) are tests of their own.
+Those that need time to go wrong (8) or several requests (26 in flight, 27 time, 30) are separate tests.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def chunked(
 
 
 def padded(size: int) -> bytes:
-    """A good body of so many bytes."""
+    """A good body of this number of bytes."""
     return BODY[:-1] + b" " * (size - len(BODY)) + b"}"
 
 
 def head(size: int) -> bytes:
-    """GET /version with a header block of so many bytes, each line counted with its end."""
+    """GET /version with a header block of this number of bytes, each line counted with its end."""
     lines = ("Host: localhost", "Connection: close", BEARER)
     rest = size - sum(len(line) + 2 for line in lines) - len("X-A: ") - 2
     return request_bytes("GET", "/version", headers=(BEARER, "X-A: " + "a" * rest))
@@ -86,7 +86,7 @@ def with_headers(count: int) -> bytes:
 
 
 def line(size: int) -> bytes:
-    """A request line of so many bytes, its end included."""
+    """A request line of this number of bytes, its end included."""
     rest = size - len("POST  HTTP/1.1\r\n") - len("/version?")
     return signed("POST", "/version?" + "a" * rest, b"{}")
 

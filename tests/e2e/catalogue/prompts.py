@@ -31,7 +31,7 @@ NAMES = (
     *("other", "../../etc/passwd", "/etc/passwd", "tiny\0", "TINY", " tiny", "tiny/adapter", "/tiny"),
     *("http://evil.example/x", "x" * 1_000_000, "\u202e", "file:///etc/passwd"),
 )
-NO_NAMES: tuple[Any, ...] = ("", 5, [], {})
+NO_NAMES: tuple[Any, ...] = ("", 5, ["tiny"], [], {})
 # A prompt that ends inside "\u00e9", and the byte that would make it whole.
 HALF, OTHER_HALF = [70, token_id("\u00c3")], token_id("\u00a9")
 
@@ -164,14 +164,26 @@ def lengths() -> list[Entry]:
 
 
 def fields() -> list[Entry]:
+    unsupported: list[tuple[str, str, Any]] = [
+        (COMPLETIONS, "suffix", "x"),
+        (COMPLETIONS, "best_of", 2),
+        (COMPLETIONS, "use_beam_search", True),
+        (COMPLETIONS, "truncate_prompt_tokens", 5),
+        (CHAT, "echo", True),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "audio", {"voice": "x"}),
+        (CHAT, "documents", []),
+        (CHAT, "reasoning_effort", "high"),
+        (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 1024}),
+        (RESPONSES, "previous_response_id", "resp_1"),
+        (RESPONSES, "background", True),
+    ]
     return [
-        asking(68, COMPLETIONS, {"suffix": "x"}, UNSUPPORTED),
+        *(asking(68, route, {field: value}, UNSUPPORTED) for route, field, value in unsupported),
         asking(68, COMPLETIONS, {"suffix": ""}, OK),
-        asking(68, COMPLETIONS, {"best_of": 2}, UNSUPPORTED),
         asking(68, COMPLETIONS, {"best_of": 2, "n": 2}, OK),
         asking(68, COMPLETIONS, {"echo": True, "stream": True}, OK),
         asking(68, COMPLETIONS, {"echo": 1}, VALUE),
-        asking(68, CHAT, {"echo": True}, UNSUPPORTED),
     ]
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from paceline.core.sampling import MAX_WISH_MS
+from paceline.core.sampling import MAX_OBJECTIVE_MS
 from paceline.server.api.anthropic import messages_table
 from paceline.server.api.limits import SERVER_LIMITS
 from paceline.server.api.openai_fields import chat_table, completions_table
@@ -41,18 +41,23 @@ FIELDS = {route: set(table.schema()["properties"]) for route, table in TABLES.it
 ALL_DOWN = {str(number): -100 for number in range(LIMITS.biases)}
 # Number, field, values that are refused, values that are accepted: at the limit, and one above it.
 RANGES: list[tuple[int, str, list[Any], list[Any]]] = [
-    (83, "temperature", [-0.1, 2.1, "1", 10**400, 1e308, [], {}], [None, 0, 2, 1e-300]),
+    (83, "temperature", [-0.1, 2.1, "1", True, 10**400, 1e308, [], {}], [None, 0, 2, 1e-300]),
     (84, "top_p", [0, -1, 1.1, "0.5", 1e-10], [None, 1, 0.5, 1e-9]),
-    (85, "top_k", [-2, 2**31, 2**40, 1.5], [None, -1, 0, 1, 2**31 - 1]),
+    (85, "top_k", [-2, 2**31, 2**40, 1.5, True], [None, -1, 0, 1, 2**31 - 1]),
     (86, "min_p", [-1, -0.001, 1.001, 2], [None, 0, 1]),
     (87, "presence_penalty", [-2.1, 2.1], [-2, 2]),
     (87, "frequency_penalty", [-2.1, 2.1], [-2, 2]),
     (87, "repetition_penalty", [0, -1, 0.0009, 100.1, 1e30], [0.001, 100]),
-    (88, "max_tokens", [-1, LIMITS.answer_tokens + 1, 2**31, 10**9, 10**400, 1e9], [LIMITS.answer_tokens, 1]),
+    (
+        88,
+        "max_tokens",
+        [-1, LIMITS.answer_tokens + 1, 2**31, 10**400, 1e9, 1.0, True, "5"],
+        [LIMITS.answer_tokens, 1],
+    ),
     (88, "max_completion_tokens", [0, -1, LIMITS.answer_tokens + 1], [3]),
     (88, "max_output_tokens", [0, -1, LIMITS.answer_tokens + 1, 2**31], [1]),
     (89, "min_tokens", [-1, 10**12, LIMITS.answer_tokens + 1, 1.0], [0, 3]),
-    (90, "n", [0, -1, LIMITS.branches + 1, 10**9, 2**63], [LIMITS.branches]),
+    (90, "n", [0, -1, LIMITS.branches + 1, 10**9, 2**63, 1.0, True], [LIMITS.branches]),
     (91, "seed", [2**63, 2**64, -(2**63) - 1, "x", 10**100], [-1, 2**63 - 1, -(2**63)]),
     (
         92,
@@ -113,6 +118,7 @@ RANGES: list[tuple[int, str, list[Any], list[Any]]] = [
         ],
         [{}, {"5": 100}, {"5": -100}, {str(number): -100 for number in range(LIMITS.biases)}],
     ),
+    (92, "stop_sequences", [["a"] * (LIMITS.stops + 1)], []),
     (97, "stream", ["yes", 1, 0, []], [False, True, None]),
     (97, "stream_options", ["x", 5, []], []),
     (98, "user", ["x" * (LIMITS.name_chars + 1), "x" * 1_000_000, {"a": 1}, 5], ["x" * LIMITS.name_chars]),
@@ -136,7 +142,7 @@ RANGES: list[tuple[int, str, list[Any], list[Any]]] = [
     (103, "prompt_logprobs", [-1, LIMITS.top_logprobs + 1, True, "x"], [0, LIMITS.top_logprobs]),
     (103, "return_token_ids", [1, "x"], [True]),
 ]
-# 0 is for completions that echo, and a matter of its own.
+# 0 is for completions that echo, and a separate case.
 NOT_ON = {"max_tokens": {0}}
 
 
@@ -234,7 +240,10 @@ def outputs() -> list[Entry]:
             OK,
             check=all_finite,
         ),
-        asking(97, CHAT, {"stream_options": {"include_usage": True}}, VALUE),
+        *(
+            asking(97, route, {"stream_options": {"include_usage": True}}, VALUE)
+            for route in (CHAT, COMPLETIONS)
+        ),
         asking(97, CHAT, {"stream": True, "stream_options": {"other": True}}, VALUE),
         asking(97, CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, VALUE),
         asking(
@@ -251,7 +260,10 @@ def outputs() -> list[Entry]:
         asking(
             103, CHAT, {"ignore_eos": True, "stop": ["a", "b"], "min_tokens": 3, "stop_token_ids": [5]}, OK
         ),
-        asking(103, CHAT, {"prompt_logprobs": 1, "stream": True}, UNSUPPORTED),
+        *(
+            asking(103, route, {"prompt_logprobs": 1, "stream": True}, UNSUPPORTED)
+            for route in (CHAT, COMPLETIONS)
+        ),
         asking(102, CHAT, {"ignore_eos": True, "max_tokens": ...}, OK, seconds=20.0),
     ]
 
@@ -292,16 +304,16 @@ def formats() -> list[Entry]:
             )
         ),
         asking(96, RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, *refused),
-        # What a client calls a timeout is a field nobody knows; a deadline is a whole number of milliseconds.
+        # What a client calls a timeout is an unknown field; a deadline is a whole number of milliseconds.
         *(asking(101, CHAT, {"timeout": value}, OK) for value in (0, -1, 10**9)),
         *(
             asking(101, route, {name: value}, VALUE)
             for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
             for name in ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
-            for value in (0, -1, 1.5, "100", MAX_WISH_MS + 1)
+            for value in (0, -1, 1.5, "100", MAX_OBJECTIVE_MS + 1)
         ),
         *(
-            asking(101, CHAT, {name: MAX_WISH_MS}, OK)
+            asking(101, CHAT, {name: MAX_OBJECTIVE_MS}, OK)
             for name in ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
         ),
         asking(101, CHAT, {"on_infeasible": "hope"}, VALUE),

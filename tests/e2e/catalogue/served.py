@@ -120,7 +120,7 @@ class TinyServer:
         raise AssertionError(f"the server did not start:\n{self.log[-3000:]}")
 
     def raw(self, data: bytes, *, timeout_s: float = ANSWER_S) -> Reply:
-        """Send bytes on a connection of their own and read until the server closes it."""
+        """Send bytes on a separate connection and read until the server closes it."""
         with socket.create_connection(("127.0.0.1", self.port), timeout_s) as client:
             with suppress(BrokenPipeError, ConnectionResetError):  # refused early; the answer is there
                 client.sendall(data)

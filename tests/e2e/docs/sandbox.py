@@ -134,7 +134,7 @@ class Sandbox:
         text = re.sub(r"\bpaceline (dial|policy|top|bench serve)\b", rf"paceline \1 --url {url}", text)
         if "--num-requests" not in text and not re.search("--calibrate|--compare", text):
             text = text.replace("paceline sim ", "paceline sim --num-requests 12 ")
-        if "paceline top" in text and "--once" not in text:  # it would go on until somebody ends it
+        if "paceline top" in text and "--once" not in text:  # it would go on until it is ended
             text = text.replace("paceline top", "paceline top --once")
         text = text.replace(" --ui", "")  # the same: the page itself is looked at in a browser
         text = text.replace("paceline tune", "paceline tune --num-requests 20 --max-trials 6 --seconds 20")

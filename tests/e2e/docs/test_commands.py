@@ -1,6 +1,6 @@
 """Every command and program of README and guides is run, or named here with the reason why it is not.
 
-A page's commands run in its order, in one shell and a folder of its own; each must succeed, and print what the page
+A page's commands run in its order, in one shell and a separate folder; each must succeed, and print what the page
 shows: word for word in a `console` block, but for numbers in any other.
 """
 
@@ -48,7 +48,7 @@ NOT_RUN: dict[str, str] = {
     "paceline bench latency --shape llama-3.1-8b": NEEDS_GPU,
     "python -m paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
 }
-# What a model says is its own business, and nobody knows who waits on a test machine.
+# What a model says is its own business, and which requests wait on a test machine is not known.
 FREE_OUTPUT = ("paceline chat", "paceline run", "paceline serve")
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{second:02d}.0000000,{20 + 3 * second},{20 + second % 5}\n" for second in range(40)

@@ -17,7 +17,7 @@ from tests.documented import ROOT
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'paceline[docs]'"
 )
-# What a browser fetches by itself when it shows a page; a link is followed by a reader only.
+# What a browser fetches automatically when it shows a page; a link is followed by a reader only.
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 

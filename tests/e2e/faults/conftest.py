@@ -19,7 +19,7 @@ LONG_CONTEXT = 20_000
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny; its greedy text never ends by itself."""
+    """Tiny; its greedy text never ends before its length."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 

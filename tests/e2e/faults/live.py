@@ -25,7 +25,7 @@ from tests.e2e.model_cli import COMMAND, environment
 
 INJECTION = Path(__file__).parent / "injection"
 START_S = 120.0
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 ALWAYS = 10**9
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESET = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # SO_LINGER: the end of a connection is a reset
@@ -204,7 +204,7 @@ class LiveServer(FakeServer):
             return list(pool.map(lambda body: self.post(*body), bodies))
 
     def is_idle(self) -> bool:
-        """No request, no block in use, no generation, nobody but us."""
+        """No request, no block in use, no generation, no other client."""
         found = self.metrics()
         return (
             found["num_requests_running"]

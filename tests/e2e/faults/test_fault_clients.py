@@ -24,7 +24,7 @@ from tests.e2e.http_server import read_reply, request_bytes
 ENDLESS = {"prompt": "on and on", "max_tokens": 15_000, "temperature": 0, "ignore_eos": True}
 STALLED_S, LATE_S = 0.5, 0.7
 SOON_S = 20.0
-HOOKS = {"forward": "paceline.models.decoder:Decoder.forward"}
+HOOKS = {"forward": "paceline.runner.native.step:NativeStep.forward"}
 MODEL_FIXTURE = "long_model"
 FLAGS = flags_of(
     num_gpu_blocks_override=6000,
@@ -88,7 +88,7 @@ def test_d3_a_client_that_leaves_frees_its_blocks(
 ) -> None:
     tokens, steps = gauge(server, "generation_tokens_total"), gauge(server, "engine_steps_total")
     if body is PREFILL:
-        server.fault("forward", "wait", 0.05, last=ALWAYS)  # its prompt takes two dozen steps
+        server.fault("forward", "wait", 0.2, last=ALWAYS)  # its prompt takes two dozen steps
     client = server.send(COMPLETIONS, {**body, "stream": stream})
     server.wait_until(lambda: gauge(server, "kv_cache_usage_perc") > 0)
     server.wait_until(lambda: gauge(server, "engine_steps_total") > steps + 3)
@@ -143,7 +143,7 @@ def memory_of(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def test_d7_half_sent_requests_are_given_up_and_disturb_nobody(server: LiveServer) -> None:
+def test_d7_half_sent_requests_are_dropped_and_disturb_no_other(server: LiveServer) -> None:
     late = gauge(server, "connections_timed_out_total")
     pieces = [b"", REQUEST[:30], REQUEST[:-5]]
     clients = [server.connect() for _ in range(150)]

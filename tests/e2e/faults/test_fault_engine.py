@@ -35,8 +35,10 @@ HOOKS = {
 }
 GONE = {"engine_unavailable"}
 STUCK_S, REPLACED_S = 3.0, 7.0
-TOLD_S = 10.0  # within which everybody hears of it; a second on a machine that does nothing else
+TOLD_S = 10.0  # within which every client learns of it; a second on a machine that does nothing else
 FLAGS = flags_of(
+    # Parts of a native step cannot be wrapped.
+    cpu_backend="torch",
     num_gpu_blocks_override=96,
     max_num_seqs=8,
     stuck_after_s=STUCK_S,
@@ -52,11 +54,22 @@ def body(number: int, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def begin(server: LiveServer, pool: ThreadPoolExecutor, **fields: Any) -> list[Future[Reply]]:
-    """Requests of both kinds that are under way, at steps slow enough for all to be there at once."""
-    server.fault("forward", "wait", 0.03, last=ALWAYS)
-    futures = [pool.submit(server.post, *body(number, **fields)) for number in range(8)]
-    server.wait_until(lambda: server.metrics()["num_requests_running"] == 8)
-    return futures
+    """Requests of both kinds that are under way, at steps slow enough for all to be there at once.
+
+    On a busy machine one of them may end before the last has begun, or meet an engine that has just been replaced and
+    is late with its first heartbeats: then all begin again.
+    """
+    ended: set[str] = set()
+    for _ in range(5):
+        server.wait_until(lambda: server.get("/health/ready").status == 200)
+        server.fault("forward", "wait", 0.03, last=ALWAYS)
+        futures = [pool.submit(server.post, *body(number, **fields)) for number in range(8)]
+        while not any(future.done() for future in futures):
+            if server.metrics()["num_requests_running"] == 8:
+                return futures
+            time.sleep(0.02)
+        ended |= codes([future.result() for future in futures])
+    raise AssertionError(f"eight requests never ran at once; they ended with {ended}")
 
 
 def codes(replies: list[Reply]) -> set[str]:
@@ -64,7 +77,7 @@ def codes(replies: list[Reply]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["raise", "device_memory", "memory"])
-def test_e1_e3_a_computation_that_fails_once_is_noticed_by_nobody(server: LiveServer, kind: str) -> None:
+def test_e1_e3_a_computation_that_fails_once_is_noticed_by_no_client(server: LiveServer, kind: str) -> None:
     alone = [said(server.post(*body(number))) for number in range(4)]
     failed = server.metrics()["engine_failed_steps_total"]
     server.fault("forward", kind, first=4)
@@ -76,7 +89,7 @@ def test_e2_an_engine_that_always_fails_is_replaced(server: LiveServer) -> None:
     engine = server.engine
     server.fault("forward", "raise", first=5, last=ALWAYS)
     assert codes(server.all_at_once([body(number) for number in range(8)])) <= GONE | {"internal_error"}
-    # Two failures end those who were there; the third in a row, with whoever comes next, ends the engine.
+    # Two failures end the requests under way; the third in a row, with the next request, ends the engine.
     assert codes([server.post(*body(number)) for number in range(2)]) <= {"starting", "internal_error", *GONE}
     wait_for_end([engine])
     server.heal()
@@ -85,7 +98,7 @@ def test_e2_an_engine_that_always_fails_is_replaced(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 100, 2**31, 2**40])
-def test_e6_a_token_nobody_knows_fails_its_request_alone(server: LiveServer, token: int) -> None:
+def test_e6_an_unknown_token_fails_its_request_alone(server: LiveServer, token: int) -> None:
     alone = [said(server.post(*body(number))) for number in range(4)]
     server.fault("sample", "token", token, first=3)
     replies = server.all_at_once([body(number) for number in range(4)])
@@ -121,10 +134,10 @@ def test_e5_a_model_without_any_finite_number_is_loaded_again(server: LiveServer
     assert server.engine != engine
 
 
-def test_e7_everybody_hears_of_a_dead_engine(server: LiveServer) -> None:
-    engine = server.engine
+def test_e7_every_request_is_answered_when_the_engine_dies(server: LiveServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         futures = begin(server, pool, max_tokens=200)
+        engine = server.engine
         os.kill(engine, signal.SIGKILL)
         wait_for_end([engine])
         server.wait_until(lambda: server.get("/health/ready").status == 503, TOLD_S)
@@ -135,9 +148,9 @@ def test_e7_everybody_hears_of_a_dead_engine(server: LiveServer) -> None:
 
 
 def test_e8_a_stopped_engine_is_told_and_may_come_back(server: LiveServer) -> None:
-    engine = server.engine
     with ThreadPoolExecutor(8) as pool:
         futures = begin(server, pool, max_tokens=200)
+        engine = server.engine
         os.kill(engine, signal.SIGSTOP)
         try:
             server.wait_until(lambda: server.get("/health/ready").status == 503, STUCK_S + TOLD_S)

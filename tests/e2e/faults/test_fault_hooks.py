@@ -62,13 +62,13 @@ ENGINE_HOOKS = {
     "prompt logprobs": "paceline.runner.cpu:prompt_logprobs",
     "finish": "paceline.engine.prefix_keys:PrefixKeyHooks.finish",
 }
-# Computed for all rows at once: a step that fails is computed again, and nobody fails.
+# Computed for all rows at once: a step that fails is computed again, and no request fails.
 STEP_HOOKS = {
-    "forward": "paceline.models.decoder:Decoder.forward",
+    "forward": "paceline.runner.native.step:NativeStep.forward",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
     "draw": "paceline.runner.sampling.sampler:draw",
 }
-# Inside a plan for many: everybody is answered, and the engine is replaced.
+# Inside a plan for many: every request is answered, and the engine is replaced.
 PLAN_HOOKS = {
     "allocate blocks for all": "paceline.kv.manager:KVManager.extend_each",
 }
@@ -108,7 +108,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 
 @pytest.fixture(scope="module")
 def expected(server: LiveServer) -> list[Any]:
-    """What everybody says when nothing happens, alone."""
+    """The answers when nothing fails, each request alone."""
     replies = [server.post(*body) for body in NEIGHBOURS]
     assert not [error for error in map(error_of, replies) if error is not None]
     return [said(reply) for reply in replies]
@@ -147,20 +147,20 @@ def test_e4_one_request_fails_alone(server: LiveServer, expected: list[Any], hoo
 
 @pytest.mark.parametrize("call", [1, 3])
 @pytest.mark.parametrize("hook", STEP_HOOKS)
-def test_e4_a_step_that_fails_once_fails_nobody(
+def test_e4_a_step_that_fails_once_fails_no_request(
     server: LiveServer, expected: list[Any], hook: str, call: int
 ) -> None:
     assert strike(server, expected, hook, call, call) == []
 
 
 @pytest.mark.parametrize("hook", PLAN_HOOKS)
-def test_e4_a_plan_that_fails_is_told_to_everybody(
+def test_e4_a_plan_that_fails_is_reported_to_every_request(
     server: LiveServer, expected: list[Any], hook: str
 ) -> None:
     errors = strike(
         server, expected, hook, 1, 1
-    )  # how often blocks are given to many depends on who came when
-    # Who comes a moment later finds the next engine loading.
+    )  # how often blocks are given to many depends on which request came when
+    # A request a moment later finds the next engine loading.
     assert {error["code"] for error in errors} <= {"engine_unavailable", "internal_error", "starting"}
 
 
@@ -177,7 +177,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("hook", FEATURES)
-def test_e4_a_feature_that_always_raises_costs_only_those_who_use_it(server: LiveServer, hook: str) -> None:
+def test_e4_a_feature_that_always_raises_costs_only_requests_that_use_it(
+    server: LiveServer, hook: str
+) -> None:
     plain = [completion(f"a neighbour, number {number}") for number in range(4)]
     alone = [said(server.post(*body)) for body in plain]
     with unharmed(server):

@@ -18,12 +18,12 @@ from tests.e2e.faults.live import (
 BLOCK, BLOCKS = 16, 8
 CONTEXT = BLOCK * BLOCKS
 HOOKS = {
-    "forward": "paceline.models.decoder:Decoder.forward",
+    "forward": "paceline.runner.native.step:NativeStep.forward",
     "turn": "paceline.process.service:EngineService._turn",
     "keys": "paceline.kv.prefix:KeyMaker.extend",
 }
 FLAGS = flags_of(
-    num_gpu_blocks_override=BLOCKS + 1,  # one is nobody's
+    num_gpu_blocks_override=BLOCKS + 1,  # one is the null block
     block_size=BLOCK,
     max_model_len=CONTEXT,
     max_num_seqs=8,

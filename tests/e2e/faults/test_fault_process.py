@@ -25,7 +25,7 @@ from tests.e2e.faults.live import (
 from tests.e2e.http_server import read_reply, request_bytes
 
 HOOKS = {
-    "forward": "paceline.models.decoder:Decoder.forward",
+    "forward": "paceline.runner.native.step:NativeStep.forward",
     "turn": "paceline.process.service:EngineService._turn",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
     "json": "paceline.server.http.asgi:read_object",
@@ -39,7 +39,7 @@ VARIABLES = {"PACELINE_TEST_CLOCK": "1"}
 # ---------------------------------------------------------------- signals
 
 
-def test_t1_t5_it_ends_in_time_whatever_is_open_and_with_a_log_nobody_takes(
+def test_t1_t5_it_ends_in_time_whatever_is_open_and_with_a_log_that_is_not_read(
     model: Path, tmp_path: Path
 ) -> None:
     flags = flags_of(**SIZES, drain_delay=1.0, drain_timeout=1.0)

@@ -17,7 +17,7 @@ from tests.e2e.http_server import read_reply
 
 PLACES = 8
 HOOKS = {
-    "forward": "paceline.models.decoder:Decoder.forward",
+    "forward": "paceline.runner.native.step:NativeStep.forward",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
 }
 LONG = {"prompt": "on and on", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -48,7 +48,7 @@ def test_q1_a_full_queue_answers_before_anything_is_read(server: LiveServer) -> 
     with taken(server, PLACES):
         server.wait_until(lambda: server.metrics()["admission_places_taken"] == PLACES)
         assert server.get("/health/ready").json["status"] == "full"
-        server.fault("tokenize", "raise", last=ALWAYS)  # whoever gets so far is answered with 500
+        server.fault("tokenize", "raise", last=ALWAYS)  # a request that gets so far is answered with 500
         for _ in range(20):
             reply = server.post(COMPLETIONS, SHORT)
             assert (reply.status, reply.code) == (429, "queue_full")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kernels import CACHE
 from tests.mutants.runner import PROJECT, TIMEOUT_S, PatchFailed, apply_patch
 
 HERE = Path(__file__).parent
@@ -62,12 +63,15 @@ def run_tests(tests: Sequence[str], patch: Path | None) -> dict[str, str]:
     """Each test that ran and "" or the last line of how it failed."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         copy = Path(folder)
-        for part in ("src", "tests"):
+        for part in ("src", "tests", "benchmarks"):
             skipped = shutil.ignore_patterns("__pycache__", "mutants", "dst")
             shutil.copytree(PROJECT / part, copy / part, ignore=skipped)
         shutil.copy(PROJECT / "pyproject.toml", copy)
         if patch is not None:
             apply_patch(patch, copy)
+        # Kernels that a mutant compiles stay out of the user's cache.
+        if CACHE.exists():
+            shutil.copytree(CACHE, copy / "cache" / "kernels")
         report = copy / "report.xml"
         command = [
             sys.executable,
@@ -79,7 +83,12 @@ def run_tests(tests: Sequence[str], patch: Path | None) -> dict[str, str]:
             f"--junitxml={report}",
             *tests,
         ]
-        environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}",
+            "OMP_NUM_THREADS": "1",
+            "PACELINE_TEST_PATIENCE_S": "10",
+            "PACELINE_CACHE_ROOT": str(copy / "cache"),
+        }
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )

@@ -104,6 +104,6 @@ def test_a_log_from_before_classes_were_kept_can_be_read() -> None:
     assert [request["class"] for request in requests_of([json.dumps(page)])] == [UNKNOWN]
 
 
-def test_a_group_nobody_knows_is_refused() -> None:
+def test_an_unknown_group_is_rejected() -> None:
     with pytest.raises(InputError, match="--by takes key, class, length"):
         compare([], ["colour"])

@@ -88,7 +88,7 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     request = decode_add(encode_input(0.5, BRANCH)[2]).make_request()
     assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
     assert (request.tenant, request.deadline_s, request.arrival_s) == ("a", 9.5, 0.5)
-    assert (request.urgency, request.priority) == (("batch", -1), 1)
+    assert (request.service_level, request.priority) == (("batch", -1), 1)
     assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
     assert not request.tokens.any()
     wanted = request.sampling
@@ -100,7 +100,7 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     )
     request = decode_add(encode_input(0.5, ADD)[2]).make_request()
     assert [key.key.hex() for key in request.keys] == ["00010203", "ff00"]
-    assert not request.sampling.has_wishes
+    assert not request.sampling.has_objectives
 
 
 def test_every_input_comes_back_as_it_went_in() -> None:

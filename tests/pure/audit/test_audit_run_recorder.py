@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +23,7 @@ from paceline.errors import InputError
 from paceline.factory import build_engine
 from paceline.lab.sim.replayer import replay
 from tests.fakes import FakeRunner
+from tests.waiting import wait_until
 
 HEADER = {"seed": 1}
 LIMITS = {"max_bytes": 1 << 20, "max_files": 2}
@@ -32,14 +32,6 @@ LIMITS = {"max_bytes": 1 << 20, "max_files": 2}
 def record(seq: int) -> StepRecord:
     plan = StepPlan(seq=seq)
     return StepRecord(t_plan=1.0, t_done=1.0, inputs=[(1.0, Idle())], plan=plan, result=None, decisions=())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in time")
 
 
 def engine_with(path: Path, **more: object) -> Engine:
@@ -77,7 +69,7 @@ def test_what_was_written_is_there_while_the_engine_runs(tmp_path: Path) -> None
     for seq in (1, 2, 3):
         recorder.step(record(seq))
     log = read_run_log(path, allow_cut=True)
-    until(lambda: len(list(log)) == 3)
+    wait_until(lambda: len(list(log)) == 3)
     assert log.damage is not None and log.is_unfinished  # the compressed stream has no end yet
     recorder.close([], ())
     assert len(list(read_run_log(path))) == 3
@@ -135,7 +127,7 @@ def test_a_step_that_cannot_be_written_ends_the_log_and_no_step(
         decisions=(),
     )
     recorder.step(bad)
-    until(lambda: "could not be written" in caplog.text)
+    wait_until(lambda: "could not be written" in caplog.text)
     recorder.step(record(2))
     recorder.close([], ())
     assert list(read_run_log(tmp_path / "run.jsonl")) == []

@@ -108,7 +108,7 @@ def test_parts_of_one_step_are_told_together() -> None:
     )
 
 
-def test_who_was_deferred_says_how_long_it_waited_in_all() -> None:
+def test_a_deferred_request_says_how_long_it_waited_in_all() -> None:
     waits = decided(DecisionKind.DEFER, Rule.ROWS, 0, 7, 1.0, 90, -1, -1, 17)
     begun = decided(DecisionKind.ADMIT, Rule.FITS, 0, 9, 2.0, 90, 50, 4, 17, 1.5)
     assert story([waits, begun])[1].startswith(

@@ -26,7 +26,7 @@ def filled(folder: Path, count: int = 6, retention: Retention | None = None) -> 
 
 
 def change(folder: Path, statement: str, file: int = 0) -> None:
-    """Somebody who knows SQLite."""
+    """Someone with SQLite changes the file."""
     connection = sqlite3.connect(trail_files(folder)[file])
     connection.executescript(f"DROP TRIGGER no_update; DROP TRIGGER no_delete; {statement}")
     connection.commit()
@@ -83,7 +83,7 @@ def test_a_lie_with_a_hash_of_its_own_breaks_the_chain_after_it(tmp_path: Path) 
     assert verify(tmp_path).problem == "page 4 (entries 7 to 8) does not go on from the one before it"
 
 
-def test_an_end_that_was_cut_off_shows_to_who_noted_the_head(tmp_path: Path) -> None:
+def test_an_end_that_was_cut_off_shows_to_a_reader_with_the_head(tmp_path: Path) -> None:
     db = filled(tmp_path)
     db.close()
     assert verify(tmp_path, db.end.hash).problem == ""

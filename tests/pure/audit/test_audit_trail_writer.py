@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from paceline.core.inputs import AddRequest, Done, Input, Journal
 from paceline.core.plan import StepPlan
 from paceline.core.recorder import BothRecorders, NoRecorder, StepRecord
 from paceline.core.request import RequestId
+from tests.waiting import wait_until
 
 
 def add(request: int) -> tuple[float, Input]:
@@ -65,14 +64,6 @@ def pages(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(page.body) for page in TrailReader(folder)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in time")
-
-
 def test_decisions_are_written_with_the_requests_they_speak_of(tmp_path: Path) -> None:
     both = BothRecorders(NoRecorder(), TrailWriter(TrailDb(tmp_path)))
     both.step(record(7, *life(7)[:2]))
@@ -86,7 +77,7 @@ def test_decisions_are_written_with_the_requests_they_speak_of(tmp_path: Path) -
     assert found.problem == "" and found.num_entries == 3
 
 
-def test_who_reads_the_pages_knows_how_requests_fared(tmp_path: Path) -> None:
+def test_pages_say_how_requests_fared(tmp_path: Path) -> None:
     for _ in range(2):  # a second run numbers its requests anew
         writer = TrailWriter(TrailDb(tmp_path))
         writer.step(record(7, *life(7)[:2]))
@@ -99,7 +90,7 @@ def test_who_reads_the_pages_knows_how_requests_fared(tmp_path: Path) -> None:
 def test_pages_are_written_while_the_engine_runs(tmp_path: Path) -> None:
     writer = TrailWriter(TrailDb(tmp_path), interval_s=0.01)
     writer.step(record(7, *life(7)))
-    until(lambda: verify(tmp_path).num_entries == 3)
+    wait_until(lambda: verify(tmp_path).num_entries == 3)
     writer.close([], ())
 
 
@@ -107,7 +98,7 @@ def test_steps_of_plain_decode_leave_nothing(tmp_path: Path) -> None:
     writer = TrailWriter(TrailDb(tmp_path), interval_s=60.0, most_waiting=2)
     for _ in range(10):
         writer.step(record(7, inputs=[(1.0, Done(seq=3))]))
-    writer.step(record(8, inputs=[add(8)]))  # somebody who came while all rows were taken
+    writer.step(record(8, inputs=[add(8)]))  # a request that came while all rows were taken
     writer.close([], ())
     assert [page.get("adds") for page in pages(tmp_path)] == [None, [[8, 9, 11, 0.5, "a", 2, None, "spot"]]]
 
@@ -126,7 +117,7 @@ def test_a_disk_that_fails_fails_no_step(tmp_path: Path, caplog: pytest.LogCaptu
     db.close()
     for request in range(3):
         writer.step(record(request, *life(request)))
-    until(lambda: "decisions are not written any more" in caplog.text)
+    wait_until(lambda: "decisions are not written any more" in caplog.text)
     writer.step(record(9, *life(9)))
     writer.close([], ())
     assert verify(tmp_path).first is None

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from paceline.server.billing import ledger_db
-from paceline.server.billing.charge import Charge, LedgerEntry
+from paceline.server.billing.charge import Charge
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import BadLedger, LedgerDb, Voiding, reading
 from paceline.server.billing.pricing import Pricing
 from paceline.server.errors import LedgerUnavailable
 from tests.pure.billing.billing_helpers import PRICES, ended, opening, record
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -144,15 +145,21 @@ def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ledger(path: Path) -> Iterator[Ledger]:
-    made = Ledger(LedgerDb(path))
+def db(path: Path) -> LedgerDb:
+    """The file behind `ledger`, which closes it."""
+    return LedgerDb(path)
+
+
+@pytest.fixture
+def ledger(db: LedgerDb) -> Iterator[Ledger]:
+    made = Ledger(db)
     yield made
     made.close()
 
 
 def open_charge(ledger: Ledger, number: int = 1) -> Charge:
     seq = ledger.open(opening(0, id=f"r{number}"))
-    return Charge(Pricing().quote(PRICES, "standard", 0), LedgerEntry(ledger, seq))
+    return Charge(Pricing().quote(PRICES, "standard", 0), (ledger, seq))
 
 
 def test_many_that_end_together_share_a_write(ledger: Ledger, path: Path) -> None:
@@ -167,7 +174,7 @@ def test_many_that_end_together_share_a_write(ledger: Ledger, path: Path) -> Non
     assert ledger.num_entries == 200 and ledger.num_writes < 50
 
 
-def test_who_is_settled_is_on_the_disk(ledger: Ledger, path: Path) -> None:
+def test_a_settled_entry_is_on_the_disk(ledger: Ledger, path: Path) -> None:
     charge, done = open_charge(ledger), record()
 
     async def run() -> None:
@@ -218,8 +225,8 @@ def test_nothing_sent_or_our_failure_costs_nothing(
     assert row[0] == "incomplete" and row[2:] == (0, 0)
 
 
-def test_a_full_disk_refuses_who_waits_and_whoever_comes(ledger: Ledger, path: Path) -> None:
-    connection = ledger._db.connection
+def test_a_full_disk_rejects_waiting_and_new_requests(db: LedgerDb, ledger: Ledger, path: Path) -> None:
+    connection = db.connection
     first = open_charge(ledger, 1)
     asyncio.run(first.settle(record()))
     first.release(record())
@@ -250,10 +257,10 @@ def test_a_full_disk_refuses_who_waits_and_whoever_comes(ledger: Ledger, path: P
     assert set(states) == {"complete", "incomplete"}
 
 
-def test_a_ledger_somebody_else_has_locked(
-    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_ledger_that_another_process_has_locked(
+    db: LedgerDb, ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger._db.connection.execute("PRAGMA busy_timeout = 20")
+    db.connection.execute("PRAGMA busy_timeout = 20")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         charge = open_charge(ledger)
@@ -280,11 +287,3 @@ def test_closing_ends_the_thread_and_lets_go_of_the_file(path: Path) -> None:
     assert rows(path, "state") == [("open",)]
     LedgerDb(path).close()
     assert rows(path, "state") == [("incomplete",)]
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not happen in time")

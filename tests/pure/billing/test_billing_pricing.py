@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.server.billing.charge import Charge, receipt
-from paceline.server.billing.money import LARGEST_AMOUNT, MILLION, decimal_of, scaled, shown
-from paceline.server.billing.pricing import Pricing, Quote, Rates, engine_load, read_factors
+from paceline.server.billing.pricing import (
+    LARGEST_AMOUNT,
+    MILLION,
+    Pricing,
+    Quote,
+    Rates,
+    decimal_of,
+    engine_load,
+    read_factors,
+    scaled,
+    shown,
+)
 from paceline.server.errors import PriceAboveMaximum
 from tests.pure.billing.billing_helpers import PRICES, record
 

@@ -131,6 +131,7 @@ def test_it_does_not_matter_where_an_answer_is_cut(cuts: list[int]) -> None:
     assert drawn(*pieces)[0] == drawn(ANSWER)[0]
 
 
+@pytest.mark.slow
 def test_a_growing_answer_rewrites_only_lines_that_change() -> None:
     _, sent = drawn(*(f"line {number}  \n" for number in range(200)))
     ups = [int(count) for count in re.findall(r"\x1b\[(\d+)A", sent)]

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +23,7 @@ from paceline.cli.top.view import frame
 from paceline.process.live_view import delta_values
 from paceline.watch.trace import StepTrace
 from tests.dst.world import World
+from tests.waiting import wait_until
 
 BOUND_S = 60.0
 BOUNDS = [0.1, 1.0]
@@ -39,7 +39,7 @@ def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
     world = World(seed)
     trace = world.engine.watcher = StepTrace(world.engine.scheduler.state)
     found: list[dict[str, Any]] = []
-    rng, step = random.Random(seed), world._step
+    rng, step = random.Random(seed), world.step
 
     def watched() -> None:
         step()
@@ -50,7 +50,7 @@ def messages(seed: int = 5, steps: int = 120) -> list[dict[str, Any]]:
             engine = {"first": number == 1, **delta_values(trace.take_delta())}
             found.append(json.loads(json.dumps({"n": number, "server": server, "engine": engine})))
 
-    world._step = watched  # type: ignore[method-assign]
+    world.step = watched  # type: ignore[method-assign]
     world.run(steps)
     return found
 
@@ -77,7 +77,7 @@ def test_figures_are_those_of_the_state(seed: int) -> None:
         json.dumps(figures.values())
 
 
-def test_lanes_show_who_gave_way() -> None:
+def test_lanes_show_preempted_requests() -> None:
     seen = set()
     for seed in range(12):
         picture = ServerPicture()
@@ -94,7 +94,7 @@ def test_lanes_show_who_gave_way() -> None:
 def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
     picture = ServerPicture()
     picture.meet(ABOUT)
-    assert "nothing heard yet" in told(picture, max(width, 60))
+    assert "nothing received yet" in told(picture, max(width, 60))
     for message in messages():
         picture.apply(message)
         text = told(picture, max(width, 60), height)
@@ -132,6 +132,7 @@ def busy() -> ServerPicture:
     return picture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_nothing_of_a_frame_is_cut_in_the_middle(width: int, is_busy: bool) -> None:
@@ -194,7 +195,7 @@ def test_percentiles_of_buckets() -> None:
 
 
 class Feed:
-    """A server that sends a few messages to each who asks and then breaks off."""
+    """A server that sends a few messages to each client and then breaks off."""
 
     def __init__(self, port: int = 0, status: int = 200) -> None:
         sent = messages()
@@ -242,13 +243,6 @@ def feed() -> Iterator[Feed]:
     made = Feed()
     yield made
     made.close()
-
-
-def wait_until(holds: Any) -> None:
-    until_s = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_one_frame_as_text_and_as_json(

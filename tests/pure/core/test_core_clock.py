@@ -1,4 +1,6 @@
-"""Clocks, and the plain values that cross the boundary."""
+"""Clocks, times as people read them, and the plain values that cross the boundary."""
+
+from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.clock import ManualClock, MonotonicClock
+from paceline.core.dial import format_time
 from paceline.core.plan import EMPTY, StepPlan, i32
 from paceline.core.recorder import NoRecorder
 from paceline.core.request import NoHooks, Request, RequestId
@@ -80,3 +83,21 @@ def test_the_fakes_of_the_seams_do_nothing() -> None:
     hooks.finish(request)
     assert list(hooks.new_keys(request)) == []
     NoRecorder().close((), ())
+
+
+# ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.0, "0 ms"),
+        (0.0005, "0.5 ms"),
+        (0.25, "250 ms"),
+        (0.9996, "1.0 s"),
+        (32.24, "32.2 s"),
+        (1e4, "10000.0 s"),
+    ],
+)
+def test_a_time_has_few_digits_and_no_exponent(seconds: float, text: str) -> None:
+    assert format_time(seconds) == text

@@ -83,6 +83,13 @@ def test_a_number_too_large_for_a_float_is_refused(name: str) -> None:
     assert caught.value.param == name
 
 
+def test_stop_strings_need_the_text_of_an_answer() -> None:
+    with pytest.raises(InvalidRequest, match="leave detokenize on, or use stop_token_ids") as refused:
+        SamplingParams(stop=("end",), detokenize=False)
+    assert refused.value.param == "stop"
+    assert SamplingParams(stop_token_ids=(7,), detokenize=False).stop_token_ids == (7,)
+
+
 def test_a_bias_that_is_no_number_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         SamplingParams(logit_bias={3: "heavy"})  # type: ignore[dict-item]

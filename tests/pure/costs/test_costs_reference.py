@@ -133,7 +133,7 @@ def shares() -> list[str]:
     rows = []
     for curve in device.matmul_curves:
         seconds = curve.seconds_per_parameter()
-        shares = (device.limits.seconds_per_parameter(count, 2) / seconds(count) for count in curve.rows)
+        shares = (device.seconds_per_parameter(count, 2) / seconds(count) for count in curve.rows)
         rows.append(" | ".join(f"{share:.2f}" for share in shares))
     return rows
 

@@ -19,7 +19,7 @@ from paceline.core.plan import Pending, Runner, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import Urgency
+from paceline.core.service_class import ServiceLevel
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.factory import build_engine
@@ -50,13 +50,13 @@ def engine_config(depth: int = 0, **options: Any) -> EngineConfig:
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
-    """Tokens nobody else has, unless `start` is the same."""
+    """Tokens no other prompt has, unless `start` is the same."""
     return [1000 * start + index for index in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A plan, by request: known tokens computed, and who decodes."""
+    """A plan, by request: known tokens computed, and requests that decode."""
 
     plan: StepPlan
     spans: dict[int, int]
@@ -207,9 +207,9 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "urgency", "deadline_s", "arrival_s")
-        urgent = {name: options.pop(name) for name in Urgency._fields if name in options}
-        options["urgency"] = Urgency(**urgent)
+        names = ("tenant", "service_level", "deadline_s", "arrival_s")
+        urgent = {name: options.pop(name) for name in ServiceLevel._fields if name in options}
+        options["service_level"] = ServiceLevel(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}
         ids = self.engine.add(list(tokens), SamplingParams(max_tokens=max_tokens, **options), **placing)
         for request_id in ids:
@@ -293,7 +293,7 @@ class Bench:
         self.receive(self.scheduler.take_events())
 
     def check_empty(self) -> None:
-        """L4: when nobody is left, nothing is."""
+        """L4: when no request is left, nothing is."""
         state = self.state
         for group in state.kv.groups:
             assert group.pool.num_free == group.pool.usable, "blocks are lost"
@@ -304,7 +304,7 @@ class Bench:
         assert not any(left), f"left behind: {left}"
         assert not len(state.queue) and not state.queue.num_tokens and not state.rows.num_live
         assert not state.kv.fences and not state.kv.tickets.open and not state.flights
-        assert self.finished.keys() == self.asked.keys(), "somebody never got an ending"
+        assert self.finished.keys() == self.asked.keys(), "a request never got an ending"
 
     def _check_device(self) -> None:
         """The engine takes a complaint of the fake device for a failed step: it must not pass unheard."""

@@ -1,4 +1,4 @@
-"""Changing a live request: priority, deadline, pause; and that a replay has it all."""
+"""A live request is changed or aborted: the free count comes back, no neighbour notices, a replay has it all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
-from paceline.core.request import BlockReason, Change, ChangeOutcome, RequestId, RequestState
+from paceline.core.request import BlockReason, Change, ChangeOutcome, FinishReason, RequestId, RequestState
 from paceline.engine.engine import apply_change, resume_all
+from tests.fakes import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 PAUSE, GO_ON = Change(paused=True), Change(paused=False)
@@ -19,6 +20,7 @@ def change(bench: Bench, number: RequestId, wanted: Change) -> ChangeOutcome:
     return apply_change(bench.scheduler, number, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ["auto", "recompute", "swap"])
@@ -81,7 +83,7 @@ def test_to_pause_twice_is_to_pause_once() -> None:
     bench.run()
 
 
-def test_who_waits_for_something_outside_cannot_be_paused() -> None:
+def test_a_request_that_waits_for_something_outside_cannot_be_paused() -> None:
     bench = Bench()
     number = bench.add(prompt(5), 4)
     bench.scheduler.block(number, BlockReason.GRAMMAR, None)
@@ -110,7 +112,7 @@ def test_a_paused_request_can_be_aborted_and_ends_at_its_deadline() -> None:
     bench.run()
 
 
-def test_a_priority_changes_the_order_of_who_waits() -> None:
+def test_a_priority_changes_the_order_of_waiting_requests() -> None:
     bench = Bench(engine_config(max_num_seqs=1, scheduling_policy="priority"))
     running, first, second = (bench.add(prompt(5, start), 6) for start in range(3))
     bench.step()
@@ -121,7 +123,7 @@ def test_a_priority_changes_the_order_of_who_waits() -> None:
     assert running in bench.finished
 
 
-def test_spot_work_gives_way_first_whatever_the_policy() -> None:
+def test_spot_work_is_preempted_first_whatever_the_policy() -> None:
     bench = Bench(engine_config(num_blocks=9, max_preemptions=0))
     classes = ("standard", "spot", "standard")
     ids = [bench.add(prompt(6, start), 16, service_class=name) for start, name in enumerate(classes)]
@@ -130,3 +132,138 @@ def test_spot_work_gives_way_first_whatever_the_policy() -> None:
     victims = [d.request for d in bench.watch.decisions if d.kind is DecisionKind.PREEMPT]
     assert victims[0] == ids[1]
     bench.run()
+
+
+# ----------------------------------------------------------------
+# Aborts at every point of a life: the free count comes back, twice is once, and no neighbour notices (S19,
+# S20).
+
+
+POINTS = (
+    "queued",
+    "admitted on a prefix hit",
+    "mid-chunk",
+    "decode",
+    "final step",
+    "preempted",
+    "swapped",
+    "swapping in",
+    "paused",
+    "blocked",
+    "deferred",
+    "parent",
+    "branch",
+)
+
+
+def bring_to(bench: Bench, point: str) -> RequestId:
+    """A request at the given point of its life; everything it shares was computed before the baseline."""
+    if point == "queued":
+        return bench.add(prompt(20, 1), 8)
+    if point == "admitted on a prefix hit":
+        request = bench.add(prompt(24) + prompt(3, 1), 8)
+        bench.step()
+        assert bench.request(request).num_cached == 24
+        return request
+    if point == "deferred":
+        bench.add(prompt(30, 1), 8)
+        bench.step()
+        request = bench.add(prompt(30, 1), 8)
+        bench.step()
+        assert bench.states()[request] is RequestState.WAITING
+        return request
+    request = bench.add(prompt(30, 1), 8)
+    if point == "blocked":
+        bench.scheduler.block(request, BlockReason.GRAMMAR, None)
+        return request
+    bench.step({"mid-chunk": 2, "final step": 9 + bench.config.depth}.get(point, 6))
+    if point == "preempted":
+        bench.scheduler.preempt(request)
+    elif point in ("swapped", "swapping in"):
+        bench.scheduler.preempt(request, swap=True)
+        bench.step(2 if point == "swapping in" else 0)
+    elif point == "paused":
+        bench.scheduler.pause(request)
+    elif point in ("parent", "branch"):
+        (branch,) = bench.fork(request)
+        bench.step(2)
+        return branch if point == "branch" else request
+    return request
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_an_abort_at_any_point_gives_everything_back(point: str, depth: int) -> None:
+    config = engine_config(depth=depth, max_num_batched_tokens=12, num_host_blocks=24, max_num_seqs=6)
+    bench = Bench(config, overlapped=depth > 0)
+    bench.add(prompt(24), 1)
+    neighbour = bench.add(prompt(5, 7), 60, seed=1)
+    bench.step(6)
+    request = bring_to(bench, point)
+    assert request in bench.state.requests
+    assert bench.engine.abort(request)
+    assert not bench.engine.abort(request), "twice is once"
+    assert not bench.engine.abort(RequestId(10_000)), "no request has this id"
+    bench.flush()
+    ending = bench.finished[request]
+    assert (ending.reason, ending.detail) == (FinishReason.ABORT, "abort")
+    assert ending.num_output == len(bench.tokens[request])
+    bench.run()
+    assert len(bench.tokens[neighbour]) == 60
+
+
+@pytest.mark.parametrize("step", range(14))
+def test_an_abort_between_plan_and_result_beats_the_result(step: int) -> None:
+    """S20: nothing is delivered after the terminal event, whatever is still under way."""
+    bench = Bench(engine_config(depth=2, max_num_batched_tokens=12), overlapped=True)
+    request = bench.add(prompt(30), 6, stop_token_ids=(VOCAB // 8,))
+    bench.step(step)
+    if request in bench.state.requests:
+        bench.engine.abort(request)
+        bench.flush()
+        told = len(bench.tokens[request])
+        bench.run()
+        assert len(bench.tokens[request]) == told
+    bench.run()
+
+
+def test_an_abort_of_all_requests_frees_everything_without_a_step() -> None:
+    """S24: the counts are right at once, with no step to put them right."""
+    bench = Bench(engine_config(num_host_blocks=16))
+    ids = [bench.add(prompt(6, start), 20) for start in range(12)]
+    bench.step(3)
+    for request in ids:
+        bench.engine.abort(request)
+    bench.flush()
+    bench.check_empty()
+
+
+def test_branches_are_aborted_one_by_one() -> None:
+    """B10: an abort of one of n takes the others with it only if it is told so."""
+    bench = Bench()
+    ids = bench.add_all(prompt(9), 12, n=4, seed=3)
+    bench.step(4)
+    for request in ids[:3]:
+        bench.engine.abort(request)
+        bench.flush()
+        bench.step()
+    bench.run()
+    reasons = [bench.finished[request].reason for request in ids]
+    assert reasons == [FinishReason.ABORT] * 3 + [FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_abort_never_changes_a_neighbours_output(depth: int) -> None:
+    """B2: the reference is compared at the end; here the neighbours share prefix and rows with the aborted."""
+    bench = Bench(engine_config(depth=depth, num_blocks=24), overlapped=depth > 0)
+    alive = []
+    for start in range(15):
+        ids = bench.add_all(prompt(9) + prompt(start % 4, start), 9, n=2, seed=start)
+        bench.step()
+        doomed = ids[start % 2]
+        bench.engine.abort(doomed)
+        bench.flush()
+        alive.append(ids[1 - start % 2])
+    bench.run()
+    assert all(bench.finished[request].reason is FinishReason.LENGTH for request in alive)

@@ -45,6 +45,7 @@ def check(bench: Watched) -> None:
         assert 0 <= ending.cost.redone_block_us <= ending.cost.block_us
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_time_of_blocks_is_exact_under_pressure(kind: str, depth: int) -> None:

@@ -1,15 +1,28 @@
-"""What fails and who pays: hooks, single steps, the whole device, single rows (E1, E2, E4, E5)."""
+"""What fails and which requests end: hooks, single steps, the whole device, single rows (E1 to E5)."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.core.clock import ManualClock
 from paceline.core.events import DecisionKind
+from paceline.core.plan import StepPlan
+from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, FinishReason, Request, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import EngineFailed
+from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
+from paceline.lab.sim.replayer import replay
 from tests.dst.injected import HookFault
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, BreakingRunner, engine_config, prompt
 
 
@@ -26,7 +39,7 @@ class CountingHooks(PrefixKeyHooks):
         self._maybe("admit", request)
 
     def new_keys(self, request: Request) -> Sequence[BlockKey]:
-        self._maybe("new_keys on a row" if request.row >= 0 else "new_keys at the door", request)
+        self._maybe("new_keys on a row" if request.row >= 0 else "new_keys on arrival", request)
         return super().new_keys(request)
 
     def finish(self, request: Request) -> None:
@@ -46,7 +59,7 @@ def crowded_run(hooks: CountingHooks, depth: int = 0) -> tuple[Bench, RequestId]
     ids = [bench.add(prompt(3 + 4 * start, start % 4), 16) for start in range(6)]
     victim = ids[2]
     hooks.victim = victim
-    for swap in (False, hooks.hook != "admit"):  # who is swapped back in is not admitted again
+    for swap in (False, hooks.hook != "admit"):  # a request that is swapped back in is not admitted again
         bench.step(5)
         if victim in bench.state.requests:
             bench.scheduler.preempt(victim, swap=swap)
@@ -58,6 +71,7 @@ def crowded_run(hooks: CountingHooks, depth: int = 0) -> tuple[Bench, RequestId]
 # -- E4: one request's hook --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("hook", ["admit", "new_keys on a row"])
 @pytest.mark.parametrize("use", [1, 2, 3])
@@ -79,7 +93,7 @@ def test_a_hook_that_raises_fails_its_own_request_alone(hook: str, use: int, dep
 
 
 @pytest.mark.parametrize("use", [1, 3])
-def test_a_finish_hook_that_raises_takes_nothing_from_anybody(use: int) -> None:
+def test_a_finish_hook_that_raises_takes_nothing_from_other_requests(use: int) -> None:
     untroubled, _ = crowded_run(CountingHooks())
     hooks = CountingHooks("finish", use)
     config = engine_config(block_size=2, num_blocks=60)
@@ -87,14 +101,14 @@ def test_a_finish_hook_that_raises_takes_nothing_from_anybody(use: int) -> None:
     for start in range(6):
         bench.add(prompt(3 + 4 * start, start % 4), 16)
     bench.run()
-    assert hooks.used == 6, "everybody's hook was called once"
+    assert hooks.used == 6, "the hook of every request was called once"
     assert bench.tokens == untroubled.tokens
     assert bench.reasons(DecisionKind.FAIL) == ["finish_hook"]
 
 
 @pytest.mark.parametrize("use", [1, 3])
 def test_keys_that_cannot_be_made_at_the_door_keep_the_request_out(use: int) -> None:
-    hooks = CountingHooks("new_keys at the door", use)
+    hooks = CountingHooks("new_keys on arrival", use)
     bench = Bench(engine_config(block_size=2), hooks=hooks)
     for start in range(4):
         if start == use - 1:
@@ -109,7 +123,7 @@ def test_keys_that_cannot_be_made_at_the_door_keep_the_request_out(use: int) -> 
 
 
 def test_keys_that_cannot_be_made_at_a_fork_leave_the_parent_alone() -> None:
-    hooks = CountingHooks("new_keys at the door", 2)
+    hooks = CountingHooks("new_keys on arrival", 2)
     bench = Bench(engine_config(block_size=2), hooks=hooks)
     parent = bench.add(prompt(8), 12)
     bench.step(4)
@@ -145,6 +159,7 @@ def busy(runner: BreakingRunner, depth: int) -> Bench:
     return bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["submit", "wait"])
 @pytest.mark.parametrize("number", [1, 2, 4, 6, 7, 8, 11])
@@ -195,7 +210,7 @@ def test_nothing_computed_before_a_failure_is_trusted() -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ["submit", "wait"])
-def test_three_failures_in_a_row_end_the_engine_and_everybody_is_answered(kind: str, depth: int) -> None:
+def test_three_failures_in_a_row_end_the_engine_and_every_request_is_answered(kind: str, depth: int) -> None:
     config = engine_config(depth=depth, num_host_blocks=16)
     numbers = tuple(range(4, 40))
     bench = Bench(
@@ -270,7 +285,7 @@ def test_what_a_neighbour_had_entered_stays_when_a_reader_fails() -> None:
 
 
 def test_a_late_result_of_an_aborted_row_is_not_looked_at() -> None:
-    """B29: the row is gone; what comes of it, finite or not, reaches nobody."""
+    """B29: the row is gone; what comes of it, finite or not, is dropped."""
     config = engine_config(depth=2)
     runner = BreakingRunner(config, nan_row=(3, 0))
     bench = Bench(config, runner=runner, overlapped=True)
@@ -282,3 +297,85 @@ def test_a_late_result_of_an_aborted_row_is_not_looked_at() -> None:
     bench.run()
     assert bench.finished[gone].reason is FinishReason.ABORT
     assert bench.finished[successor].reason is FinishReason.LENGTH
+
+
+# ----------------------------------------------------------------
+# E3: a step that runs out of memory is computed again with half as many rows, and no request fails.
+
+
+CONFIG = EngineConfig(
+    kv=KVConfig(block_size=4, num_blocks=200),
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64),
+    depth=1,
+)
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+class SmallDevice(FakeRunner):
+    """Has memory for a limited number of rows in one step."""
+
+    most_rows = 2
+
+    def submit(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        if plan.work.decode_rows + len(plan.spans.row) > self.most_rows:
+            raise OutOfMemoryError("no memory for this number of rows")
+        return super().submit(plan)
+
+
+def make(clock: ManualClock, recorder: StepRecorder | None = None) -> tuple[Engine, SmallDevice]:
+    runner = SmallDevice(CONFIG)
+    return build_engine(CONFIG, runner, clock=clock, recorder=recorder), runner
+
+
+def drain(engine: Engine, clock: ManualClock) -> dict[RequestId, FinishReason]:
+    endings = {}
+    for _ in range(400):
+        for ending in engine.step_overlapped().finished:
+            endings[ending.request] = ending.reason
+        clock.advance(0.01)
+        if not engine.has_requests and engine.is_idle:
+            return endings
+    raise AssertionError("it never ends")
+
+
+def test_no_request_fails_and_the_rows_come_back() -> None:
+    clock = ManualClock()
+    engine, runner = make(clock)
+    params = SamplingParams(max_tokens=6, temperature=0.0, seed=1, ignore_eos=True)
+    for number in range(8):
+        engine.add([number + 1, 2, 3], params)
+    endings = drain(engine, clock)
+    assert set(endings.values()) == {FinishReason.LENGTH} and len(endings) == 8
+    state = engine.scheduler.state
+    assert state.most_rows == 2 and state.counters.failed_steps == 2
+    clock.advance(61.0)
+    runner.most_rows = 8
+    engine.add([9, 9], params)
+    drain(engine, clock)
+    assert state.most_rows == 8
+
+
+def test_a_request_that_does_not_fit_alone_fails_alone() -> None:
+    clock = ManualClock()
+    engine, runner = make(clock)
+    runner.most_rows = 0
+    params = SamplingParams(max_tokens=4, temperature=0.0, seed=1, ignore_eos=True)
+    engine.add([1, 2, 3], params)
+    assert list(drain(engine, clock).values()) == [FinishReason.ERROR]
+    runner.most_rows = 1
+    engine.add([1, 2, 3], params)
+    assert list(drain(engine, clock).values()) == [FinishReason.LENGTH]
+
+
+def test_a_recorded_run_replays(tmp_path: Path) -> None:
+    clock, path = ManualClock(), tmp_path / "run.jsonl"
+    engine, _ = make(clock, RunLogWriter(path, run_header(CONFIG, seed=0)))
+    for number in range(6):
+        engine.add([number + 1, 2], SamplingParams(max_tokens=5, temperature=0.0, seed=1, ignore_eos=True))
+    drain(engine, clock)
+    engine.close()
+    report = replay(read_run_log(path), output=tmp_path / "again.jsonl")
+    assert report.is_equal and report.complete, report.difference

@@ -111,7 +111,7 @@ def test_plans_are_numbered_without_gaps() -> None:
 
 
 def test_a_late_token_is_discarded() -> None:
-    """A stop is learnt one step late; the token computed in between belongs to nobody."""
+    """A stop is learnt one step late; the token computed in between is dropped."""
     bench = Bench(engine_config(depth=2), overlapped=True)
     request = bench.add(prompt(4), 60, stop_token_ids=(VOCAB // 3,))
     bench.run()

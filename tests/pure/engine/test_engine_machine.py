@@ -1,6 +1,6 @@
 """Random use of a whole engine: every input in every order, checked after each half-step and against the reference.
 
-What is compared: the invariants (by the bench), every output when its request ends, and at the end that everybody
+What is compared: the invariants (by the bench), every output when its request ends, and at the end that every request
 was answered and nothing is left behind.
 """
 

@@ -16,10 +16,11 @@ from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
 def test_eight_blocks_serve_thirty_two_requests(kind: str, depth: int) -> None:
-    """K1: all finish, nobody gives way more than four times."""
+    """K1: all finish, no request is preempted more than four times."""
     config = engine_config(depth=depth, num_blocks=9, num_host_blocks=9, preemption=kind, max_model_len=32)
     bench = Bench(config, overlapped=depth > 0)
     for start in range(32):
@@ -29,7 +30,7 @@ def test_eight_blocks_serve_thirty_two_requests(kind: str, depth: int) -> None:
     assert 0 < max(ending.preemptions for ending in bench.finished.values()) <= 4
 
 
-# -- K2: who fits alone is served alone --------------------------------------------------------------------
+# -- K2: a request that fits alone is served alone --------------------------------------------------------------------
 
 
 @settings(max_examples=settings().max_examples // 2)
@@ -74,6 +75,7 @@ def windowed(depth: int, block_size: int, window: int, budget: int) -> Bench:
     return bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3, 8])
 @pytest.mark.parametrize("budget", [1, 4, 8])
 @pytest.mark.parametrize("block_size", [1, 4])
@@ -95,7 +97,7 @@ def test_a_sliding_window_with_exactly_its_blocks_is_served_ahead_of_the_device(
 
 
 def test_a_reserved_row_finds_its_block_in_every_group() -> None:
-    """An allocation that was not counted raises in the middle of a plan: everybody would be lost."""
+    """An allocation that was not counted raises in the middle of a plan: every request would be lost."""
     config = engine_config(
         depth=4,
         block_size=1,
@@ -134,6 +136,7 @@ def test_a_cached_beginning_does_not_keep_a_request_out() -> None:
 # -- K3: an allocator that refuses -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("depth", [0, 2])
 def test_allocations_that_fail_at_random_only_take_time(seed: int, depth: int) -> None:
@@ -174,6 +177,7 @@ def forced(step: int, *, swap: bool, depth: int, late: int = 0) -> Bench:
     return bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(18))
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_preemption_at_any_step_changes_no_output(step: int, swap: bool) -> None:

@@ -23,6 +23,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CONFIGS, ids=["plain", "swap", "chunks", "window"])
 @pytest.mark.parametrize("when", [1, 2, 3, 5, 8, 12])
 def test_a_runner_rebuilt_from_a_snapshot_goes_on_with_the_same_tokens(
@@ -67,7 +68,7 @@ def test_a_snapshot_lists_every_row_with_all_it_knows() -> None:
     bench.run()
 
 
-def test_taking_a_snapshot_changes_nothing_anybody_sees() -> None:
+def test_taking_a_snapshot_changes_nothing_visible() -> None:
     bench = Bench(engine_config())
     request = bench.add(prompt(6), 20)
     bench.step(5)

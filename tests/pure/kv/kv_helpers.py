@@ -1,4 +1,4 @@
-"""A KV manager by itself: small, with one or two layer groups, and keys that say what they stand for."""
+"""A KV manager alone: small, with one or two layer groups, and keys that say what they stand for."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

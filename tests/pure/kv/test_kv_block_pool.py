@@ -55,7 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.told: list[int] = []
 
     def evicted(self, gone: list[int]) -> None:
-        assert all(self.pool.refs[block] == 0 for block in gone), "only what nobody holds is evicted"
+        assert all(self.pool.refs[block] == 0 for block in gone), "only what no row holds is evicted"
         self.told += gone
 
     @rule(data=st.data())
@@ -147,7 +147,7 @@ def test_low_numbers_go_first_so_that_a_quiet_pool_stays_compact() -> None:
 
 
 def test_the_map_entry_is_gone_before_the_block_is_handed_out() -> None:
-    """S17: at the moment of eviction the block is not yet in anybody's hands."""
+    """S17: at the moment of eviction the block has no owner yet."""
     moments: list[tuple[int, int]] = []
     pool = BlockPool(4, on_evict=lambda gone: moments.append((gone[0], int(pool.refs[gone[0]]))))
     taken = pool.allocate(3)

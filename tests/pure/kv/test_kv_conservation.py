@@ -25,7 +25,7 @@ class Row:
 
 @dataclass
 class Away:
-    """Somebody whose KV lies on the host, or is on its way there."""
+    """A request whose KV lies on the host, or is on its way there."""
 
     owner: int
     row: Row
@@ -84,7 +84,7 @@ class ManagerMachine(RuleBasedStateMachine):
         kv, number = self.kv, self.pick(data)
         row = self.model.rows[number]
         end = min(row.computed + count, len(row.text) * SIZE)
-        if kv.missing(number, end) + row.shared > kv.room(number):
+        if kv.missing(number, end) + row.shared > kv.free_for(number):
             return
         if row.shared:
             kv.copy_on_write(number, row.computed)
@@ -132,7 +132,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def swap_in(self) -> None:
         kv, away = self.kv, self.model.away[0]
-        if kv.is_moving(away.owner) or kv.blocks_for(away.row.computed) > kv.room():
+        if kv.is_moving(away.owner) or kv.blocks_for(away.row.computed) > kv.free_for():
             return
         number = self.idle_rows()[0]
         kv.swap_in(number, away.places, away.row.computed, away.owner)

@@ -35,11 +35,11 @@ def test_groups_grow_together_each_from_its_own_pool() -> None:
 
 def test_the_smallest_group_says_how_much_room_there_is() -> None:
     kv = make_kv(groups=(FULL, window(8, num_blocks=9)))
-    assert kv.room() == 8
+    assert kv.free_for() == 8
     kv.extend(0, 4)
     kv.reserve(0, (3, 5))
-    assert kv.room() == 3
-    assert kv.room(0) == 7
+    assert kv.free_for() == 3
+    assert kv.free_for(0) == 7
 
 
 @given(st.integers(1, 20), st.integers(0, 40))

@@ -228,7 +228,7 @@ def test_the_seam_of_the_eviction_order_reaches_the_manager() -> None:
     assert [bool(kv.match(keys(text), 99).num_blocks) for text in "xyz"] == [True, True, False]
 
 
-def test_a_hit_that_nobody_holds_costs_a_free_block() -> None:
+def test_a_hit_without_a_holder_costs_a_free_block() -> None:
     """K6: a block about to be adopted must be counted, or it is given away in between."""
     kv = make_kv()
     compute(kv, 0, "ab")
@@ -317,7 +317,7 @@ def test_the_source_of_a_copy_is_held_until_the_copying_step_is_done() -> None:
     check_conservation(kv)
 
 
-def test_a_block_nobody_else_reads_is_not_copied() -> None:
+def test_a_block_without_other_readers_is_not_copied() -> None:
     kv = make_kv()
     kv.extend(0, 6)
     kv.copy_on_write(0, 6)
@@ -348,17 +348,17 @@ def test_a_reservation_sets_free_blocks_aside_for_one_row() -> None:
     kv.extend(0, 8)
     kv.reserve(0, (6,))
     assert kv.groups[0].reserved == 4
-    assert (kv.room(), kv.room(0), kv.room(1)) == (4, 8, 4)
+    assert (kv.free_for(), kv.free_for(0), kv.free_for(1)) == (4, 8, 4)
     kv.extend(0, 12)
     assert kv.groups[0].reserved == 3
-    assert (kv.room(), kv.room(0)) == (4, 7), "taking its own block leaves the others' room alone"
+    assert (kv.free_for(), kv.free_for(0)) == (4, 7), "taking its own block leaves the others' room alone"
     kv.extend_each(np.array([0, 1]))
     assert kv.groups[0].reserved == 2
-    assert kv.room() == 3
+    assert kv.free_for() == 3
     kv.release(0)
     kv.settle()
     assert kv.groups[0].reserved == 0
-    assert kv.room() == 9
+    assert kv.free_for() == 9
     check_conservation(kv)
 
 

@@ -102,7 +102,7 @@ def test_a_view_with_strides_gives_the_keys_of_its_values() -> None:
 
 def test_a_hit_compares_the_payload_too() -> None:
     cache = PrefixCache()
-    assert cache.add(4, BlockKey(b"k", b"mine"))
+    assert cache.add([4], [BlockKey(b"k", b"mine")])
     assert cache.find(BlockKey(b"k", b"mine")) == 4
     assert cache.find(BlockKey(b"k", b"yours")) is None
     assert cache.find(BlockKey(b"other", b"mine")) is None
@@ -110,20 +110,20 @@ def test_a_hit_compares_the_payload_too() -> None:
 
 def test_the_first_block_under_a_key_stays() -> None:
     cache = PrefixCache()
-    assert cache.add(4, BlockKey(b"k", b"mine"))
-    assert not cache.add(5, BlockKey(b"k", b"mine"))
-    assert not cache.add(6, BlockKey(b"k", b"yours"))
+    assert cache.add([4], [BlockKey(b"k", b"mine")])
+    assert not cache.add([5], [BlockKey(b"k", b"mine")])
+    assert not cache.add([6], [BlockKey(b"k", b"yours")])
     assert cache.find(BlockKey(b"k", b"mine")) == 4
     assert cache.entries() == {4: BlockKey(b"k", b"mine")}
 
 
 def test_what_is_dropped_is_found_no_more_and_its_key_is_free() -> None:
     cache = PrefixCache()
-    cache.add(4, BlockKey(b"k", b"mine"))
+    cache.add([4], [BlockKey(b"k", b"mine")])
     cache.drop(4)
     assert cache.find(BlockKey(b"k", b"mine")) is None
     assert len(cache) == 0 and not cache.entries()
-    assert cache.add(5, BlockKey(b"k", b"yours"))
+    assert cache.add([5], [BlockKey(b"k", b"yours")])
 
 
 @given(st.lists(tokens, max_size=6))
@@ -140,5 +140,5 @@ def test_colliding_keys_never_give_anothers_block(prompts: list[list[int]]) -> N
             found = cache.find(key)
             assert found is None or owner[found] == prefix
             block = len(owner) + 1
-            if cache.add(block, key):
+            if cache.add([block], [key]):
                 owner[block] = prefix

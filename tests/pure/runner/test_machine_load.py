@@ -9,18 +9,18 @@ import pytest
 
 from paceline.runner import machine_load
 from paceline.runner.machine_load import (
-    LOOK_S,
-    LOOKS_TO_GROW,
     MANY_TOKENS,
+    REFRESH_S,
+    REFRESHES_TO_GROW,
     SAID_EVERY_S,
     FreeCores,
-    LoadNews,
+    LoadNotices,
     MachineLoad,
 )
 
 
 class Machine:
-    """Cores, this process and others, on a clock of its own."""
+    """Cores, this process and others, on a separate clock."""
 
     def __init__(self, cores: int) -> None:
         self.now_s = self.used_s = self.own_s = 0.0
@@ -33,7 +33,7 @@ class Machine:
             clock=lambda: self.now_s,
         )
 
-    def run(self, others: float, own: float = 0.0, seconds: float = LOOK_S) -> None:
+    def run(self, others: float, own: float = 0.0, seconds: float = REFRESH_S) -> None:
         self.now_s += seconds
         self.used_s += (others + own) * seconds
         self.own_s += own * seconds
@@ -43,23 +43,23 @@ def counts(machine: Machine, free: FreeCores, others: float, looks: int) -> list
     seen = []
     for _ in range(looks):
         machine.run(others, own=0.5)
-        seen.append(free.look())
+        seen.append(free.refresh())
     return seen
 
 
 def test_what_this_process_uses_is_not_counted_as_others() -> None:
     machine = Machine(2)
     machine.run(others=0.3, own=1.6)
-    assert machine.load.look()
+    assert machine.load.refresh()
     assert machine.load.others == pytest.approx(0.3)
 
 
 def test_a_look_comes_only_after_a_while() -> None:
     machine = Machine(2)
-    machine.run(others=2.0, seconds=LOOK_S / 2)
-    assert not machine.load.look() and machine.load.others is None
-    machine.run(others=2.0, seconds=LOOK_S / 2)
-    assert machine.load.look() and machine.load.others == 2.0
+    machine.run(others=2.0, seconds=REFRESH_S / 2)
+    assert not machine.load.refresh() and machine.load.others is None
+    machine.run(others=2.0, seconds=REFRESH_S / 2)
+    assert machine.load.refresh() and machine.load.others == 2.0
 
 
 @pytest.mark.parametrize("cores, others, threads", [(2, 0.3, 2), (2, 0.7, 1), (2, 2.0, 1), (16, 4.2, 12)])
@@ -72,9 +72,9 @@ def test_a_thread_comes_back_once_its_core_stays_free() -> None:
     machine = Machine(2)
     free = FreeCores(machine.load, 2)
     counts(machine, free, 2.0, 1)
-    assert counts(machine, free, 0.1, LOOKS_TO_GROW - 1) == [1] * (LOOKS_TO_GROW - 1)
+    assert counts(machine, free, 0.1, REFRESHES_TO_GROW - 1) == [1] * (REFRESHES_TO_GROW - 1)
     assert counts(machine, free, 0.4, 1) == [1]  # not free enough: the count begins anew
-    assert counts(machine, free, 0.1, LOOKS_TO_GROW)[-1] == 2
+    assert counts(machine, free, 0.1, REFRESHES_TO_GROW)[-1] == 2
 
 
 def test_a_load_between_the_two_bounds_changes_nothing() -> None:
@@ -91,7 +91,7 @@ def test_large_steps_keep_their_threads_unless_the_cores_are_crowded(competing: 
     free = FreeCores(machine.load, 2)
     machine.competing = competing
     assert counts(machine, free, 2.0, 4)[-1] == 1
-    assert free.look(tokens=MANY_TOKENS) == threads
+    assert free.refresh(tokens=MANY_TOKENS) == threads
 
 
 def test_a_container_has_no_more_threads_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +103,18 @@ def test_a_container_has_no_more_threads_than_its_share(monkeypatch: pytest.Monk
 
 def test_without_counters_nothing_is_known_and_all_threads_compute() -> None:
     load = MachineLoad(cores=2, used_s=lambda: None)
-    assert FreeCores(load, 2).look() == 2
+    assert FreeCores(load, 2).refresh() == 2
     assert not load.is_busy and not load.is_free
 
 
 def test_a_change_is_told_once_a_minute_at_most() -> None:
     machine = Machine(2)
-    news = LoadNews(machine.load, said_busy=False, clock=lambda: machine.now_s)
+    notices = LoadNotices(machine.load, reported_busy=False, clock=lambda: machine.now_s)
 
     def said(others: float, seconds: float) -> str | None:
         machine.run(others, seconds=seconds)
-        machine.load.look()
-        return news.take()
+        machine.load.refresh()
+        return notices.take()
 
     assert said(0.1, 1.0) is None
     assert said(1.8, 1.0) == (
@@ -128,14 +128,14 @@ def test_a_change_is_told_once_a_minute_at_most() -> None:
 
 def test_a_machine_that_was_busy_at_the_start_is_told_to_be_free_later() -> None:
     machine = Machine(2)
-    news = LoadNews(machine.load, said_busy=True, clock=lambda: machine.now_s)
+    notices = LoadNotices(machine.load, reported_busy=True, clock=lambda: machine.now_s)
     machine.run(0.0, seconds=SAID_EVERY_S)
-    machine.load.look()
-    assert news.take() == "the machine is free again"
+    machine.load.refresh()
+    assert notices.take() == "the machine is free again"
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="there are no counters to read")
 def test_the_counters_of_this_machine_are_read() -> None:
     load = MachineLoad(relatives=(os.getppid(), 0))
-    assert load.look(least_s=0.0)
+    assert load.refresh(least_s=0.0)
     assert load.others is not None and 0.0 <= load.others <= load.cores == len(machine_load.usable_cores())

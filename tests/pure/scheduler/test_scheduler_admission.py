@@ -1,4 +1,4 @@
-"""At the door: what can never fit, a bounded queue, the order of waiting requests, and refusals that leave no trace."""
+"""Arrival: what can never fit, a bounded queue, the order of waiting requests, and rejections that leave no trace."""
 
 import random
 from typing import Any
@@ -160,7 +160,7 @@ def test_a_queue_full_of_tokens_says_so() -> None:
         bench.add(prompt(5, 1))
 
 
-def test_who_was_preempted_comes_back_into_a_full_queue() -> None:
+def test_a_preempted_request_comes_back_into_a_full_queue() -> None:
     bench = Bench(engine_config(max_queue=2, max_num_seqs=1))
     first = bench.add(prompt(4), 6)
     bench.step(2)
@@ -253,6 +253,7 @@ def test_the_priority_of_a_waiting_request_can_be_changed() -> None:
 # -- refusals leave no trace -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_refused_admission_changes_nothing(seed: int) -> None:
     """S18: whatever the reason, trying to admit leaves every structure as it was."""

@@ -25,13 +25,13 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert bench.reasons(DecisionKind.CHUNK, request) == ["budget", "budget"]
 
 
-def test_a_prompt_that_nobody_waits_behind_may_have_the_whole_step() -> None:
+def test_a_prompt_with_no_request_behind_it_may_have_the_whole_step() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     request = bench.add(prompt(32))
     assert planned(bench).spans == {request: 32}
 
 
-def test_a_prompt_under_way_may_have_the_whole_step_when_nobody_waits() -> None:
+def test_a_prompt_under_way_may_have_the_whole_step_when_no_request_waits() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     request = bench.add(prompt(100))
     bench.step()
@@ -43,17 +43,17 @@ def test_while_others_wait_one_prompt_takes_at_most_its_share() -> None:
     ids = [bench.add(prompt(100, start)) for start in range(3)]
     for _ in range(4):
         spans = planned(bench).spans
-        assert spans[ids[0]] == 16, "the first in order gets what nobody else may take"
+        assert spans[ids[0]] == 16, "the first in order gets what no other may take"
         assert spans[ids[1]] == spans[ids[2]] == 8
 
 
-def test_what_nobody_takes_goes_to_a_prompt_that_has_just_come() -> None:
+def test_tokens_that_are_left_go_to_a_prompt_that_has_just_come() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     long, short = bench.add(prompt(100)), bench.add(prompt(5, 1))
     assert planned(bench).spans == {long: 27, short: 5}
 
 
-def test_what_nobody_takes_goes_to_the_prompt_that_was_held_back() -> None:
+def test_tokens_that_are_left_go_to_the_prompt_that_was_held_back() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=32, long_prefill_share=0.5))
     long = bench.add(prompt(120))
     bench.step()
@@ -153,13 +153,13 @@ def test_the_watermark_keeps_blocks_free_while_others_run() -> None:
     assert {first, second} == bench.finished.keys()
 
 
-def test_the_watermark_does_not_keep_out_who_is_alone() -> None:
+def test_the_watermark_does_not_keep_out_a_lone_request() -> None:
     bench = Bench(engine_config(num_blocks=11, watermark=0.9))
     bench.add(prompt(38), 2)
     bench.run()
 
 
-def test_nobody_passes_a_request_that_waits_for_room() -> None:
+def test_no_request_passes_one_that_waits_for_room() -> None:
     """F2: a small request behind a large one waits with it."""
     bench = Bench(engine_config(num_blocks=11))
     bench.add(prompt(20), 12)

@@ -26,7 +26,7 @@ def test_an_admission_says_what_was_needed_and_what_was_there() -> None:
     assert admitted.against == first
 
 
-def test_a_deferral_for_blocks_says_who_took_them_and_what_is_kept_back() -> None:
+def test_a_deferral_for_blocks_names_the_request_that_took_them_and_what_is_kept_back() -> None:
     bench = Bench(engine_config(num_blocks=11, watermark=0.2))
     first = bench.add(prompt(24), 2)  # six blocks of ten
     bench.step()
@@ -38,7 +38,7 @@ def test_a_deferral_for_blocks_says_who_took_them_and_what_is_kept_back() -> Non
     assert (deferred.blocks_needed, deferred.blocks_free, deferred.value) == (3, 3, 2)
 
 
-def test_a_deferral_for_rows_is_noted_once_for_who_is_first() -> None:
+def test_a_deferral_for_rows_is_noted_once_for_the_first_request() -> None:
     bench = Bench(engine_config(max_num_seqs=2))
     ids = [bench.add(prompt(3, start), 6) for start in range(4)]
     bench.step(4)
@@ -70,7 +70,7 @@ def test_a_chunk_says_what_cut_it() -> None:
     assert not decisions(bench, DecisionKind.CHUNK, other)
 
 
-def test_a_victim_names_who_got_its_place() -> None:
+def test_a_victim_names_the_request_that_got_its_place() -> None:
     bench = Bench(engine_config(num_blocks=7))
     ids = [bench.add(prompt(4, start), 20) for start in range(4)]
     bench.run()
@@ -83,7 +83,7 @@ def test_a_victim_names_who_got_its_place() -> None:
     )
 
 
-def test_who_waits_for_a_prefix_names_who_computes_it() -> None:
+def test_a_request_that_waits_for_a_prefix_names_the_one_that_computes_it() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=8))
     first = bench.add(prompt(16), 2)
     bench.step()

@@ -208,6 +208,7 @@ def test_a_coarse_table_is_not_swung_across() -> None:
     assert plant.dial.status().reversals >= 2
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_is_not_wound_up() -> None:
     """Light load: steps are never cut, so the position stays, and a crowd meets limits that are right at once."""
     plant = Plant(config(), itl(20.0))
@@ -267,7 +268,7 @@ def test_first_tokens_get_more_until_all_is_theirs() -> None:
     assert dial.word is DialWord.UNREACHABLE and "send fewer requests" in dial.reason
 
 
-def test_those_who_wait_too_long_are_seen_before_they_get_a_token() -> None:
+def test_requests_that_wait_too_long_are_noticed_before_they_get_a_token() -> None:
     dial = Dial(config(), 64)
     dial.set(DialSetting(kind=DialKind.POSITION, value=0.5))
     dial.set(DialSetting(kind=DialKind.TTFT, value=500.0))

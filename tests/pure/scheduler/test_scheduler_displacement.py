@@ -1,4 +1,4 @@
-"""Who waits may take the place of who runs: by class, by length, by share, and never without end."""
+"""A waiting request may take the place of a running one: by class, by length, by share, and never without end."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestState
-from paceline.core.service_class import LEVELS
+from paceline.core.service_class import CLASS_PRIORITIES
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # Waiting never pays, and neither does a copy.
@@ -66,8 +66,8 @@ def test_the_same_class_waits() -> None:
     assert not places_taken(bench)
 
 
-def test_who_is_old_enough_is_left_alone() -> None:
-    """Ageing: after half of what its level is worth nobody of the next level takes its place."""
+def test_a_request_that_is_old_enough_is_left_alone() -> None:
+    """Ageing: after half of what its level is worth no request of the next level takes its place."""
     for waited_s, count in ((0.4, 1), (0.6, 0)):
         bench = by_class(max_num_seqs=1, ageing_s=1.0)
         bench.add(prompt(8, 1), 30, priority=1)
@@ -78,7 +78,7 @@ def test_who_is_old_enough_is_left_alone() -> None:
         assert len(places_taken(bench)) == count
 
 
-def test_nobody_gives_its_place_again_before_it_is_further_than_it_was() -> None:
+def test_no_request_is_displaced_again_before_it_is_further_than_it_was() -> None:
     bench = by_class(max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=4, ageing_s=1e6)
     victim = bench.add(prompt(16, 1), 30, priority=2)
     bench.step(8)
@@ -98,7 +98,7 @@ def test_nobody_gives_its_place_again_before_it_is_further_than_it_was() -> None
     bench.run()
 
 
-def test_to_wait_for_who_ends_soon_is_cheaper_and_on_record() -> None:
+def test_to_wait_for_a_request_that_ends_soon_is_cheaper_and_on_record() -> None:
     costs = PreemptionCosts(token_s=1.0, block_s=10.0, step_s=1e-3)
     bench = by_class(max_num_seqs=1, preemption_costs=costs)
     bench.add(prompt(8, 1), 12, priority=1)
@@ -202,7 +202,7 @@ def test_rows_of_a_lower_class_leave_a_step_to_an_urgent_prompt() -> None:
     bench.run()
 
 
-def test_first_come_first_served_takes_nothing_from_anybody() -> None:
+def test_first_come_first_served_displaces_no_request() -> None:
     bench = by_class(scheduling_policy="fcfs", max_num_seqs=1)
     bench.add(prompt(8, 1), 20, priority=9)
     bench.step(2)
@@ -215,7 +215,7 @@ def test_batch_work_never_starves() -> None:
     """Interactive work keeps coming, more than there is room for: batch work runs once its age makes up for that."""
     ageing_s = 0.05
     bench = by_class(max_num_seqs=1, ageing_s=ageing_s)
-    levels = LEVELS["batch"] - LEVELS["interactive"]
+    levels = CLASS_PRIORITIES["batch"] - CLASS_PRIORITIES["interactive"]
     batch = bench.add(prompt(4, 1), 12, service_class="batch")
     start = 2
     while batch not in bench.finished:
@@ -224,5 +224,5 @@ def test_batch_work_never_starves() -> None:
             start += 1
         bench.step()
         assert bench.clock.now() < 2 * levels * ageing_s, "the bound of its wait has passed"
-    assert start > 4, "nobody went before it"
+    assert start > 4, "no request went before it"
     bench.run()

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from paceline.core.events import Forecast
-from paceline.core.request import Request
+from paceline.core.request import FinishReason, Request, RequestId
+from paceline.core.sampling import SamplingParams
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.step_speed import FEWEST
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload.workload import Workload
+from paceline.scheduler.forecast import StepProjection
+from paceline.scheduler.output_stats import MOST_TENANTS, OutputStats
 from paceline.scheduler.scheduler import Scheduler
-from tests.pure.sim.sim_helpers import make_workload
+from tests.pure.lab.sim.sim_helpers import make_workload
 
 
 class Laptop:
@@ -77,6 +80,7 @@ def test_half_of_the_forecasts_are_close_at_any_load(gap_s: float) -> None:
     assert np.median(errors(varying(100, gap_s))) < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"max_num_seqs": 4}, {"num_blocks": 90}, {"scheduling_policy": "shortest"}, {"depth": 0}],
@@ -101,6 +105,7 @@ class Shared:
         return noise * self._load * Laptop().step_seconds(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap_s", [6.0, 3.0, 2.0])
 def test_forecasts_follow_the_speed_of_a_machine_that_others_use_too(gap_s: float) -> None:
     assert np.median(errors(varying(150, gap_s), cost=Shared())) < 0.25
@@ -119,6 +124,7 @@ def test_prompts_that_are_cached_are_not_counted_as_if_they_were_read() -> None:
     assert np.median(errors(shared, max_num_seqs=6, block_size=16)) < 0.25
 
 
+@pytest.mark.slow
 def test_asking_changes_nothing() -> None:
     workload = varying(60, 0.5)
     machine = Machine.of(model_shape("llama-3.1-8b"), device_spec("h200"), Laptop())
@@ -151,3 +157,126 @@ def test_more_ahead_is_a_later_token() -> None:
         sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
         simulate(SimConfig(machine=machine, engine=engine_config(machine, workload, sizes)), workload)
     assert len(later) > 20 and all(later)
+
+
+# ----------------------------------------------------------------
+# A walk over the steps to come, against the same counted step by step.
+
+
+def cost(decoding: float, prompt_tokens: float) -> float:
+    return 1.0 + 0.01 * (decoding + prompt_tokens)
+
+
+def projection(
+    *lives: float, budget: int = 10, free_rows: int = 8, free_blocks: float = 1000.0
+) -> StepProjection:
+    return StepProjection(
+        cost,
+        lambda decoding: budget,
+        endings=[(life, 2.0) for life in lives],
+        free_rows=free_rows,
+        free_blocks=free_blocks,
+        block_size=16,
+    )
+
+
+def test_a_prompt_that_fits_takes_one_step_of_its_size() -> None:
+    walk = projection()
+    walk.read(4)
+    assert walk.seconds == 0.0
+    assert walk.first_token_s() == pytest.approx(cost(0, 4))
+
+
+def test_prompts_share_steps_and_long_ones_take_several() -> None:
+    walk = projection()
+    walk.read(6)
+    walk.read(18)  # 10 + 10 + 4
+    assert walk.first_token_s() == pytest.approx(2 * cost(0, 10) + cost(0, 4))
+
+
+def test_rows_that_decode_leave_less_of_a_step_until_they_end() -> None:
+    walk = projection(2.0, 2.0)
+    walk.read(30)  # 8, 8, then 10 and 4
+    assert walk.first_token_s() == pytest.approx(2 * cost(2, 8) + cost(0, 10) + cost(0, 4))
+
+
+def test_without_a_row_the_next_ending_is_waited_for() -> None:
+    walk = projection(5.0, 9.0, free_rows=0)
+    walk.admit(1)
+    assert walk.seconds == pytest.approx(5 * cost(2, 0))
+    walk.read(3)
+    assert walk.first_token_s() == pytest.approx(5 * cost(2, 0) + cost(1, 3))
+
+
+def test_without_blocks_as_many_endings_as_free_them_are_waited_for() -> None:
+    walk = projection(3.0, 6.0, 9.0, free_blocks=0.0)
+    walk.admit(3)
+    assert walk.decoding == 1  # two of them had to end
+
+
+def test_a_request_whose_prompt_was_read_decodes_and_ends() -> None:
+    walk = projection(free_rows=1)
+    walk.admit(1)
+    walk.read(10)
+    walk.decode(4.0, 1.0)
+    walk.admit(1)  # waits for it
+    assert walk.seconds == pytest.approx(cost(0, 10) + 4 * cost(1, 0))
+
+
+def test_without_a_row_to_wait_for_nothing_is_waited_for() -> None:
+    walk = projection(free_rows=0, free_blocks=0.0)
+    walk.admit(5)
+    walk.read(1)
+    assert walk.first_token_s() == pytest.approx(cost(0, 1))
+
+
+# ----------------------------------------------------------------
+# Output statistics: lengths of answers by tenant, and how much of prompts is cached.
+
+
+def ended(
+    stats: OutputStats, tenant: int, num_output: int, *, stopped: bool, times: int = 60, cached: int = 0
+) -> None:
+    for _ in range(times):
+        request = Request(RequestId(0), np.arange(100, dtype=np.int32), SamplingParams())
+        request.num_cached = cached
+        stats.ended(tenant, request, num_output, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+def left(stats: OutputStats, tenant: int, allowed: int) -> float:
+    return float(stats.outputs_left(np.array([tenant]), np.array([allowed]))[0])
+
+
+def test_before_anything_has_ended_answers_are_as_long_as_they_may_be() -> None:
+    assert left(OutputStats(), 0, 4000) == 4000
+
+
+def test_answers_that_stop_by_themselves_do_not_count_with_what_they_were_allowed() -> None:
+    stats = OutputStats()
+    ended(stats, 0, 50, stopped=True)
+    assert left(stats, 0, 4000) == pytest.approx(50, rel=0.2)
+    assert left(stats, 0, 10) == 10  # never more than it may
+
+
+def test_answers_that_run_to_their_length_do() -> None:
+    stats = OutputStats()
+    ended(stats, 0, 50, stopped=False)
+    assert left(stats, 0, 700) == 700
+
+
+def test_tenants_have_averages_of_their_own_and_new_ones_those_of_all() -> None:
+    stats = OutputStats()
+    for _ in range(60):
+        ended(stats, 0, 20, stopped=True, times=1, cached=80)
+        ended(stats, 1, 400, stopped=True, times=1)
+    assert left(stats, 0, 4000) < 100 < 300 < left(stats, 1, 4000)
+    assert left(stats, 0, 4000) < left(stats, 2, 4000) < left(stats, 1, 4000)
+    shares = stats.cached_share(np.array([0, 1, 0]))
+    assert shares[0] == shares[2] > 0.6 > 0.2 > shares[1]
+
+
+def test_tenants_do_not_pile_up() -> None:
+    stats = OutputStats()
+    for tenant in range(MOST_TENANTS + 10):
+        ended(stats, tenant, 5, stopped=True, times=1)
+    assert len(stats._by_tenant) == MOST_TENANTS

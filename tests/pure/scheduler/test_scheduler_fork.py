@@ -56,7 +56,7 @@ def test_three_readers_of_a_block_need_two_copies() -> None:
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     bench = Bench()
     parent = bench.add(prompt(12), 20, seed=3)
-    bench.step()  # twelve computed, the thirteenth token goes into a block of its own
+    bench.step()  # twelve computed, the thirteenth token goes into a private block
     bench.fork(parent)
     bench.run()
     assert copies(bench) == []
@@ -83,7 +83,7 @@ def test_branches_go_on_from_where_the_parent_stood() -> None:
     assert bench.request(child).num_prompt == 6 + len(told)
     bench.run()
     assert len(bench.tokens[child]) == 10 - len(told), "they may become as long as the parent"
-    assert bench.tokens[child] != bench.tokens[parent][len(told) :], "with a seed of its own"
+    assert bench.tokens[child] != bench.tokens[parent][len(told) :], "with a separate seed"
 
 
 def test_a_branch_outlives_its_parent_and_the_parent_its_branch() -> None:
@@ -160,7 +160,7 @@ def test_forking_is_all_or_none() -> None:
     bench.run()
 
 
-def test_who_is_unknown_cannot_be_forked() -> None:
+def test_an_unknown_request_cannot_be_forked() -> None:
     with pytest.raises(UnknownRequest, match="17"):
         Bench().engine.fork(17, 1)  # type: ignore[arg-type]
 

@@ -171,7 +171,7 @@ def test_a_deadline_set_again_and_again_fires_once() -> None:
     assert bench.finished[request].time_s == 2.0
 
 
-def test_the_deadline_of_an_ended_request_wakes_nobody() -> None:
+def test_the_deadline_of_an_ended_request_wakes_no_step() -> None:
     """L4: no timers are left at idle."""
     bench = Bench()
     bench.add(prompt(4), 2, deadline_s=1000.0)
@@ -200,7 +200,7 @@ def test_a_paused_request_owns_no_row_and_no_blocks_and_goes_on_where_it_stopped
     assert group.pool.num_free == group.pool.usable and not bench.state.rows.num_live
     assert bench.states()[request] is RequestState.PAUSED
     assert bool(bench.request(request).host_places) == swap
-    assert bench.request(request).preemptions == 0, "it did not give way, it was put aside"
+    assert bench.request(request).preemptions == 0, "it was not preempted, it was put aside"
     bench.scheduler.resume(request)
     bench.run()
     assert len(bench.tokens[request]) == 10
@@ -224,7 +224,7 @@ def test_a_resumed_request_has_its_old_place_in_the_order() -> None:
     assert bench.finished[first].time_s < bench.finished[second].time_s
 
 
-def test_pausing_twice_and_resuming_who_runs_is_refused() -> None:
+def test_pausing_twice_and_resuming_a_running_request_is_rejected() -> None:
     bench = Bench()
     request = bench.add(prompt(6), 3)
     with pytest.raises(InvalidTransition, match="waiting, not paused"):
@@ -281,7 +281,7 @@ def test_only_a_waiting_request_can_be_blocked() -> None:
 UNKNOWN = RequestId(99)
 
 
-def test_who_is_unknown_is_named_or_ignored() -> None:
+def test_an_unknown_request_is_named_or_ignored() -> None:
     scheduler = Bench().scheduler
     for call in (scheduler.pause, scheduler.resume, scheduler.preempt, scheduler.tokens_of):
         with pytest.raises(UnknownRequest, match="99"):

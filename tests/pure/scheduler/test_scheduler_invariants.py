@@ -15,10 +15,10 @@ from paceline.scheduler.invariants.half_steps import BlocksInUse
 from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import prompt
 from tests.pure.scheduler import broken_places
-from tests.pure.scheduler.scenes import (
+from tests.pure.scheduler.planned_states import (
     CASES,
     Break,
-    Scene,
+    PlannedState,
     ahead,
     before_any_plan,
     breaks,
@@ -37,311 +37,313 @@ assert broken_places  # importing it adds to the cases
 @breaks("every_block_is_free_or_live")
 @breaks("references_are_what_holds_blocks")
 @breaks("the_free_list_has_each_free_block_once")
-def a_free_block_gets_a_reference(scene: Scene) -> None:
-    scene.pool.refs[scene.pool.free_blocks()[0]] = 1
+def a_free_block_gets_a_reference(planned: PlannedState) -> None:
+    planned.pool.refs[planned.pool.free_blocks()[0]] = 1
 
 
 @breaks("every_block_is_free_or_live")
-def a_block_is_released_while_a_row_holds_it(scene: Scene) -> None:
-    scene.pool.refs[scene.group.blocks_of(0)[0]] = 0
+def a_block_is_released_while_a_row_holds_it(planned: PlannedState) -> None:
+    planned.pool.refs[planned.group.blocks_of(0)[0]] = 0
 
 
 @breaks("the_free_list_has_each_free_block_once")
-def a_live_block_is_on_the_free_list(scene: Scene) -> None:
-    scene.pool.evictable.add([int(scene.group.blocks_of(0)[0])])
+def a_live_block_is_on_the_free_list(planned: PlannedState) -> None:
+    planned.pool.evictable.add([int(planned.group.blocks_of(0)[0])])
 
 
 @breaks("references_are_what_holds_blocks")
-def a_reference_too_many(scene: Scene) -> None:
-    scene.pool.refs[scene.group.blocks_of(0)[0]] += 1
+def a_reference_too_many(planned: PlannedState) -> None:
+    planned.pool.refs[planned.group.blocks_of(0)[0]] += 1
 
 
 @breaks("references_are_what_holds_blocks", vacated)
-def a_reference_of_nobody(scene: Scene) -> None:
-    scene.pool.share(scene.pool.allocate(1))
+def a_reference_without_an_owner(planned: PlannedState) -> None:
+    planned.pool.share(planned.pool.allocate(1))
 
 
 @breaks("no_row_holds_a_block_twice")
-def a_row_holds_a_block_twice(scene: Scene) -> None:
-    scene.group.table[0, 1] = scene.group.table[0, 0]
+def a_row_holds_a_block_twice(planned: PlannedState) -> None:
+    planned.group.table[0, 1] = planned.group.table[0, 0]
 
 
 @breaks("tables_cover_what_is_computed")
-def more_is_scheduled_than_the_table_holds(scene: Scene) -> None:
-    scene.rows.scheduled[0] = 40
+def more_is_scheduled_than_the_table_holds(planned: PlannedState) -> None:
+    planned.rows.scheduled[0] = 40
 
 
 @breaks("tables_cover_what_is_computed")
-def blocks_lie_beyond_what_is_computed(scene: Scene) -> None:
-    scene.group.held[0] += 3
+def blocks_lie_beyond_what_is_computed(planned: PlannedState) -> None:
+    planned.group.held[0] += 3
 
 
 @breaks("nothing_is_written_where_others_read")
-def two_rows_write_into_one_block(scene: Scene) -> None:
-    at = int(scene.rows.scheduled[0] - 1) // 4
-    scene.group.table[1, at] = scene.group.table[0, at]
+def two_rows_write_into_one_block(planned: PlannedState) -> None:
+    at = int(planned.rows.scheduled[0] - 1) // 4
+    planned.group.table[1, at] = planned.group.table[0, at]
 
 
 @breaks("nothing_is_written_where_others_read", forked)
-def a_branch_writes_without_a_copy(scene: Scene) -> None:
-    at = int(scene.rows.scheduled[0] - 1) // 4
-    scene.group.table[scene.row(2), at] = scene.group.table[scene.row(1), at]
+def a_branch_writes_without_a_copy(planned: PlannedState) -> None:
+    at = int(planned.rows.scheduled[0] - 1) // 4
+    planned.group.table[planned.row(2), at] = planned.group.table[planned.row(1), at]
 
 
 @breaks("rows_not_in_use_hold_nothing", vacated)
-def an_empty_row_holds_a_block(scene: Scene) -> None:
-    scene.group.held[0] = 1
+def an_empty_row_holds_a_block(planned: PlannedState) -> None:
+    planned.group.held[0] = 1
 
 
-@breaks("who_does_not_run_owns_nothing")
-def a_running_request_keeps_host_places(scene: Scene) -> None:
-    scene.bench.request(RequestId(1)).host_places = (np.array([0]),)
+@breaks("requests_without_a_row_own_nothing")
+def a_running_request_keeps_host_places(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).host_places = (np.array([0]),)
 
 
-@breaks("who_does_not_run_owns_nothing")
+@breaks("requests_without_a_row_own_nothing")
 @breaks("each_request_is_in_one_place")
-def a_waiting_request_has_a_row(scene: Scene) -> None:
-    scene.bench.request(RequestId(1)).state = RequestState.WAITING
+def a_waiting_request_has_a_row(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).state = RequestState.WAITING
 
 
 @breaks("promised_blocks_are_there")
-def more_is_promised_than_is_free(scene: Scene) -> None:
-    scene.group.reserved = scene.pool.num_free + 1
+def more_is_promised_than_is_free(planned: PlannedState) -> None:
+    planned.group.reserved = planned.pool.num_free + 1
 
 
 @breaks("host_places_are_free_or_taken_once")
-def a_host_place_is_lost(scene: Scene) -> None:
-    scene.kv.places[0].take(1)
+def a_host_place_is_lost(planned: PlannedState) -> None:
+    planned.kv.places[0].take(1)
 
 
 @breaks("host_places_are_free_or_taken_once")
-def a_host_place_is_given_back_twice(scene: Scene) -> None:
-    scene.kv.places[0].give_back(np.array([3]))
+def a_host_place_is_given_back_twice(planned: PlannedState) -> None:
+    planned.kv.places[0].give_back(np.array([3]))
 
 
 @breaks("the_cache_and_its_blocks_agree")
-def an_entry_is_lost(scene: Scene) -> None:
-    scene.group.cache.drop(next(iter(scene.group.cache.entries())))
+def an_entry_is_lost(planned: PlannedState) -> None:
+    planned.group.cache.drop(next(iter(planned.group.cache.entries())))
 
 
 @breaks("the_cache_and_its_blocks_agree")
-def a_block_waits_for_eviction_without_a_key(scene: Scene) -> None:
-    scene.pool.evictable.add(scene.pool.allocate(1).tolist())
+def a_block_waits_for_eviction_without_a_key(planned: PlannedState) -> None:
+    planned.pool.evictable.add(planned.pool.allocate(1).tolist())
 
 
 @breaks("only_computed_blocks_are_cached")
-def a_block_is_offered_before_it_is_computed(scene: Scene) -> None:
-    assert scene.pool.cached[scene.group.blocks_of(0)[0]]
-    scene.rows.computed[0] = 3
+def a_block_is_offered_before_it_is_computed(planned: PlannedState) -> None:
+    assert planned.pool.cached[planned.group.blocks_of(0)[0]]
+    planned.rows.computed[0] = 3
 
 
 @breaks("no_block_changes_hands_under_a_step")
-def a_block_in_flight_is_written_by_another_row(scene: Scene) -> None:
-    touched = np.full(scene.pool.num_blocks, -1, np.int64)
-    touched[scene.group.table[0, int(scene.rows.scheduled[0] - 1) // 4]] = 1
-    scene.in_flight.append(BlocksInUse(touched))
+def a_block_in_flight_is_written_by_another_row(planned: PlannedState) -> None:
+    touched = np.full(planned.pool.num_blocks, -1, np.int64)
+    touched[planned.group.table[0, int(planned.rows.scheduled[0] - 1) // 4]] = 1
+    planned.in_flight.append(BlocksInUse(touched))
 
 
 @breaks("tenants_never_share_blocks", forked)
-def one_of_two_sharers_changes_its_tenant(scene: Scene) -> None:
-    scene.rows.tenant[scene.row(2)] = 7
+def one_of_two_sharers_changes_its_tenant(planned: PlannedState) -> None:
+    planned.rows.tenant[planned.row(2)] = 7
 
 
 @breaks("no_row_changes_hands_under_a_step", ahead)
-def a_row_joins_that_an_earlier_step_uses(scene: Scene) -> None:
-    earlier = scene.state.flights[0]
-    scene.state.flights[0] = replace(earlier, spans=((scene.row(2), 1, 1),))
+def a_row_joins_that_an_earlier_step_uses(planned: PlannedState) -> None:
+    earlier = planned.state.flights[0]
+    planned.state.flights[0] = replace(earlier, spans=((planned.row(2), 1, 1),))
 
 
 @breaks("work_is_done_when_there_is_any", unplanned)
-def nothing_is_planned_for_who_waits(scene: Scene) -> None:
-    scene.bench.add(prompt(4), 3)
+def nothing_is_planned_for_a_waiting_request(planned: PlannedState) -> None:
+    planned.bench.add(prompt(4), 3)
 
 
-@breaks("who_fits_is_in_the_plan")
-def who_fits_is_left_out(scene: Scene) -> None:
-    scene.bench.add(prompt(4, 9), 3)
+@breaks("a_request_that_fits_is_in_the_plan")
+def a_request_that_fits_is_left_out(planned: PlannedState) -> None:
+    planned.bench.add(prompt(4, 9), 3)
 
 
-@breaks("the_last_in_order_gives_way")
-def an_older_request_gives_way(scene: Scene) -> None:
-    scene.decisions.append(Decision(DecisionKind.PREEMPT, RequestId(1), Rule.BLOCKS_RECOMPUTE))
+@breaks("the_last_in_order_is_preempted")
+def an_older_request_is_preempted(planned: PlannedState) -> None:
+    planned.decisions.append(Decision(DecisionKind.PREEMPT, RequestId(1), Rule.BLOCKS_RECOMPUTE))
 
 
-@breaks("nobody_is_passed_over", crowded)
-def a_younger_request_is_admitted_first(scene: Scene) -> None:
-    scene.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), Rule.FITS))
+@breaks("no_request_is_passed_over", crowded)
+def a_younger_request_is_admitted_first(planned: PlannedState) -> None:
+    planned.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), Rule.FITS))
 
 
 @breaks("the_first_always_progresses")
-def the_oldest_is_not_in_the_plan(scene: Scene) -> None:
-    scene.state.flights[-1].mask[0] = False
+def the_oldest_is_not_in_the_plan(planned: PlannedState) -> None:
+    planned.state.flights[-1].mask[0] = False
 
 
 @breaks("a_long_prompt_leaves_room_for_others", long_prompt)
-def somebody_waits_behind_a_prompt_with_all_tokens(scene: Scene) -> None:
-    scene.bench.add(prompt(4, 9), 3)
+def a_request_waits_behind_a_prompt_with_all_tokens(planned: PlannedState) -> None:
+    planned.bench.add(prompt(4, 9), 3)
 
 
 @breaks("counters_are_in_order")
-def more_is_computed_than_was_scheduled(scene: Scene) -> None:
-    scene.rows.computed[0] = scene.rows.scheduled[0] + 1
+def more_is_computed_than_was_scheduled(planned: PlannedState) -> None:
+    planned.rows.computed[0] = planned.rows.scheduled[0] + 1
 
 
 @breaks("counters_are_in_order")
-def more_tokens_than_the_limit(scene: Scene) -> None:
-    scene.rows.num_tokens[0] = scene.rows.max_len[0] + 1
+def more_tokens_than_the_limit(planned: PlannedState) -> None:
+    planned.rows.num_tokens[0] = planned.rows.max_len[0] + 1
 
 
 @breaks("each_request_is_in_one_place", crowded)
-def a_waiting_request_is_not_in_the_queue(scene: Scene) -> None:
-    scene.state.queue.remove(scene.bench.request(RequestId(2)))
+def a_waiting_request_is_not_in_the_queue(planned: PlannedState) -> None:
+    planned.state.queue.remove(planned.bench.request(RequestId(2)))
 
 
 @breaks("each_request_is_in_one_place")
-def an_ended_request_is_still_listed(scene: Scene) -> None:
-    scene.state.orders[RequestId(77)] = 77
+def an_ended_request_is_still_listed(planned: PlannedState) -> None:
+    planned.state.orders[RequestId(77)] = 77
 
 
 @breaks("requests_are_conserved")
-def a_request_vanishes(scene: Scene) -> None:
-    scene.state.counters.added += 1
+def a_request_vanishes(planned: PlannedState) -> None:
+    planned.state.counters.added += 1
 
 
 @breaks("families_list_live_children")
-def a_family_lists_a_stranger(scene: Scene) -> None:
-    scene.state.children[RequestId(1)] = {RequestId(2)}
+def a_family_lists_a_stranger(planned: PlannedState) -> None:
+    planned.state.children[RequestId(1)] = {RequestId(2)}
 
 
 @breaks("families_list_live_children")
-def a_family_without_branches_stays_listed(scene: Scene) -> None:
-    scene.state.children[RequestId(1)] = set()
+def a_family_without_branches_stays_listed(planned: PlannedState) -> None:
+    planned.state.children[RequestId(1)] = set()
 
 
 @breaks("rows_are_what_their_requests_say")
-def a_column_is_not_reset(scene: Scene) -> None:
-    scene.rows.priority[0] = 5
+def a_column_is_not_reset(planned: PlannedState) -> None:
+    planned.rows.priority[0] = 5
 
 
 @breaks("rows_are_what_their_requests_say")
-def a_live_row_has_no_owner(scene: Scene) -> None:
-    scene.rows.requests[0] = None
+def a_live_row_has_no_owner(planned: PlannedState) -> None:
+    planned.rows.requests[0] = None
 
 
 @breaks("rows_are_what_their_requests_say", vacated)
-def a_row_is_lost(scene: Scene) -> None:
-    scene.rows.num_rows += 1
+def a_row_is_lost(planned: PlannedState) -> None:
+    planned.rows.num_rows += 1
 
 
 @breaks("gauges_are_what_they_count")
-def a_gauge_of_rows_is_stuck(scene: Scene) -> None:
-    scene.rows.num_live += 1
+def a_gauge_of_rows_is_stuck(planned: PlannedState) -> None:
+    planned.rows.num_live += 1
 
 
 @breaks("gauges_are_what_they_count", crowded)
-def a_gauge_of_tokens_is_stuck(scene: Scene) -> None:
-    scene.state.queue.num_tokens -= 1
+def a_gauge_of_tokens_is_stuck(planned: PlannedState) -> None:
+    planned.state.queue.num_tokens -= 1
 
 
 @breaks("the_plan_keeps_its_bounds")
-def a_plan_goes_over_its_budget(scene: Scene) -> None:
-    assert scene.plan is not None
-    scene.plan = scene.plan._replace(pad_tokens=32)
+def a_plan_goes_over_its_budget(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    planned.plan = planned.plan._replace(pad_tokens=32)
 
 
 @breaks("the_plan_keeps_its_bounds")
-def a_plan_may_carry_more_than_is_configured(scene: Scene) -> None:
-    scene.state.flights[-1].budget = scene.state.config.max_num_batched_tokens + 1
+def a_plan_may_carry_more_than_is_configured(planned: PlannedState) -> None:
+    planned.state.flights[-1].budget = planned.state.config.max_num_batched_tokens + 1
 
 
 @breaks("the_plan_keeps_its_bounds")
-def a_plan_leaves_nothing_to_prompts(scene: Scene) -> None:
-    scene.state.flights[-1].budget = 5
+def a_plan_leaves_nothing_to_prompts(planned: PlannedState) -> None:
+    planned.state.flights[-1].budget = 5
 
 
 @breaks("the_plan_keeps_its_bounds", paced)
-def a_plan_goes_over_the_budget_of_its_pace(scene: Scene) -> None:
-    assert scene.plan is not None and scene.state.flights[-1].budget == 8
-    scene.plan = scene.plan._replace(pad_tokens=1)
+def a_plan_goes_over_the_budget_of_its_pace(planned: PlannedState) -> None:
+    assert planned.plan is not None and planned.state.flights[-1].budget == 8
+    planned.plan = planned.plan._replace(pad_tokens=1)
 
 
 @breaks("the_plan_keeps_its_bounds", before_any_plan)
-def a_plan_has_an_empty_span(scene: Scene) -> None:
-    assert scene.plan is not None
-    scene.plan = scene.plan._replace(spans=replace(scene.plan.spans, num_scheduled=i32([0])))
+def a_plan_has_an_empty_span(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    planned.plan = planned.plan._replace(spans=replace(planned.plan.spans, num_scheduled=i32([0])))
 
 
 @breaks("the_plan_keeps_its_bounds")
-def a_row_is_planned_twice(scene: Scene) -> None:
-    assert scene.plan is not None
-    scene.plan = scene.plan._replace(spans=replace(scene.plan.spans, row=i32([0]), num_scheduled=i32([1])))
+def a_row_is_planned_twice(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    planned.plan = planned.plan._replace(
+        spans=replace(planned.plan.spans, row=i32([0]), num_scheduled=i32([1]))
+    )
 
 
 @breaks("the_host_sees_each_token_it_must")
-def a_row_is_computed_ahead_of_the_host(scene: Scene) -> None:
-    scene.rows.needs_host[scene.row(1)] = True
-    scene.rows.num_needs_host += 1
-    scene.rows.computed[scene.row(1)] -= 1
+def a_row_is_computed_ahead_of_the_host(planned: PlannedState) -> None:
+    planned.rows.needs_host[planned.row(1)] = True
+    planned.rows.num_needs_host += 1
+    planned.rows.computed[planned.row(1)] -= 1
 
 
 @breaks("times_are_in_order")
-def a_first_token_comes_before_admission(scene: Scene) -> None:
-    scene.bench.request(RequestId(1)).admitted_s = scene.state.now_s + 1
+def a_first_token_comes_before_admission(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).admitted_s = planned.state.now_s + 1
 
 
 @breaks("times_are_in_order", crowded)
-def a_token_comes_without_admission(scene: Scene) -> None:
-    scene.bench.request(RequestId(2)).first_token_s = 0.0
+def a_token_comes_without_admission(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(2)).first_token_s = 0.0
 
 
 @breaks("preemptions_are_bounded")
-def a_request_gives_way_too_often(scene: Scene) -> None:
-    scene.bench.request(RequestId(1)).preemptions = 5
+def a_request_is_preempted_too_often(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).preemptions = 5
 
 
 @breaks("preemptions_are_bounded")
-def a_request_runs_unreserved_after_its_last_preemption(scene: Scene) -> None:
-    scene.bench.request(RequestId(1)).preemptions = 4
+def a_request_runs_unreserved_after_its_last_preemption(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).preemptions = 4
 
 
 @breaks("deadlines_have_been_kept")
-def a_deadline_has_passed_unnoticed(scene: Scene) -> None:
-    request = scene.bench.request(RequestId(1))
-    request.deadline_s = scene.state.now_s - 1
-    scene.state.watch_deadline(request)
+def a_deadline_has_passed_unnoticed(planned: PlannedState) -> None:
+    request = planned.bench.request(RequestId(1))
+    request.deadline_s = planned.state.now_s - 1
+    planned.state.watch_deadline(request)
 
 
-@breaks("who_was_served_least_is_admitted_first", shared_out)
-def a_tenant_that_was_served_much_is_admitted(scene: Scene) -> None:
-    assert isinstance(scene.state.policy, FairShare)
-    scene.state.policy.counters[0] += 100.0
+@breaks("the_tenant_served_least_is_admitted_first", shared_out)
+def a_tenant_that_was_served_much_is_admitted(planned: PlannedState) -> None:
+    assert isinstance(planned.state.policy, FairShare)
+    planned.state.policy.counters[0] += 100.0
 
 
-@breaks("nobody_saves_up_service", shared_out)
-def a_tenant_brings_what_it_did_not_use(scene: Scene) -> None:
-    scene.backlog = {0: 50.0}
+@breaks("no_tenant_saves_up_service", shared_out)
+def a_tenant_brings_what_it_did_not_use(planned: PlannedState) -> None:
+    planned.backlog = {0: 50.0}
 
 
 @breaks("time_is_counted_for_the_blocks_rows_hold")
-def a_block_is_held_for_nothing(scene: Scene) -> None:
-    scene.state.kv.block_time.held[0] -= 1
+def a_block_is_held_for_nothing(planned: PlannedState) -> None:
+    planned.state.kv.block_time.held[0] -= 1
 
 
 @breaks("plans_keep_the_limits_of_the_dial", ahead)
 @breaks("plans_keep_the_limits_of_the_dial", long_prompt)
-def a_plan_knows_nothing_of_the_dial(scene: Scene) -> None:
-    scene.state.dial.limits, scene.state.dial.fewest = (
+def a_plan_knows_nothing_of_the_dial(planned: PlannedState) -> None:
+    planned.state.dial.limits, planned.state.dial.fewest = (
         DialLimits(target_s=None, tokens=1, share=1.0, rows=1),
         0,
     )
 
 
 @pytest.mark.parametrize(("check", "build", "damage"), CASES, ids=[f"{c}-{f.__name__}" for c, _, f in CASES])
-def test_an_invariant_speaks_up(check: str, build: Callable[[], Scene], damage: Break) -> None:
-    scene = build()
-    assert scene.objections() == {}, "a sound state is silent"
-    damage(scene)
-    assert scene.objections(check).keys() == {check}
+def test_an_invariant_speaks_up(check: str, build: Callable[[], PlannedState], damage: Break) -> None:
+    planned = build()
+    assert planned.objections() == {}, "a sound state is silent"
+    damage(planned)
+    assert planned.objections(check).keys() == {check}
 
 
 def test_every_invariant_has_a_state_that_it_objects_to() -> None:

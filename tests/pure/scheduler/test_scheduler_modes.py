@@ -62,7 +62,7 @@ def test_a_part_filled_batch_starts_after_the_timeout(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nobody_joins_a_batch_under_way(mode: str) -> None:
+def test_no_request_joins_a_batch_under_way(mode: str) -> None:
     bench = batching(mode)
     first = [bench.add(prompt(4, start), 6) for start in range(3)]
     bench.step()
@@ -219,14 +219,14 @@ def test_an_abort_inside_a_batch_leaves_the_others_alone(mode: str) -> None:
     assert bench.finished[ids[0]].time_s == bench.finished[ids[2]].time_s
 
 
-def test_who_is_aborted_last_lets_the_finished_go() -> None:
+def test_the_last_abort_lets_the_finished_go() -> None:
     bench = batching("static")
     ids = [bench.add(prompt(4, start), length) for start, length in enumerate((2, 2, 9))]
     bench.step(4)
     assert not bench.finished
     bench.engine.abort(ids[2])
     bench.flush()
-    assert bench.finished.keys() == set(ids), "nobody is left to wait for"
+    assert bench.finished.keys() == set(ids), "no request is left to wait for"
     bench.run()
 
 
@@ -243,7 +243,7 @@ def test_outputs_do_not_depend_on_the_mode(mode: str, depth: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_window_too_small_for_the_rectangle_is_refused_or_served(mode: str) -> None:
-    """L6 and B5: whoever is accepted is served; a head that can never start blocks everybody."""
+    """L6 and B5: an accepted request is served; a head that can never start blocks all requests."""
     sliding = GroupSpec(window=3, num_blocks=22)
     bench = batching(
         mode, block_size=1, num_blocks=65, max_num_batched_tokens=4, groups=(GroupSpec(), sliding)
@@ -273,7 +273,7 @@ def test_in_continuous_mode_there_is_no_padding() -> None:
 
 
 def test_padding_never_keeps_a_batch_from_its_end() -> None:
-    """More rows than a step has tokens: rows that have ended give way to those that have not."""
+    """More rows than a step has tokens: rows that have ended come after those that have not."""
     scheduler = SchedulerConfig(
         mode="static",
         batch_size=5,

@@ -1,5 +1,8 @@
-"""The small parts: policies as pure functions, the queue's columns, the row table."""
+"""The small parts: policies as pure functions, the queue's columns, the row table, and what policies see."""
 
+from __future__ import annotations
+
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.config.engine import SchedulerConfig
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import Urgency
+from paceline.core.service_class import ServiceLevel
 from paceline.policy import Policy, RequestView, Victim
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.fcfs import FirstComeFirstServed
@@ -20,30 +23,15 @@ from paceline.scheduler.policy.shortest import ShortestFirst
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.waiting_queue import WaitingQueue, first
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.pure.scheduler.test_scheduler_policies import view_of as view_with
 
 entries = st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), min_size=1, max_size=40)
 
 
 def view_of(pairs: list[tuple[int, int]], now_s: float = 10.0) -> RequestView:
     """Requests with (arrival, priority), in the order they came."""
-    count = len(pairs)
-    return RequestView(
-        now_s=now_s,
-        row=np.full(count, NO_ROW, np.int64),
-        order=np.arange(count),
-        arrival_s=np.array([float(arrival) for arrival, _ in pairs]),
-        priority=np.array([priority for _, priority in pairs], np.int64),
-        tenant=np.zeros(count, np.int64),
-        num_prompt=np.ones(count, np.int64),
-        num_tokens=np.ones(count, np.int64),
-        max_total=np.ones(count, np.int64),
-        preemptions=np.zeros(count, np.int64),
-        deadline_s=np.full(count, np.inf),
-        first_due_s=np.full(count, np.inf),
-        num_computed=np.zeros(count, np.int64),
-        peak_computed=np.zeros(count, np.int64),
-        started=np.zeros(count, np.int64),
-    )
+    arrivals, priorities = zip(*pairs, strict=True)
+    return view_with(len(pairs), now_s, arrival_s=arrivals, priority=priorities)
 
 
 def request(number: int, length: int = 3, **options: Any) -> Request:
@@ -167,7 +155,7 @@ def test_the_queue_agrees_with_a_list(moves: list[tuple[bool, int]]) -> None:
     for number, (push, which) in enumerate(moves):
         if push or not here:
             here[number] = request(
-                number, 1 + which % 7, arrival_s=float(which), urgency=Urgency(priority=which % 3)
+                number, 1 + which % 7, arrival_s=float(which), service_level=ServiceLevel(priority=which % 3)
             )
             queue.push(here[number], order=number, tenant=which % 2)
         else:
@@ -191,11 +179,11 @@ def test_a_view_cannot_be_written() -> None:
         queue.view(0.0).priority[0] = 3
 
 
-def test_the_priority_of_who_waits_is_in_the_column_at_once() -> None:
+def test_the_priority_of_a_waiting_request_is_in_the_column_at_once() -> None:
     queue = WaitingQueue()
     waiting = request(1)
     queue.push(waiting, order=0, tenant=0)
-    waiting.urgency = Urgency(priority=-4)
+    waiting.service_level = ServiceLevel(priority=-4)
     queue.set_priority(waiting)
     assert queue.view(0.0).priority.tolist() == [-4]
 
@@ -203,18 +191,18 @@ def test_the_priority_of_who_waits_is_in_the_column_at_once() -> None:
 # -- the row table -----------------------------------------------------------------------------------------
 
 
-def seat(rows: Rows, request: Request, order: int = 0, tenant: int = 0) -> int:
+def place(rows: Rows, request: Request, order: int = 0, tenant: int = 0) -> int:
     return rows.take(request, order, tenant, 0)
 
 
 def test_a_row_rests_until_the_steps_before_it_are_done() -> None:
     rows = Rows(2, 16)
     one = request(1)
-    row = seat(rows, one)
+    row = place(rows, one)
     generation = int(rows.generation[row])
     rows.leave(one, fence=3, completed=1)
     assert rows.num_free == 1 and rows.fenced_rows() == [row]
-    assert int(rows.generation[row]) != generation, "a late result finds nobody"
+    assert int(rows.generation[row]) != generation, "a late result is dropped"
     rows.complete(2)
     assert rows.num_free == 1
     rows.complete(3)
@@ -224,9 +212,9 @@ def test_a_row_rests_until_the_steps_before_it_are_done() -> None:
 def test_a_row_is_written_anew_for_its_next_owner() -> None:
     """S23: nothing of the one before is left in any column."""
     used, fresh = Rows(1, 16), Rows(1, 16)
-    before = request(1, 9, urgency=Urgency(priority=3), arrival_s=4.0)
+    before = request(1, 9, service_level=ServiceLevel(priority=3), arrival_s=4.0)
     before.needs_host, before.preemptions = True, 2
-    row = seat(used, before, order=7, tenant=5)
+    row = place(used, before, order=7, tenant=5)
     for name in ("computed", "scheduled", "pad", "pad_left", "num_tokens"):
         getattr(used, name)[row] = 6
     for name in ("decoding", "padding", "done", "sharing"):
@@ -236,7 +224,7 @@ def test_a_row_is_written_anew_for_its_next_owner() -> None:
     used.leave(before, fence=0, completed=0)
     for rows in (used, fresh):
         after = request(2)
-        seat(rows, after, order=8, tenant=0)
+        place(rows, after, order=8, tenant=0)
     compared = [name for name, value in vars(used).items() if isinstance(value, np.ndarray)]
     assert len(compared) > 15
     for name in set(compared) - {"generation", "outputs"}:
@@ -247,21 +235,81 @@ def test_a_row_is_written_anew_for_its_next_owner() -> None:
 def test_a_request_takes_its_output_along_when_it_leaves() -> None:
     rows = Rows(1, 16)
     mine = request(1)
-    row = seat(rows, mine)
+    row = place(rows, mine)
     rows.outputs[row, :2] = (41, 42)
     rows.num_tokens[row] += 2
     rows.leave(mine, fence=0, completed=0)
     assert mine.tokens.tolist() == [0, 1, 2, 41, 42]
     assert mine.row == NO_ROW
-    seat(rows, mine)
+    place(rows, mine)
     assert (rows.num_known[0], rows.num_tokens[0], rows.num_prompt[0]) == (5, 5, 3)
 
 
 def test_the_lowest_free_row_is_taken() -> None:
     rows = Rows(3, 16)
     requests = [request(number) for number in range(3)]
-    assert [seat(rows, one) for one in requests] == [0, 1, 2]
+    assert [place(rows, one) for one in requests] == [0, 1, 2]
     for number in (2, 0):
         rows.leave(requests[number], fence=0, completed=0)
-    assert seat(rows, request(9)) == 0
+    assert place(rows, request(9)) == 0
     assert rows.high == 3
+
+
+# ----------------------------------------------------------------
+# What policies see: every column of a view is what the requests themselves say, whatever happened to them.
+
+
+def running(bench: Bench) -> RequestView:
+    state = bench.scheduler.state
+    return state.row_view(np.flatnonzero(state.rows.live))
+
+
+def waiting(bench: Bench) -> RequestView:
+    state = bench.scheduler.state
+    return state.queue.view(state.now_s)
+
+
+@pytest.mark.parametrize("deadline_s", [None, 50.0])
+def test_a_deadline_is_in_the_column_wherever_the_request_is(deadline_s: float | None) -> None:
+    bench = Bench(engine_config(max_num_seqs=1))
+    first = bench.add(prompt(3), max_tokens=8, deadline_s=deadline_s)
+    second = bench.add(prompt(3), max_tokens=8, deadline_s=deadline_s)
+    bench.step()
+    due_s = math.inf if deadline_s is None else deadline_s
+    assert running(bench).deadline_s.tolist() == [due_s]
+    assert waiting(bench).deadline_s.tolist() == [due_s]
+    bench.scheduler.set_deadline(first, 70.0)
+    bench.scheduler.set_deadline(second, 80.0)
+    assert running(bench).deadline_s.tolist() == [70.0]
+    assert waiting(bench).deadline_s.tolist() == [80.0]
+    bench.scheduler.set_deadline(second, None)
+    assert waiting(bench).deadline_s.tolist() == [math.inf]
+
+
+def test_peak_computed_is_kept_when_a_request_is_preempted() -> None:
+    bench = Bench(engine_config())
+    rid = bench.add(prompt(5), max_tokens=8)
+    assert waiting(bench).started.tolist() == [0]
+    for _ in range(3):
+        bench.step()
+    view = running(bench)
+    computed = int(view.num_computed[0])
+    assert computed >= 6 and view.peak_computed.tolist() == [computed] and view.started.tolist() == [1]
+    assert view.num_output.tolist() == [computed - 5 + 1]
+    bench.scheduler.preempt(rid)
+    view = waiting(bench)
+    assert view.row.tolist() == [NO_ROW] and view.started.tolist() == [1]
+    assert (view.num_computed.tolist(), view.peak_computed.tolist()) == ([0], [computed])
+    assert view.num_output.tolist() == [computed - 5 + 1]
+    bench.step()  # computes again what it had: nothing new is peak_computed before it has got on
+    assert running(bench).peak_computed[0] >= computed
+
+
+def test_tokens_kept_on_the_host_count_as_computed() -> None:
+    bench = Bench(engine_config(num_host_blocks=16))
+    rid = bench.add(prompt(5), max_tokens=8)
+    for _ in range(3):
+        bench.step()
+    computed = int(running(bench).num_computed[0])
+    bench.scheduler.preempt(RequestId(rid), swap=True)
+    assert waiting(bench).num_computed.tolist() == [computed]

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.engine import POLICIES, SchedulerConfig, StepCosts
+from paceline.core.request import SALT, account_of
 from paceline.errors import ConfigError
 from paceline.policy import RequestView
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.policy.deadline import LeastSlack, token_seconds
 from paceline.scheduler.policy.fair import FairShare, parse_weights
 from paceline.scheduler.policy.tail import SoftTail
+from paceline.scheduler.tenants import TenantAccounting
 from paceline.scheduler.waiting_queue import first
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -76,7 +78,7 @@ def serve(policy: FairShare, tenant: int, prompts: int = 0, outputs: int = 0) ->
 # -- fair --------------------------------------------------------------------------------------------------
 
 
-def test_who_was_served_least_goes_first_and_who_was_served_most_gives_way() -> None:
+def test_the_request_served_least_goes_first_and_the_one_served_most_is_preempted() -> None:
     policy = fair()
     serve(policy, 0, prompts=100)
     serve(policy, 1, outputs=20)
@@ -102,7 +104,7 @@ def test_a_weight_divides_what_is_charged() -> None:
     assert policy.order(view_of(2, tenant=[0, 0])).tolist() == [4.0, 6.5]
 
 
-def test_who_comes_back_is_lifted_to_the_least_of_those_that_wait() -> None:
+def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_that_wait() -> None:
     policy = fair()
     for tenant, tokens in ((0, 50), (1, 70), (2, 10)):
         serve(policy, tenant, prompts=tokens)
@@ -189,7 +191,7 @@ def test_a_prompt_is_charged_once_and_output_as_it_comes() -> None:
 # -- deadline, tail ----------------------------------------------------------------------------------------
 
 
-def test_least_slack_goes_first_and_who_is_late_goes_last() -> None:
+def test_least_slack_goes_first_and_late_requests_go_last() -> None:
     policy = slack(0.1, 1.0)
     # Each needs 1 s for its prompt and 10 s for its output; it is 10 s now.
     view = view_of(5, deadline_s=[30.0, 22.0, 20.0, np.inf, 11.0], arrival_s=[0, 0, 0, 0, 0])
@@ -238,7 +240,7 @@ def test_small_work_passes_large_work_and_age_passes_all() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_answers_for_nobody_and_without_changing_anything(name: str) -> None:
+def test_every_policy_answers_for_no_request_and_without_changing_anything(name: str) -> None:
     policy = make_policy(SchedulerConfig(scheduling_policy=name))
     assert policy.order(view_of(0)).tolist() == []
     view = view_of(6, tenant=[0, 1, 0, 2, 1, 0], deadline_s=[9, 20, 30, 40, np.inf, 12])
@@ -251,7 +253,7 @@ def test_every_policy_answers_for_nobody_and_without_changing_anything(name: str
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_serves_everybody_under_pressure(name: str) -> None:
+def test_every_policy_serves_every_request_under_pressure(name: str) -> None:
     bench = Bench(engine_config(max_num_seqs=4, num_blocks=12, scheduling_policy=name, ageing_s=0.05))
     for number in range(24):
         deadline_s = 1000.0 if number % 3 else None
@@ -387,3 +389,46 @@ def test_what_is_wrong_with_ones_own_is_said_in_a_sentence(own_module: str, spec
 def test_an_order_that_is_none_is_told_as_such(scores: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         first(view_of(3), np.array(scores), 1)
+
+
+# ----------------------------------------------------------------
+# Whose share a request counts against, and what tenants begin with that come back to wait.
+
+
+def test_a_salt_is_no_account_of_its_own() -> None:
+    assert account_of(f"a{SALT}pepper") == account_of("a") == "a"
+
+
+def test_salts_do_not_multiply_a_tenants_share() -> None:
+    bench = Bench(engine_config(scheduling_policy="fair", max_num_seqs=4))
+    for number in range(12):
+        bench.add(prompt(20, number), 8, tenant=f"greedy{SALT}{number}")
+    bench.step()
+    modest = [bench.add(prompt(20, 50 + number), 8, tenant="modest") for number in range(3)]
+    state = bench.scheduler.state
+    assert len({state.tenant_index(request.tenant) for request in state.requests.values()}) == 2
+    bench.run()
+    ended = [request for request, _ in sorted(bench.finished.items(), key=lambda item: item[1].time_s)]
+    assert max(ended.index(request) for request in modest) < 12  # not behind every salt of the other
+
+
+class Waiting:
+    """The tenants that wait, as far as accounts are concerned."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[int, int] = {}
+
+    def backlog(self, beside: set[int]) -> set[int]:
+        return self.tenants.keys() - beside
+
+
+def test_two_that_come_back_between_two_plans_are_lifted_one_after_the_other() -> None:
+    policy, queue = FairShare(SchedulerConfig()), Waiting()
+    accounting = TenantAccounting(policy, queue)  # type: ignore[arg-type]
+    for tenant, served in ((1, 314), (2, 100)):
+        policy.began(tenant, str(tenant), ())
+        policy.served(np.array([tenant]), np.array([served]), np.array([0]))
+        accounting.comes(tenant, str(tenant), back=True)  # in this order; no other tenant waits
+        queue.tenants[tenant] = 1
+    accounting.settle()
+    assert (policy.counter(1), policy.counter(2)) == (314.0, 314.0)

@@ -1,4 +1,4 @@
-"""Who gives way when blocks run out, how often, and what is reserved for whom."""
+"""Which requests are preempted when blocks run out, how often, and for which blocks are reserved."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def step_until(bench: Bench, condition: Callable[[], object], limit: int = 300) 
     raise AssertionError("it never happened")
 
 
-def test_the_youngest_gives_way() -> None:
+def test_the_youngest_is_preempted() -> None:
     bench = Bench(engine_config(num_blocks=7))
     ids = crowd(bench, 4)
     step_until(bench, lambda: victims(bench))
@@ -38,7 +38,7 @@ def test_the_youngest_gives_way() -> None:
     bench.run()
 
 
-def test_the_lowest_priority_gives_way_and_among_equals_the_youngest() -> None:
+def test_the_lowest_priority_is_preempted_and_among_equals_the_youngest() -> None:
     bench = Bench(engine_config(num_blocks=7, scheduling_policy="priority"))
     ids = [bench.add(prompt(4, start), 20, priority=level) for start, level in enumerate((2, 0, 2, 1))]
     step_until(bench, lambda: len(victims(bench)) >= 2)
@@ -46,7 +46,7 @@ def test_the_lowest_priority_gives_way_and_among_equals_the_youngest() -> None:
     bench.run()
 
 
-def test_the_first_in_order_never_gives_way() -> None:
+def test_the_first_in_order_is_never_preempted() -> None:
     bench = Bench(engine_config(num_blocks=9, max_model_len=32))
     ids = crowd(bench, 6, max_tokens=26)
     bench.run()
@@ -55,7 +55,7 @@ def test_the_first_in_order_never_gives_way() -> None:
 
 
 def test_a_victim_comes_back_at_its_old_place() -> None:
-    """F2: it waits before everybody who came after it."""
+    """F2: it waits before every request that came after it."""
     bench = Bench(engine_config(num_blocks=7))
     ids = crowd(bench, 4)
     late = bench.add(prompt(4, 9), 4)
@@ -106,7 +106,7 @@ def test_a_swapped_request_comes_back_without_computing_its_prompt_again() -> No
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4])
-def test_nobody_gives_way_more_often_than_allowed(limit: int) -> None:
+def test_no_request_is_preempted_more_often_than_allowed(limit: int) -> None:
     """K1 and L5: 8 blocks, 32 requests, all finish."""
     bench = Bench(engine_config(num_blocks=9, max_model_len=24, max_preemptions=limit, max_num_seqs=6))
     for start in range(32):
@@ -171,7 +171,7 @@ def test_alone_a_request_may_be_reserved_more_than_half() -> None:
     bench.run()
 
 
-def test_without_a_limit_nobody_is_reserved() -> None:
+def test_without_a_limit_no_request_is_reserved() -> None:
     bench = Bench(engine_config(max_preemptions=0))
     request = bench.add(prompt(6), 14)
     for _ in range(7):
@@ -183,7 +183,7 @@ def test_without_a_limit_nobody_is_reserved() -> None:
     assert bench.finished[request].preemptions == 7
 
 
-def test_a_forced_preemption_of_who_does_not_run_is_refused() -> None:
+def test_a_forced_preemption_of_a_request_without_a_row_is_rejected() -> None:
     bench = Bench()
     request = bench.add(prompt(6), 4)
     assert not bench.scheduler.preempt(request)

@@ -1,4 +1,4 @@
-"""Prefix reuse: across requests, after preemption, behind somebody who computes it, and never across tenants."""
+"""Prefix reuse: across requests, after preemption, behind a request that computes it, and never across tenants."""
 
 import pytest
 
@@ -137,7 +137,7 @@ def test_both_arriving_in_one_step_still_compute_it_once() -> None:
     assert sum(computed(bench, request) for request in ids) == 12 + 4 * 2
 
 
-def test_who_waits_for_a_prefix_lets_others_pass() -> None:
+def test_a_request_that_waits_for_a_prefix_lets_others_pass() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=8))
     bench.add(prompt(30), 3)
     bench.step()
@@ -172,7 +172,7 @@ def test_a_short_common_beginning_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ending", ["abort", "preempt", "pause"])
-def test_nobody_waits_for_a_prefix_that_is_no_longer_computed(ending: str) -> None:
+def test_no_request_waits_for_a_prefix_that_is_no_longer_computed(ending: str) -> None:
     bench = Bench(engine_config(max_num_batched_tokens=8))
     first = bench.add(prompt(24), 3)
     bench.step()

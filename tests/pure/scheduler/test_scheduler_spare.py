@@ -26,11 +26,11 @@ def serve(policy: FairShare, tenant: int, tokens: float) -> None:
     policy.counters[tenant] = policy.counter(tenant) + tokens
 
 
-def test_only_a_flood_leaves_room_and_only_for_somebody_who_was_here_lately() -> None:
+def test_only_a_flood_leaves_room_and_only_for_a_tenant_that_was_here_lately() -> None:
     policy = fair()
     policy.began(1, "flood", WAITING)
     serve(policy, 1, 100.0)
-    assert policy.spare(1) == 0.0  # nobody else was ever here
+    assert policy.spare(1) == 0.0  # no other tenant was ever here
     policy.began(2, "other", [1])
     assert policy.spare(1) > 0.0 and policy.spare(2) == 0.0
     serve(policy, 1, 8 * 40.0 + 1.0)
@@ -45,7 +45,7 @@ def test_two_floods_leave_each_other_no_room() -> None:
     assert policy.spare(1) == policy.spare(2) == 0.0
 
 
-def test_who_had_nothing_waiting_for_a_moment_is_no_flood() -> None:
+def test_a_tenant_with_nothing_waiting_for_a_moment_is_no_flood() -> None:
     policy = fair()
     policy.began(1, "flood", WAITING)
     serve(policy, 1, 100.0)
@@ -74,12 +74,12 @@ def running(bench: Bench) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 64, "num_blocks": 33}], ids=["rows", "blocks"])
-def test_who_comes_finds_room_at_once(options: dict[str, Any]) -> None:
+def test_a_new_request_finds_room_at_once(options: dict[str, Any]) -> None:
     bench = flooded(**options)
     state = bench.state
     assert set(running(bench)) == {"flood"}
     if options:
-        assert state.kv.room() >= int(0.2 * state.kv.groups[0].pool.usable) - len(running(bench))
+        assert state.kv.free_for() >= int(0.2 * state.kv.groups[0].pool.usable) - len(running(bench))
     else:
         assert len(running(bench)) == 8  # two of ten are left
     quiet = bench.add(prompt(4, 201), 4, tenant="quiet")
@@ -90,8 +90,8 @@ def test_who_comes_finds_room_at_once(options: dict[str, Any]) -> None:
     bench.run()
 
 
-def test_who_leaves_room_is_passed_and_not_forgotten() -> None:
-    """Requests of the flood come first in order here: its counter is that of who comes."""
+def test_a_request_that_leaves_room_is_passed_and_not_forgotten() -> None:
+    """Requests of the flood come first in order here: its counter is that of the new request."""
     bench = flooded()
     order = [bench.add(prompt(4, 300 + number), 3, tenant=f"quiet-{number}") for number in range(4)]
     bench.step(2)

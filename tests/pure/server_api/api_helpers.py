@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,12 +15,13 @@ from typing import Any
 from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import PLAIN, Urgency
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.errors import NeverFits
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.caller import Caller
-from paceline.server.api.routes import Route, routes
+from paceline.server.api.route import Route
+from paceline.server.api.routes import routes
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.generate.request_record import RequestRecord
 from paceline.server.generate.service import ServedModel, Service, ServiceSettings
@@ -48,7 +50,7 @@ def ending(reason: str = "stop", num_output: int = 1, detail: str = "", num_cach
 
 
 def says(*pieces: str, reason: str = "length", num_cached: int = 0, with_eos: bool = False) -> Script:
-    """Every branch says these pieces, a piece in each news; a branch's number takes the place of `#`."""
+    """Every branch says these pieces, a piece in each update; a branch's number takes the place of `#`."""
 
     def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
         steps: list[list[BranchUpdate] | Exception] = []
@@ -56,18 +58,18 @@ def says(*pieces: str, reason: str = "length", num_cached: int = 0, with_eos: bo
         for number, piece in enumerate(pieces):
             step = []
             for branch in range(sampling.n):
-                news = BranchUpdate(branch=branch, tokens=ids(piece.replace("#", str(branch))), time_s=1.0)
+                update = BranchUpdate(branch=branch, tokens=ids(piece.replace("#", str(branch))), time_s=1.0)
                 is_last = number == len(pieces) - 1
                 if is_last and with_eos:
-                    news.tokens.append(EOS)
+                    update.tokens.append(EOS)
                 if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-                    news.logprobs = logprobs_of(
-                        prompt, news.tokens, sent[branch], sampling, with_prompt=not number
+                    update.logprobs = logprobs_of(
+                        prompt, update.tokens, sent[branch], sampling, with_prompt=not number
                     )
-                sent[branch] += len(news.tokens)
+                sent[branch] += len(update.tokens)
                 if is_last:
-                    news.ending = ending(reason, sent[branch], num_cached=num_cached)
-                step.append(news)
+                    update.ending = ending(reason, sent[branch], num_cached=num_cached)
+                step.append(update)
             steps.append(step)
         return steps
 
@@ -99,17 +101,17 @@ def logprobs_of(
 
 class FakeStream(IdleStream):
     def __init__(self, steps: list[list[BranchUpdate] | Exception]) -> None:
-        self._steps = steps
+        self.steps = steps
         self.finished_at: list[tuple[int, int]] = []
         self.is_closed = False
         self.gate: asyncio.Event | None = None
         self.forecast: Forecast | None = None
 
     async def take(self) -> list[BranchUpdate]:
-        if not self._steps:
+        if not self.steps:
             await asyncio.Event().wait()  # an engine that has nothing to say
         await asyncio.sleep(0)
-        step = self._steps.pop(0)
+        step = self.steps.pop(0)
         if isinstance(step, Exception):
             raise step
         return step
@@ -122,13 +124,14 @@ class FakeStream(IdleStream):
 
 
 class FakeClient(IdleClient):
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, info: EngineInfo = INFO) -> None:
         self.state = EngineState.READY
         self.script = script
+        self._info = info
         self.submitted: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
         # Of every request; an error is raised where a forecast is asked for.
-        self.outlook: Forecast | Exception | None = NeverFits("it is too long", param="max_tokens")
+        self.forecast_result: Forecast | Exception | None = NeverFits("it is too long", param="max_tokens")
         self.streams: list[FakeStream] = []
         self.has_info = True
         self.next_place_s: float | None = None
@@ -137,7 +140,7 @@ class FakeClient(IdleClient):
     def info(self) -> EngineInfo:  # type: ignore[override]
         if not self.has_info:
             raise EngineUnavailable("the model is being loaded", code="starting")
-        return INFO
+        return self._info
 
     @property
     def stats(self) -> EngineStats:  # type: ignore[override]
@@ -149,14 +152,14 @@ class FakeClient(IdleClient):
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
     ) -> FakeStream:
-        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
+        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
         self.submitted.append({**given, "timeout_s": timeout_s})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
-        if isinstance(self.outlook, Forecast):
-            self.streams[-1].forecast = self.outlook
+        if isinstance(self.forecast_result, Forecast):
+            self.streams[-1].forecast = self.forecast_result
         return self.streams[-1]
 
     async def forecast(
@@ -165,47 +168,63 @@ class FakeClient(IdleClient):
         sampling: SamplingParams,
         *,
         tenant: str,
-        urgency: Urgency = PLAIN,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
-        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **urgency._asdict()}
+        given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
         self.asked.append(given)
-        if isinstance(self.outlook, Exception):
-            raise self.outlook
-        return self.outlook
+        if isinstance(self.forecast_result, Exception):
+            raise self.forecast_result
+        return self.forecast_result
 
 
 class Listener:
     """An observer that remembers."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.records: list[RequestRecord] = []
         self.num_tokens = 0
+        self.calls: list[tuple[Call, int, bool]] = []  # made in the process: status, whether it is run again
+        self.errors: list[BaseException] = []
 
     def started(self, record: RequestRecord) -> None:
-        self.heard.append("started")
+        self.events.append("started")
 
     def first_token(self, record: RequestRecord) -> None:
-        self.heard.append("first_token")
+        self.events.append("first_token")
 
     def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
         self.num_tokens += count
 
     def finished(self, record: RequestRecord) -> None:
-        self.heard.append("finished")
+        self.events.append("finished")
         self.records.append(record)
+
+    def call_ended(
+        self, call: Call, status: int, code: str, *, line: int | None = None, is_again: bool = False
+    ) -> None:
+        self.calls.append((call, status, is_again))
+
+    def call_failed(self, call: Call, error: BaseException) -> None:
+        self.errors.append(error)
 
 
 class Api:
     """One service and its routes."""
 
     def __init__(
-        self, script: Script | None = None, *, generation: GenerationDefaults | None = None, **settings: Any
+        self,
+        script: Script | None = None,
+        *,
+        generation: GenerationDefaults | None = None,
+        text: Tokenizer | None = None,
+        **settings: Any,
     ) -> None:
-        self.client = FakeClient(script or says("hello"))
+        text = text or tokenizer()
+        self.client = FakeClient(script or says("hello"), replace(INFO, vocab_size=text.vocab_size))
         self.listener = Listener()
         own = generation or GenerationDefaults()
-        model = ServedModel(names=("tiny", "alias"), tokenizer=tokenizer(), generation=own, created_s=7)
+        model = ServedModel(names=("tiny", "alias"), tokenizer=text, generation=own, created_s=7)
         self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
         self.routes: dict[tuple[str, str], Route] = {
             (method, route.path): route for route in routes(self.service) for method in route.methods
@@ -255,7 +274,7 @@ class Api:
                 async for frame in events.frames:
                     found += frame
             except Exception as error:
-                assert found, "before the first frame an error has a status of its own"
+                assert found, "before the first frame an error has its status"
                 found += events.error_frame(error)
             finally:
                 await events.frames.aclose()

@@ -43,8 +43,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ledger(path: Path) -> Iterator[Ledger]:
-    made = Ledger(LedgerDb(path))
+def db(path: Path) -> LedgerDb:
+    """The file behind `ledger`, which closes it."""
+    return LedgerDb(path)
+
+
+@pytest.fixture
+def ledger(db: LedgerDb) -> Iterator[Ledger]:
+    made = Ledger(db)
     yield made
     made.close()
 
@@ -78,13 +84,14 @@ def test_every_route_writes_its_receipt_into_the_ledger(
     prompt = len(api.client.submitted[0]["tokens"])
     assert (
         told["price"]["total_nano_units"] == prompt * 250 + 3 * 2500
-    )  # a quarter of the prices: nobody else is here
+    )  # a quarter of the prices: no other request is here
     assert (told["service_class"], told["queue_ms"], told["price"]["load"]) == ("spot", 250.0, 0.0)
     expected = ("payer", "spot", route, "complete", 3, told["price"]["total_nano_units"])
     assert entries(path) == [expected]
     assert api.listener.records[0].charge.amounts.total == told["price"]["total_nano_units"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("caller", "headers", "is_told"),
     [
@@ -137,11 +144,11 @@ def test_a_client_that_leaves_pays_for_what_it_got(ledger: Ledger, path: Path) -
     api.service.billing = Billing(pricing=Pricing("spot=0.25:1"), ledger=ledger)
     asyncio.run(run())
     ledger.close()
-    # The prompt counts as cached, which is cheaper, for nobody heard how much of it was.
+    # The prompt counts as cached, which is cheaper, since it is not known how much of it was.
     assert entries(path) == [("payer", "spot", COMPLETIONS, "incomplete", 2, 5 * 125 + 2 * 2500)]
 
 
-def test_a_whole_answer_nobody_waited_for_costs_nothing(ledger: Ledger, path: Path) -> None:
+def test_a_whole_answer_whose_client_left_costs_nothing(ledger: Ledger, path: Path) -> None:
     async def run() -> None:
         task = asyncio.create_task(api.open(COMPLETIONS, TEXT, caller=PAYER))
         while not api.client.submitted:
@@ -163,11 +170,11 @@ def test_the_token_behind_an_echo_is_not_billed(ledger: Ledger, path: Path) -> N
     assert entries(path, "state, output_tokens") == [("complete", 0)]
 
 
-def test_a_ledger_that_fails_ends_the_stream_with_an_error_and_lets_nobody_in(
-    ledger: Ledger, path: Path
+def test_a_ledger_that_fails_ends_the_stream_with_an_error_and_rejects_new_requests(
+    db: LedgerDb, ledger: Ledger, path: Path
 ) -> None:
     api = billed_api(ledger)
-    ledger._db.connection.execute("PRAGMA query_only = 1")
+    db.connection.execute("PRAGMA query_only = 1")
     data = api.stream(COMPLETIONS, TEXT, caller=PAYER)
     assert b'"code":"ledger_unavailable"' in data and b"[DONE]" not in data
     with pytest.raises(LedgerUnavailable):

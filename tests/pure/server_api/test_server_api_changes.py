@@ -1,4 +1,4 @@
-"""PATCH /v1/requests/{id} and service_tier: how urgent a request is, at the door and later."""
+"""PATCH /v1/requests/{id} and service_tier: the service level of a request, on arrival and later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.core.request import Change, ChangeOutcome
-from paceline.core.service_class import CLASSES, LEVELS
+from paceline.core.service_class import CLASS_PRIORITIES, CLASSES
 from paceline.errors import InvalidRequest
 from paceline.process.client import EngineUnavailable
 from paceline.server.access.caller import Caller
@@ -23,7 +23,6 @@ from paceline.server.errors import (
     UnknownParameter,
     UnknownRequestId,
 )
-from paceline.server.generate.requests import LiveRequests
 from tests.pure.server_api.api_helpers import Api, FakeClient, FakeStream, says
 
 ROUTE = "/v1/requests/{id}"
@@ -53,7 +52,6 @@ def api(**settings: Any) -> tuple[Api, ChangingFake]:
     made = Api(says("hello"), **settings)
     client = ChangingFake(made.client.script)
     made.client = made.service.client = client
-    made.service.changes = LiveRequests(client, made.service.recent)
     return made, client
 
 
@@ -93,8 +91,8 @@ def test_a_request_runs_in_the_class_it_names_or_its_key_has(
 
 
 def test_classes_go_from_the_most_to_the_least_urgent() -> None:
-    assert sorted(CLASSES, key=LEVELS.__getitem__) == list(CLASSES)
-    assert LEVELS["standard"] == 0  # who asks for nothing is where it always was
+    assert sorted(CLASSES, key=CLASS_PRIORITIES.__getitem__) == list(CLASSES)
+    assert CLASS_PRIORITIES["standard"] == 0  # a request without a class is where it always was
 
 
 @pytest.mark.parametrize("own, tier", [("standard", "interactive"), ("batch", "spot"), ("spot", "standard")])
@@ -164,7 +162,7 @@ def test_no_deadline_is_later_than_the_servers_own() -> None:
 
 
 @pytest.mark.parametrize("caller, request_id", [(OTHER, "id1"), (ME, "id2"), (ME, "")])
-def test_a_request_of_somebody_else_is_unknown(caller: Caller, request_id: str) -> None:
+def test_a_request_of_another_caller_is_unknown(caller: Caller, request_id: str) -> None:
     made, client = api()
     made.ask(CHAT, body(), caller=ME)
     with pytest.raises(UnknownRequestId):

@@ -26,7 +26,7 @@ WAIT_S = 10
 
 
 class Silent:
-    """A way to an engine that nobody listens at."""
+    """A channel to an engine that no process reads."""
 
     num_unsent_bytes = 0
 
@@ -198,8 +198,8 @@ def test_what_goes_wrong_is_its_readers_alone(how: str, code: str) -> None:
         if how == "branch":
             reader.say("b", reason="error")
         elif how == "ours":
-            news = np.array([1], frames.ID).tobytes(), np.array([10**6], frames.TOKEN).tobytes()
-            reader.engine.on_update(frames.Update(1.0, *news))  # an id that is not in the vocabulary
+            columns = np.array([1], frames.ID).tobytes(), np.array([10**6], frames.TOKEN).tobytes()
+            reader.engine.on_update(frames.Update(1.0, *columns))  # an id that is not in the vocabulary
         else:
             reader.engine.detach("it is gone")
 

@@ -29,7 +29,7 @@ def steps(*given: Any) -> Script:
     return script
 
 
-def news(text: str = "", **more: Any) -> list[BranchUpdate]:
+def updated(text: str = "", **more: Any) -> list[BranchUpdate]:
     return [BranchUpdate(branch=0, tokens=ids(text), **more)]
 
 
@@ -42,8 +42,8 @@ def problem(api: Api, route: str = CHAT, body: dict[str, Any] | None = None, **m
 
 def ended(api: Api) -> tuple[str, str]:
     """How the one request of this service was recorded."""
-    assert api.is_at_rest and api.listener.heard[0] == "started"
-    assert api.listener.heard.count("finished") == 1 == len(api.listener.records)
+    assert api.is_at_rest and api.listener.events[0] == "started"
+    assert api.listener.events.count("finished") == 1 == len(api.listener.records)
     (record,) = api.listener.records
     assert record.finished_s is not None
     return record.finish_reason, record.error_code
@@ -55,13 +55,18 @@ def ended(api: Api) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("script", "status", "code", "reason"),
     [
-        (steps(news("a", ending=ending("error", 1, "numerical_error"))), 500, "numerical_error", "error"),
-        (steps(news("a", ending=ending("error", 1, "hook"))), 500, "internal_error", "error"),
-        (steps(news("a"), news(ending=ending("abort", 1, "deadline"))), 504, "deadline_exceeded", "abort"),
-        (steps(news(ending=ending("abort", 0, "deadline"))), 503, "queue_timeout", "abort"),
-        (steps(news("a", ending=ending("abort", 1))), 503, "engine_unavailable", "abort"),
+        (steps(updated("a", ending=ending("error", 1, "numerical_error"))), 500, "numerical_error", "error"),
+        (steps(updated("a", ending=ending("error", 1, "hook"))), 500, "internal_error", "error"),
+        (
+            steps(updated("a"), updated(ending=ending("abort", 1, "deadline"))),
+            504,
+            "deadline_exceeded",
+            "abort",
+        ),
+        (steps(updated(ending=ending("abort", 0, "deadline"))), 503, "queue_timeout", "abort"),
+        (steps(updated("a", ending=ending("abort", 1))), 503, "engine_unavailable", "abort"),
         (steps(EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
-        (steps(news("a"), EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
+        (steps(updated("a"), EngineUnavailable("it died")), 503, "engine_unavailable", "abort"),
         (steps(QueueFull("no place")), 429, "queue_full", "error"),
         (steps([BranchUpdate(branch=0, tokens=[10**9])]), 500, "internal_error", "error"),
         (steps([BranchUpdate(branch=0, tokens=[-1])]), 500, "internal_error", "error"),
@@ -75,8 +80,8 @@ def test_endings_that_are_errors(script: Script, status: int, code: str, reason:
     assert ended(api)[0] == reason
 
 
-def test_one_bad_branch_ends_the_whole_request_and_nobody_elses() -> None:
-    bad = Api(steps([*news("a"), BranchUpdate(branch=1, tokens=[10**9])]))
+def test_one_bad_branch_ends_the_whole_request_and_no_other() -> None:
+    bad = Api(steps([*updated("a"), BranchUpdate(branch=1, tokens=[10**9])]))
     assert problem(bad, body={**HELLO, "n": 2}) == (500, "internal_error")
     assert ended(bad) == ("error", "internal_error")
     assert Api(says("fine")).ask(CHAT, HELLO)["choices"][0]["message"]["content"] == "fine"
@@ -87,7 +92,7 @@ def test_the_engine_is_lost_for_all_prompts_at_once(caplog: pytest.LogCaptureFix
     assert problem(api, COMPLETIONS, {**TEXT, "prompt": ["a"] * 8}) == (503, "engine_unavailable")
     assert ended(api) == ("abort", "engine_unavailable")
     gc.collect()
-    assert not caplog.records, "nobody complains of tasks that were not looked at"
+    assert not caplog.records, "no warning of tasks that were never awaited"
 
 
 def test_an_engine_that_is_not_there_is_told_before_anything_is_read() -> None:
@@ -97,7 +102,7 @@ def test_an_engine_that_is_not_there_is_told_before_anything_is_read() -> None:
     for state in (EngineState.LOST, EngineState.STUCK, EngineState.STOPPED):
         api.client.state = state
         assert problem(api) == (503, "engine_unavailable")
-    assert api.listener.heard == [] and api.is_at_rest
+    assert api.listener.events == [] and api.is_at_rest
 
 
 def test_no_token_in_time() -> None:
@@ -147,8 +152,8 @@ def test_a_stream_is_left(num_frames: int) -> None:
 
 
 @pytest.mark.parametrize("body", [HELLO, {**HELLO, "n": 3}])
-def test_an_answer_nobody_waits_for_any_more(body: dict[str, Any]) -> None:
-    api = Api(steps(news("a")))
+def test_an_answer_whose_caller_has_left(body: dict[str, Any]) -> None:
+    api = Api(steps(updated("a")))
 
     async def run() -> None:
         task = asyncio.ensure_future(api.open(CHAT, body))
@@ -266,7 +271,7 @@ def test_tokens_that_wait_are_bounded_by_a_guess_and_then_exactly() -> None:
 
 
 def test_a_coalesced_end_with_a_stop_string_inside_needs_no_command() -> None:
-    api = Api(steps(news("abENDcd", ending=ending("length", 7))))
+    api = Api(steps(updated("abENDcd", ending=ending("length", 7))))
     found = chunks(api.stream(COMPLETIONS, {**TEXT, "stop": "END", "logprobs": 0}))
     assert [chunk["choices"][0]["text"] for chunk in found] == ["ab", ""]
     assert api.client.streams[0].finished_at == [] and ended(api) == ("stop", "")
@@ -274,7 +279,7 @@ def test_a_coalesced_end_with_a_stop_string_inside_needs_no_command() -> None:
 
 
 def test_what_comes_behind_a_stop_string_is_dropped() -> None:
-    script = steps(news("abEND"), news("more"), news("x", ending=ending("stop", 5)))
+    script = steps(updated("abEND"), updated("more"), updated("x", ending=ending("stop", 5)))
     api = Api(script)
     (choice,) = api.ask(COMPLETIONS, {**TEXT, "stop": "END", "return_token_ids": True})["choices"]
     assert (choice["text"], choice["stop_reason"], choice["token_ids"]) == ("ab", "END", ids("abEND"))
@@ -282,12 +287,12 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
 
 
 def test_what_was_held_back_for_a_stop_string_comes_with_the_end() -> None:
-    api = Api(steps(news("abEN"), news(ending=ending("length", 4))))
+    api = Api(steps(updated("abEN"), updated(ending=ending("length", 4))))
     found = chunks(api.stream(COMPLETIONS, {**TEXT, "stop": "END"}))
     assert [chunk["choices"][0]["text"] for chunk in found] == ["ab", "EN", ""]
 
 
 def test_a_stop_id_is_told() -> None:
-    api = Api(steps(news("ab", ending=ending("stop", 2))))
+    api = Api(steps(updated("ab", ending=ending("stop", 2))))
     (choice,) = api.ask(COMPLETIONS, {**TEXT, "stop_token_ids": ids("b")})["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", ids("b")[0])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
-from paceline.server.call import Events
+from paceline.server.call import Answer, Events
 from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import Api, says
 
@@ -23,14 +23,14 @@ def estimate(api: Api, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("streams", [False, True])
 def test_answers_say_when_they_were_expected(streams: bool) -> None:
     api = Api(says("a", "b"))
-    api.client.outlook = SOON
+    api.client.forecast_result = SOON
 
     async def headers() -> dict[str, str]:
         answer = await api.open(CHAT, {"model": "tiny", "messages": MESSAGES, "stream": streams})
         if isinstance(answer, Events):
             async for _ in answer.frames:
                 pass
-        return dict(answer.headers)
+        return dict(answer.headers() if isinstance(answer, Events) else answer.headers)
 
     found = asyncio.run(headers())
     assert found["x-paceline-queue-position"] == "3"
@@ -40,15 +40,16 @@ def test_answers_say_when_they_were_expected(streams: bool) -> None:
 
 def test_what_is_not_known_is_not_said() -> None:
     api = Api()
-    api.client.outlook = None
+    api.client.forecast_result = None
     answer = asyncio.run(api.open(CHAT, {"model": "tiny", "messages": MESSAGES}))
+    assert isinstance(answer, Answer)
     assert not [name for name in answer.headers if name.startswith("x-paceline-predicted")]
 
 
 @pytest.mark.parametrize("what", [{"prompt": "abc"}, {"messages": MESSAGES}])
 def test_an_estimate_runs_nothing(what: dict[str, Any]) -> None:
     api = Api()
-    api.client.outlook = SOON
+    api.client.forecast_result = SOON
     found = estimate(api, **what, max_tokens=7)
     assert (found["fits"], found["reason"], found["max_tokens"]) == (True, None, 7)
     assert (found["queue_position"], found["ttft_ms"], found["finish_ms"]) == (3, 83, 2500)

@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/explain: the story of a request, for the key that sent it and nobody else."""
+"""GET /v1/requests/{id}/explain: the story of a request, for the key that sent it alone."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_admin_hears_of_everybodys_requests() -> None:
 
 
 @pytest.mark.parametrize("request_id, caller", [("chatcmpl-id1", OTHER), ("chatcmpl-id2", ME), ("", ME)])
-def test_a_request_of_somebody_else_is_as_unknown_as_one_that_never_was(
+def test_a_request_of_another_caller_is_as_unknown_as_one_that_never_was(
     request_id: str, caller: Caller
 ) -> None:
     made = api()
@@ -180,7 +180,7 @@ def test_an_engine_that_remembers_nothing_says_so() -> None:
     asyncio.run(test())
 
 
-def test_who_was_refused_at_the_door_can_ask_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_rejected_on_arrival_can_be_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     made = api()
 
     def full(*given: Any) -> None:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequest
@@ -86,13 +86,13 @@ async def answer(api: Api, route: str, body: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_body_is_answered_or_refused(route: str) -> None:
     api = Api(says("ab", "c#"))
     schema = api.routes["POST", route].openapi["requestBody"]["content"]["application/json"]["schema"]
     seen: set[int] = set()
 
-    @settings(max_examples=100)
     @given(bodies(schema))
     def check(body: dict[str, Any]) -> None:
         json.dumps(body)

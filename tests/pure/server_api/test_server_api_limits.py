@@ -100,7 +100,7 @@ def test_a_prompt_larger_than_the_limit_is_a_mistake_of_the_request() -> None:
     asyncio.run(run())
 
 
-def test_a_chat_without_a_length_is_let_in_by_a_small_limit() -> None:
+def test_a_chat_without_a_length_is_accepted_by_a_small_limit() -> None:
     async def run() -> None:
         limited = Limited(says("abc"), 100)
         await limited.open(CHAT)

@@ -47,7 +47,7 @@ def test_a_chat_in_the_order_of_openai() -> None:
         "data: [DONE]\n\n",
     ]
     assert api.stream(CHAT, HELLO).decode() == "".join(expected)
-    assert api.is_at_rest and api.listener.heard == ["started", "first_token", "finished"]
+    assert api.is_at_rest and api.listener.events == ["started", "first_token", "finished"]
 
 
 def test_branches_are_told_apart_by_their_index() -> None:

@@ -12,11 +12,10 @@ from typing import Any
 from paceline.config.server import BatchConfig
 from paceline.process.client import EngineStats
 from paceline.server.access.caller import Caller
+from paceline.server.api.batch_routes import BatchApi
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.routes import routes
-from paceline.server.batches.batch_api import Wanted
 from paceline.server.batches.batches import Batches, BatchSettings
-from paceline.server.batches.line_run import EndedLine
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import Store
 from tests.pure.server_api.api_helpers import Api, FakeClient, Script
@@ -66,20 +65,6 @@ class LoadedClient(FakeClient):
         return EngineStats(waiting=self.waiting)
 
 
-class Log:
-    """Remembers what became of lines."""
-
-    def __init__(self) -> None:
-        self.ended: list[EndedLine] = []
-        self.failed: list[BaseException] = []
-
-    def line_ended(self, line: EndedLine) -> None:
-        self.ended.append(line)
-
-    def line_failed(self, request_id: str, batch_id: str, error: BaseException) -> None:
-        self.failed.append(error)
-
-
 class World:
     """One server's worth of files and batches. To be made on a running event loop, and closed."""
 
@@ -87,7 +72,7 @@ class World:
         self.client = client or LoadedClient(script)
         self.api = Api()
         self.api.client = self.api.service.client = self.client
-        self.log = Log()
+        self.log = self.api.listener
         self.now_s = 1_000_000.0
         self.callers: dict[str, Caller] = {TENANT: Caller(), "other": replace(Caller(), tenant="other")}
         self.store = Store(folder, clock=lambda: self.now_s)
@@ -95,12 +80,11 @@ class World:
             config=BatchConfig(batch_dir=str(folder)),
             max_line_bytes=2**20,
             callers=self.callers.get,
-            log=self.log,
             tick_s=0.001,
             retry_s=0.001,
         )
         self.batches = Batches(self.api.service, routes(self.api.service), self.store, settings)
-        self.batch_api = self.batches.api
+        self.batch_api = BatchApi(self.batches)
 
     async def __aenter__(self) -> World:
         self.batches.start()
@@ -110,13 +94,12 @@ class World:
         await self.batches.stop()
 
     async def upload(self, content: bytes, tenant: str = TENANT) -> str:
-        taken = await self.batch_api.uploads.take(tenant, CONTENT_TYPE, pieces(form(content)))
+        taken = await self.batch_api.upload(tenant, CONTENT_TYPE, pieces(form(content)))
         return taken.file.id
 
     async def begin(self, *lines: dict[str, Any], tenant: str = TENANT, endpoint: str = CHAT) -> str:
         file_id = await self.upload(jsonl(*lines), tenant)
-        wanted = Wanted(input_file_id=file_id, endpoint=endpoint, metadata="null", output_expires_s=None)
-        return (await self.batch_api.begin(tenant, wanted)).id
+        return (await self.batch_api.begin(tenant, input_file_id=file_id, endpoint=endpoint)).id
 
     async def state(self, batch_id: str) -> Batch:
         found = await self.store.ask(lambda db: db.batch(batch_id))

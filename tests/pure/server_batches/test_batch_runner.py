@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import BATCH
 from paceline.errors import QueueFull
 from paceline.process.client import BranchUpdate, EngineState, EngineUnavailable
-from paceline.server.access.caller import BATCH_CLASS, Caller
-from paceline.server.batches.batch_api import MAX_OPEN_BATCHES
+from paceline.server.access.caller import Caller
+from paceline.server.api.batch_routes import MAX_OPEN_BATCHES
+from paceline.server.api.traffic_routes import TRAFFIC_ROUTE
 from paceline.server.batches.database import Database
 from paceline.server.batches.records import FileInUse, LineResult, TooManyBatches, UnknownBatch, UnknownFile
 from paceline.server.batches.work import MAX_LOSSES
+from paceline.server.call import Events
 from tests.pure.server_api.api_helpers import INFO, FakeStream, Script, says
 from tests.pure.server_batches.batch_helpers import TENANT, LoadedClient, World, jsonl, request, until
 
@@ -34,7 +37,7 @@ def run(
     async def go() -> None:
         async with World(folder, script or says("ok"), client) as world:
             await test(world)
-        assert world.api.is_at_rest and world.batches.runner.num_lines_under_way == 0
+        assert world.api.is_at_rest and world.batches.num_lines_under_way == 0
         assert world.api.service.admission.batch_places == world.api.service.admission.num_waiting == 0
         assert len(asyncio.all_tasks()) == 1, "a task was left"
 
@@ -53,7 +56,7 @@ class HeldClient(LoadedClient):
     def submit(self, tokens: Sequence[int], *given: Any, **named: Any) -> FakeStream:
         stream = super().submit(tokens, *given, **named)
         if self.is_held:
-            self.streams[-1] = stream = HeldStream(stream._steps)
+            self.streams[-1] = stream = HeldStream(stream.steps)
         return stream
 
 
@@ -63,7 +66,7 @@ class HeldStream(FakeStream):
         self.go, self.end = asyncio.Event(), asyncio.Event()
 
     async def take(self) -> list[BranchUpdate]:
-        await (self.end if len(self._steps) == 1 else self.go).wait()
+        await (self.end if len(self.steps) == 1 else self.go).wait()
         return await super().take()
 
 
@@ -82,7 +85,7 @@ class Told:
         seed = sampling.seed or 0
         self.asked.append(seed)
         if self.world is not None:
-            self.beside.append(self.world.batches.runner.num_lines_under_way - 1)
+            self.beside.append(self.world.batches.num_lines_under_way - 1)
         scripts = self._by_seed.get(seed, [])
         return (scripts.pop(0) if scripts else says("ok"))(prompt, sampling)
 
@@ -107,12 +110,12 @@ def test_every_line_gets_its_result_and_the_engine_knows_them_as_the_lowest_clas
             sum_of(found, "completion"),
         )
         given = [(told["service_class"], told["priority"]) for told in world.client.submitted]
-        assert sorted(given) == [(BATCH_CLASS, 0)] * 99 + [(BATCH_CLASS, 500)]
+        assert sorted(given) == [(BATCH, 0)] * 99 + [(BATCH, 500)]
         assert {submitted["timeout_s"] for submitted in world.client.submitted} == {None}
         records = world.api.listener.records
         assert {(record.service_class, record.batch_id) for record in records} == {("batch", batch.id)}
-        assert {(line.status, line.batch_id) for line in world.log.ended} == {(200, batch.id)}
-        assert len(world.log.ended) == 100
+        assert {(status, call.caller.batch_id) for call, status, _ in world.log.calls} == {(200, batch.id)}
+        assert len(world.log.calls) == 100
 
     def sum_of(found: dict[str, Any], kind: str) -> int:
         return sum(line["response"]["body"]["usage"][f"{kind}_tokens"] for line in found.values())
@@ -130,12 +133,12 @@ def test_a_refusal_for_lack_of_room_is_tried_again_and_a_mistake_is_not(tmp_path
         assert script.asked == [1, 1, 1, 1], "the mistake never got to the engine"
         (line,) = (await world.results(batch.error_file_id)).values()
         assert line["response"]["status_code"] == 400
-        assert [line.is_again for line in world.log.ended if line.status == 429] == [True] * 3
+        assert [is_again for _, status, is_again in world.log.calls if status == 429] == [True] * 3
 
     run(tmp_path, test, script)
 
 
-def test_a_line_that_ends_engines_is_given_up_and_takes_nobody_along(tmp_path: Path) -> None:
+def test_a_line_that_ends_engines_is_dropped_and_others_complete(tmp_path: Path) -> None:
     script = Told({7: [fails(LOST)] * MAX_LOSSES, 3: [fails(LOST)]})
 
     async def test(world: World) -> None:
@@ -158,26 +161,26 @@ def test_a_broken_answer_is_an_error_line(tmp_path: Path) -> None:
         batch = await world.wait(await world.begin(request("a")))
         (line,) = (await world.results(batch.error_file_id)).values()
         assert line["response"]["status_code"] == 500 and "secret" not in str(line)
-        assert len(world.log.failed) == 1
+        assert len(world.log.errors) == 1
 
     run(tmp_path, test, fails(RuntimeError("secret")))
 
 
 def test_while_others_wait_lines_step_back_and_one_stays(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        admission, runner = world.api.service.admission, world.batches.runner
+        admission, runner = world.api.service.admission, world.batches
         batch_id = await world.begin(*(request(f"r{i}") for i in range(200)))
         most = INFO.max_num_seqs + 1
         await until(lambda: len(world.client.streams) == most)
         begun = 3
         for stream in world.client.streams[:begun]:
             begin(stream)
-        await until(lambda: world.api.listener.heard.count("first_token") == begun)
-        permit = admission.reserve(Caller(), 1, 10)  # somebody who waits for the first token
+        await until(lambda: world.api.listener.events.count("first_token") == begun)
+        permit = admission.reserve(Caller(), 1, 10)  # a request that waits for the first token
         world.client.waiting = 1
         await until(lambda: runner.pace.limit == 1 and runner.num_lines_under_way == begun)
         await asyncio.sleep(0.02)
-        assert len(world.client.streams) == most, "no line goes while somebody waits"
+        assert len(world.client.streams) == most, "no line goes while a request waits"
         assert [stream.is_closed for stream in world.client.streams] == [False] * begun + [True] * (
             most - begun
         ), "what the engine has begun goes on, and what only waits makes way"
@@ -224,7 +227,7 @@ def test_a_key_that_is_revoked_stops_its_batch_until_it_is_back(tmp_path: Path) 
         await asyncio.sleep(0.02)
         assert world.client.submitted == []
         others = await world.wait(await world.begin(*(request(f"r{i}") for i in range(20)), tenant="other"))
-        assert others.status == "completed", "who is let in does not wait for who is not"
+        assert others.status == "completed", "an accepted batch does not wait for a rejected one"
         world.callers[TENANT] = replace(caller, weight=3.0)
         assert (await world.wait(batch_id)).status == "completed"
 
@@ -245,7 +248,7 @@ def test_a_key_that_is_revoked_in_the_middle_leaves_its_turns_to_others(tmp_path
         for stream in client.streams:
             assert isinstance(stream, HeldStream)
             stream.end.set()
-        await until(lambda: world.batches.runner.num_lines_under_way == 0)
+        await until(lambda: world.batches.num_lines_under_way == 0)
         others = await world.wait(await world.begin(*(request(f"r{i}") for i in range(20)), tenant="other"))
         assert others.status == "completed"
         world.callers[TENANT] = caller
@@ -308,7 +311,7 @@ def test_a_server_that_was_killed_in_any_state_is_gone_on_from(tmp_path: Path, s
         change(f"UPDATE batches SET status = '{state}'")
         if state == "validating":
             change("DELETE FROM lines WHERE number = 2")  # half of it was read
-        (tmp_path / "files" / ("file-" + "0" * 32)).write_bytes(b"an output that nobody knows of")
+        (tmp_path / "files" / ("file-" + "0" * 32)).write_bytes(b"an output that is not known")
         (tmp_path / "incoming" / "file-half").write_bytes(b"half")
         async with World(tmp_path, says("ok")) as world:
             batch = await world.wait(batch_id)
@@ -328,16 +331,35 @@ def test_a_server_that_was_killed_in_any_state_is_gone_on_from(tmp_path: Path, s
     asyncio.run(go())
 
 
+def test_conversations_of_the_live_page_are_logged_beside_batches(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        answer = await world.api.open(
+            TRAFFIC_ROUTE, {"message": "hi", "count": 2}, caller=Caller(is_admin=True)
+        )
+        assert isinstance(answer, Events)
+        async for _ in answer.frames:
+            pass
+        assert [status for _, status, _ in world.log.calls] == [200, 200]
+
+    run(tmp_path, test)
+
+
 def test_a_full_disk_stops_a_batch_and_does_not_end_it(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        pages = await world.store.ask(lambda db: db.num_pages)
+        def limit_pages(most: int) -> Callable[[Database], object]:
+            return lambda db: db.connection.execute(f"PRAGMA max_page_count = {most}")
+
+        def num_pages(db: Database) -> int:
+            return int(db.connection.execute("PRAGMA page_count").fetchone()[0])
+
+        pages = await world.store.ask(num_pages)
         batch_id = await world.begin(*(request(f"r{i}", max_tokens=10) for i in range(100)))
-        await world.store.ask(lambda db: db.limit_pages(pages + 40))
+        await world.store.ask(limit_pages(pages + 40))
         await until(lambda: len(world.client.submitted) >= 10)
         await asyncio.sleep(0.05)
         stuck = await world.state(batch_id)
         assert stuck.status in ("validating", "in_progress", "finalizing") and stuck.completed < 100
-        await world.store.ask(lambda db: db.limit_pages(2**30))
+        await world.store.ask(limit_pages(2**30))
         batch = await world.wait(batch_id)
         assert (batch.status, batch.completed) == ("completed", 100)
         assert len(await world.results(batch.output_file_id)) == 100
@@ -433,7 +455,7 @@ def test_a_line_has_the_first_result_that_was_recorded(tmp_path: Path) -> None:
         def record(db: Database) -> None:
             for data in (b"first\n", b"second\n"):
                 db.record([LineResult(batch_id=batch_id, number=1, is_ok=True, data=data, output_tokens=1)])
-            db.record([LineResult(batch_id=batch_id, number=2, is_ok=True, data=b"nobody's\n")])
+            db.record([LineResult(batch_id=batch_id, number=2, is_ok=True, data=b"unknown\n")])
 
         await world.store.ask(record)
         batch = await world.state(batch_id)

@@ -51,7 +51,7 @@ def field(name: str, value: str) -> bytes:
     return f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
 
 
-def test_fields_nobody_knows_are_named_and_times_are_kept(tmp_path: Path) -> None:
+def test_unknown_fields_are_named_and_times_are_kept(tmp_path: Path) -> None:
     more = (
         field("expires_after[anchor]", "created_at")
         + field("expires_after[seconds]", "3600")

@@ -1,4 +1,4 @@
-"""Batches take what others leave, step back while somebody waits, and never quite stop."""
+"""Batches take what others leave, step back while a request waits, and never quite stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.batches.line_limit import Gate, LineLimit, ServerLoad
+from paceline.server.batches.batches import LineLimit, ServerLoad
+from paceline.server.batches.work import Gate
 
 IDLE = ServerLoad(rows=64, queue=256, waiting=0, own=0, others=0, others_unstarted=0)
 
@@ -31,7 +32,7 @@ def test_others_have_their_rows() -> None:
     assert settled(LineLimit(), replace(IDLE, others=300)) == 1
 
 
-def test_while_somebody_waits_nothing_new_goes_and_the_bound_halves() -> None:
+def test_while_a_request_waits_no_new_line_goes_and_the_bound_halves() -> None:
     pace = LineLimit()
     assert settled(pace, IDLE) == 72
     busy = replace(IDLE, own=72, waiting=3, others=3, others_unstarted=3)
@@ -46,7 +47,7 @@ def test_while_somebody_waits_nothing_new_goes_and_the_bound_halves() -> None:
 
 
 def test_requests_that_are_being_read_are_not_waiting() -> None:
-    """Somebody without a token, in an engine whose queue is empty, has a row already."""
+    """A request without a token, in an engine whose queue is empty, has a row already."""
     assert settled(LineLimit(), replace(IDLE, others=4, others_unstarted=4)) == 64 + 8 - 4
 
 
@@ -110,7 +111,7 @@ def test_lines_go_in_their_order_and_some_alone() -> None:
         assert went == ["a", "b"], "one is still inside, and it has to be alone"
         gate.leave()
         await asyncio.sleep(0.01)
-        assert went == ["a", "b", "c"] and gate.num_inside == 1, "nobody goes beside it"
+        assert went == ["a", "b", "c"] and gate.num_inside == 1, "no line goes beside it"
         gate.leave()
         await asyncio.gather(*tasks)
         assert went == ["a", "b", "c", "d"]
@@ -133,14 +134,14 @@ def test_tenants_take_turns() -> None:
         tasks = [asyncio.create_task(line(tenant)) for tenant in "aaaabbc"]
         await asyncio.sleep(0)
         room = len(tasks)
-        gate.look()
+        gate.admit_waiting()
         await asyncio.gather(*tasks)
         assert "".join(went) == "abcabaa"
 
     asyncio.run(run())
 
 
-def test_who_gives_up_makes_way() -> None:
+def test_a_line_that_is_cancelled_lets_the_next_go() -> None:
     async def run() -> None:
         room = 1
         gate = Gate(lambda inside: inside < room)
@@ -150,7 +151,7 @@ def test_who_gives_up_makes_way() -> None:
         waiting[0].cancel()
         await asyncio.sleep(0)
         room = 2
-        gate.look()
+        gate.admit_waiting()
         await waiting[1]
         gate.leave()
         waiting[2].cancel()  # it has its turn already, and does not know yet

@@ -12,7 +12,14 @@ from paceline.core.plan import StepPlan, StepWork
 from paceline.costs.model import work_done
 from paceline.costs.presets import MODELS, published_peak
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec, model_work
-from paceline.server.metrics.batching import WINDOW_S, Limits, Recent, Totals, recent_costs, recent_figures
+from paceline.server.metrics.batching import (
+    WINDOW_S,
+    Limits,
+    RecentTotals,
+    Totals,
+    recent_costs,
+    recent_figures,
+)
 
 
 def test_a_step_adds_what_it_carries() -> None:
@@ -95,7 +102,7 @@ class Clocked:
 
     def __init__(self) -> None:
         self.now = Totals(time_s=100.0)
-        self.recent = Recent(lambda: self.now)
+        self.recent = RecentTotals(lambda: self.now)
 
     def go(self, **changes: Any) -> None:
         self.now = self.now._replace(**changes)

@@ -18,7 +18,7 @@ from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import FACTS, LogOutput, escaped
 from paceline.server.metrics.batching import BatchingMetrics
-from paceline.server.metrics.histogram import Histogram
+from paceline.server.metrics.families import Histogram
 from paceline.server.metrics.prometheus_page import MetricsPage
 from paceline.server.metrics.requests import FINISH_REASONS, HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
@@ -215,7 +215,7 @@ def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    news = [
+    records = [
         Loading(),
         Loading("starting torch"),
         Loading("starting torch"),
@@ -227,7 +227,7 @@ def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
     terminal, plain = Terminal(), io.StringIO()
     for stream in (terminal, plain):
         line = LoadingLine(stream)
-        for each in news:
+        for each in records:
             line.show(each)
     clear = "\r\x1b[2K"
     drawn = terminal.getvalue().split(clear)

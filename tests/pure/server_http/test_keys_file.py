@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from paceline.config.server import ServerConfig
+from paceline.core.service_class import CLASSES
 from paceline.server.access.auth import Keyring
-from paceline.server.access.caller import CLASSES, Prices
+from paceline.server.access.caller import Prices
 from paceline.server.access.keys_file import BadKeysFile, parse_keys, read_keys
 from paceline.server.app import Api, Application
 from tests.serve_fake import FakeClient
@@ -49,7 +50,7 @@ def test_all_an_entry_says_reaches_the_caller() -> None:
 
 def test_an_entry_of_two_fields_is_standard_unlimited_and_free() -> None:
     (key,) = parse_keys(json.dumps({"name": "a", "sha256": HASH}), "keys.jsonl")
-    caller = key.caller
+    caller = key
     assert (key.enabled, caller.service_class, caller.weight, caller.prices) == (
         True,
         "standard",
@@ -107,24 +108,24 @@ def test_a_mistake_names_file_entry_and_field(field: str, value: Any) -> None:
     assert HASH[:-1] not in message and "in plain sight" not in message
 
 
-def test_a_disabled_key_is_nobody_who_is_let_in_but_keeps_its_share() -> None:
+def test_a_disabled_key_is_rejected_but_keeps_its_share() -> None:
     ring = Keyring([parsed(enabled=False)])
     assert (len(ring), list(ring.callers), ring.weights) == (1, [], {"team-a": 2.5})
 
 
 def test_a_scheduler_can_be_told_the_shares_whenever_keys_are_read() -> None:
     app = Application(ServerConfig(), FakeClient(), Keyring([parsed()]))
-    heard: list[Mapping[str, float]] = []
-    app.on_weights = heard.append
+    weights: list[Mapping[str, float]] = []
+    app.on_weights = weights.append
     app.become_ready(Api(routes=[], model_name="m"))
     app.replace_keys(Keyring([parsed(weight=4)]))
-    assert heard == [{"team-a": 2.5}, {"team-a": 4.0}]
+    assert weights == [{"team-a": 2.5}, {"team-a": 4.0}]
 
 
 def test_nothing_is_kept_of_keys_that_are_gone() -> None:
     app = Application(ServerConfig(), FakeClient(), Keyring([parsed()]))
     rates = app.main.rules.rates
-    assert rates.open(parsed().caller) is not None
+    assert rates.open(parsed()) is not None
     app.replace_keys(Keyring([parsed(enabled=False)]))
     assert len(rates) == 1, "it may come back"
     app.replace_keys(Keyring([parsed(name="team-b")]))

@@ -15,8 +15,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.server.access.caller import CLASSES, LIMITS
-from paceline.server.generate.request_record import RequestRecord
+from paceline.core.service_class import CLASSES
+from paceline.server.access.caller import LIMITS
+from paceline.server.generate.request_record import RequestRecord, Times
 from paceline.server.metrics.batching import PREEMPTIONS
 from paceline.server.metrics.prometheus_page import name_prefix
 from paceline.server.metrics.requests import FINISH_REASONS, METHODS
@@ -110,7 +111,7 @@ def test_every_label_has_a_closed_set_of_values() -> None:
         record = RequestRecord(id=odd, route=odd, tenant=odd, received_s=0.0)
         record.finish_reason = record.error_code = odd
         record.service_class = odd
-        record.wishes = (1, None, None)
+        record.objectives = Times(1)
         app.requests.started(record)
         app.requests.finished(record)
         app.http.count("/v1/completions", odd, 200)

@@ -46,7 +46,7 @@ class World:
         return found
 
     def wait_for(self, amount: int = 1) -> int:
-        """Retry-After of a request, or of so many tokens; 0 when it passes."""
+        """Retry-After of a request, or of `amount` tokens; 0 when it passes."""
         try:
             if self.caller.tokens_per_minute is not None:
                 self.charge(amount, 0)
@@ -79,7 +79,7 @@ def test_a_minutes_worth_may_come_at_once_and_then_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("per_minute, wait_s", [(1, 60), (7, 9), (60, 1), (6000, 1)])
-def test_who_waits_as_long_as_told_passes(per_minute: int, wait_s: int) -> None:
+def test_a_request_that_waits_as_long_as_retry_after_says_passes(per_minute: int, wait_s: int) -> None:
     world = World(requests=per_minute)
     for _ in range(per_minute):
         world.request()
@@ -229,7 +229,7 @@ def test_a_bucket_gets_back_only_what_it_took() -> None:
         st.tuples(st.floats(0, 30), st.integers(1, 200), st.integers(0, 200), st.integers(0, 3)), max_size=60
     ),
 )
-def test_nobody_gets_more_than_a_burst_and_what_time_gives(
+def test_no_key_gets_more_than_a_burst_and_what_time_gives(
     limit: int, requests: list[tuple[float, int, int, int]]
 ) -> None:
     """Against plain sums: what was used and what is reserved, at most the limit more than time has given."""

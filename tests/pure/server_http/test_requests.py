@@ -1,11 +1,16 @@
-"""What is read from headers and paths: hosts, keys, types, ids, routes."""
+"""What is read of a request: hosts, keys, types, ids and routes from headers and paths, and JSON, strictly."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.server.access.auth import Key, Keyring
 from paceline.server.access.keys_file import BadKeysFile, read_keys
@@ -14,6 +19,7 @@ from paceline.server.call import Answer, Call
 from paceline.server.errors import Refusal
 from paceline.server.http.asgi import RouteTable
 from paceline.server.http.request_headers import HostCheck, check_content, echoed_id, new_id
+from paceline.server.http.strict_json import MAX_DEPTH, read_object
 
 HASH = hashlib.sha256(b"k").hexdigest()
 
@@ -108,7 +114,7 @@ def bearer(key: bytes) -> list[tuple[bytes, bytes]]:
 
 def test_a_keyring_knows_its_keys() -> None:
     ring = Keyring(
-        [Key(name=name, sha256=hashlib.sha256(name.encode()).digest(), max_concurrency=3) for name in "abc"]
+        [Key(tenant=name, sha256=hashlib.sha256(name.encode()).digest(), max_concurrency=3) for name in "abc"]
     )
     assert ring.admit(bearer(b"b")).tenant == "b"
     assert ring.admit([(b"x-api-key", b"c")]).max_concurrency == 3
@@ -145,7 +151,7 @@ def test_the_environment_brings_one_key() -> None:
     assert len(read_keys(None, {})) == 0
 
 
-def test_who_is_admin(tmp_path: Path) -> None:
+def test_which_callers_are_admin(tmp_path: Path) -> None:
     other = hashlib.sha256(b"other").hexdigest()
     path = written(
         tmp_path / "keys",
@@ -154,7 +160,7 @@ def test_who_is_admin(tmp_path: Path) -> None:
     ring = read_keys(path, {"PACELINE_ADMIN_KEY": "third"})
     admins = {key: ring.admit(bearer(key)).is_admin for key in (b"k", b"other", b"third")}
     assert admins == {b"k": False, b"other": True, b"third": True}
-    assert read_keys(None, {}).admit([]).is_admin  # nobody but this machine gets here without keys
+    assert read_keys(None, {}).admit([]).is_admin  # only this machine gets here without keys
 
 
 @pytest.mark.parametrize(
@@ -188,3 +194,63 @@ def test_a_keys_file_is_for_its_owner_alone(tmp_path: Path) -> None:
         read_keys(path, {})
     with pytest.raises(BadKeysFile, match="cannot be read"):
         read_keys(str(tmp_path / "nothing"), {})
+
+
+# ----------------------------------------------------------------
+# Bodies are read strictly: what is good is what `json` reads, what is bad is refused with its code.
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=20), inner), max_leaves=20
+)
+
+
+@pytest.mark.slow
+@given(st.dictionaries(st.text(max_size=20), values, max_size=10), st.booleans())
+def test_good_objects_come_back(body: dict[str, Any], ensure_ascii: bool) -> None:
+    assert read_object(json.dumps(body, ensure_ascii=ensure_ascii).encode()) == body
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(Refusal):
+        assert isinstance(read_object(data), dict)
+
+
+@given(st.integers(1, 80), st.sampled_from(["[]", "{}", "mixed"]), st.text(alphabet='[{"\\', max_size=5))
+def test_depth_counts_brackets_outside_of_strings(depth: int, kind: str, noise: str) -> None:
+    value: Any = noise
+    for level in range(depth - 1):
+        value = (
+            {"a": value, "b": noise} if kind == "{}" or (kind == "mixed" and level % 2) else [noise, value]
+        )
+    data = json.dumps({"a": value}).encode()
+    if depth <= MAX_DEPTH:
+        assert read_object(data) == {"a": value}
+    else:
+        with pytest.raises(Refusal) as refused:
+            read_object(data)
+        assert refused.value.code == "too_deep"
+
+
+def test_long_strings_of_escapes_are_read_in_linear_time() -> None:
+    text = '\\"' * 400_000
+    data = json.dumps({"a": text, "b": [[]] * 40}).encode()
+    assert read_object(data)["a"] == text
+    with pytest.raises(Refusal):
+        read_object(data[: len(data) // 2])
+
+
+def test_surrogate_pairs_are_whole_or_refused() -> None:
+    assert read_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
+    for bad in (b'{"a": "\\ude00\\ud83d"}', b'{"a": ["\\ud83d"]}', b'{"a": {"\\uDfff": 1}}'):
+        with pytest.raises(Refusal) as refused:
+            read_object(bad)
+        assert refused.value.code == "invalid_unicode"

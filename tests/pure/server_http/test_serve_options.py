@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from paceline.cli.serve.flags import SERVE, merged
+from paceline.config.engine import ModelConfig
 from paceline.config.options import check_options, options_of
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ApiConfig, ServerConfig
 from paceline.errors import ConfigError
 from paceline.server.access.auth import Key, Keyring
 from paceline.server.app import check_exposure
+from paceline.server.open_api import model_names
 
 
 def test_every_option_has_a_flag_and_flags_are_unique() -> None:
@@ -104,8 +106,8 @@ def test_values_out_of_range_are_refused(given: dict[str, Any]) -> None:
         ServerConfig(**given)
 
 
-def test_other_machines_are_let_in_only_with_a_key() -> None:
-    ring = Keyring([Key(name="a", sha256=b"\x00" * 32)])
+def test_other_machines_are_accepted_only_with_a_key() -> None:
+    ring = Keyring([Key(tenant="a", sha256=b"\x00" * 32)])
     for config in (ServerConfig(host="0.0.0.0"), ServerConfig(metrics_host="10.0.0.1", metrics_port=1)):
         with pytest.raises(ConfigError, match="--api-keys-file"):
             check_exposure(config, Keyring([]))
@@ -122,3 +124,32 @@ def test_metrics_may_be_opened_without_a_key_but_not_the_api() -> None:
     exposed = ServerConfig(host="0.0.0.0", metrics_without_key=True)
     with pytest.raises(ConfigError, match="--api-keys-file"):
         check_exposure(exposed, Keyring([]))
+
+
+# ----------------------------------------------------------------
+# What a model is called in requests: a path of the machine is not shown unless the operator says so.
+
+
+def names(model: str | None, served: str | None = None) -> tuple[str, ...]:
+    return model_names(ModelConfig(model=model), ApiConfig(served_model_name=served))
+
+
+def test_a_local_model_is_called_by_the_last_part_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "secret" / "Tiny-1.5B"
+    folder.mkdir(parents=True)
+    file = tmp_path / "secret" / "tiny.q8.gguf"
+    file.touch()
+    assert names(str(folder)) == names(f"{folder}/") == ("Tiny-1.5B",)
+    assert names(str(file)) == ("tiny.q8.gguf", "tiny.q8")
+    monkeypatch.chdir(folder)
+    assert names(".") == names("../Tiny-1.5B") == ("Tiny-1.5B",)
+
+
+def test_a_model_of_the_hub_keeps_its_name() -> None:
+    assert names("org/Model-1.5B") == ("org/Model-1.5B", "Model-1.5B")
+
+
+def test_an_operator_may_call_it_anything(tmp_path: Path) -> None:
+    assert names(str(tmp_path), f"{tmp_path}, b") == (str(tmp_path), "b")

@@ -1,4 +1,4 @@
-"""A collector of spans for tests: OTLP over HTTP, on a port of its own. Needs the otel extra."""
+"""A collector of spans for tests: OTLP over HTTP, on a free port. Needs the otel extra."""
 
 from __future__ import annotations
 

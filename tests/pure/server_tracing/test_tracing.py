@@ -1,4 +1,4 @@
-"""Spans of requests: what is in them, where they go, and what becomes of them when nobody takes them."""
+"""Spans of requests: what is in them, where they go, and what becomes of them when no collector takes them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics import tracing as module
 from paceline.server.metrics.tracing import Tracing, attributes, open_tracing
 from tests.pure.server_tracing.collector import Collector
+from tests.waiting import wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
 
@@ -53,13 +54,6 @@ def collector() -> Iterator[Collector]:
     made.close()
 
 
-def wait_until(holds: Any) -> None:
-    until_s = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(0.01)
-
-
 def values(span: Any) -> dict[str, Any]:
     found = {}
     for each in span.attributes:
@@ -93,7 +87,7 @@ def test_a_request_becomes_a_span_of_its_clients_trace(collector: Collector) -> 
     ]
     assert times == sorted(times)
     assert abs(span.end_time_unix_nano / 1e9 - time.time()) < BOUND_S + 5
-    assert tracing.counts.exported == 1 and tracing.counts.dropped == 0
+    assert tracing.num_exported == 1 and tracing.num_dropped == 0
 
 
 def test_a_trace_its_client_does_not_sample_gets_no_span(collector: Collector) -> None:
@@ -114,7 +108,7 @@ def test_no_text_and_no_tenant_is_in_a_span() -> None:
     assert not any("alice" in str(value) for value in attributes(record(), "m").values())
 
 
-def test_spans_nobody_takes_are_counted_and_never_waited_for(
+def test_spans_that_are_not_taken_are_counted_and_never_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "MOST_QUEUED", 8)
@@ -131,9 +125,9 @@ def test_spans_nobody_takes_are_counted_and_never_waited_for(
     assert entered.wait(BOUND_S)
     for _ in range(20):  # the collector hangs: none of these calls may
         tracing.finished(record())
-    assert tracing.counts.dropped == 12
+    assert tracing.num_dropped == 12
     go_on.set()
-    wait_until(lambda: tracing.counts.dropped == 21)
+    wait_until(lambda: tracing.num_dropped == 21)
     tracing.close(BOUND_S)
     assert {name: value for name, _, value in tracing.figures()} == {
         "otlp_spans_exported": 0,

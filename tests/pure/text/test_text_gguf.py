@@ -15,6 +15,7 @@ from paceline.errors import InputError
 from paceline.models.files.folder import TextParts
 from paceline.models.files.open import Checkpoint
 from paceline.text.chat_template import ChatTemplate
+from paceline.text.gguf_tokenizer import read_gguf
 from paceline.text.tokenizer import Tokenizer
 from tests.pure.text.text_helpers import (
     CHATML,
@@ -43,7 +44,7 @@ def known_cut(folder: Path) -> str | None:
     "folder", [each for each in real_tokenizers() if known_cut(each)], ids=lambda each: each.name
 )
 def test_real_byte_level_vocabularies_give_the_same_ids_from_gguf_fields(folder: Path) -> None:
-    made = Tokenizer.from_gguf(fields_of(folder))
+    made = Tokenizer(read_gguf(fields_of(folder)))
     reference = Backend.from_file(str(folder / "tokenizer.json"))
     for text in SAMPLES:
         ids = made.encode(text, add_special_tokens=False)
@@ -75,7 +76,7 @@ def test_user_defined_tokens_are_found_in_text_and_control_tokens_are_not() -> N
     fields = gguf_fields("byte-level")
     tokens = [*cast("list[str]", fields["tokenizer.ggml.tokens"]), "\n\n\n", "<|tool|>"]
     types = [*cast("list[int]", fields["tokenizer.ggml.token_type"]), 4, 4]
-    made = Tokenizer.from_gguf(gguf_fields("byte-level", tokens=tokens, token_type=types))
+    made = Tokenizer(read_gguf(gguf_fields("byte-level", tokens=tokens, token_type=types)))
     lines, marker = len(tokens) - 2, len(tokens) - 1
     assert lines in made.encode("a\n\n\nb") and marker not in made.encode("a<|tool|>b")
     assert made.decode(made.encode("a\n\n\nb<|tool|>")) == "a\n\n\nb<|tool|>"
@@ -120,7 +121,7 @@ def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 def test_the_template_of_a_gguf_file_is_used_from_any_thread() -> None:
     fields = {**gguf_fields("byte-level"), "tokenizer.chat_template": CHATML}
-    chat = ChatTemplate.for_tokenizer(Tokenizer.from_gguf(fields))
+    chat = ChatTemplate.for_tokenizer(Tokenizer(read_gguf(fields)))
     found: list[str] = []
 
     def render(name: str) -> None:

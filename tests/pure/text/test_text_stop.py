@@ -52,7 +52,9 @@ def test_text_is_cut_at_the_first_stop(stops: list[str], text: str, sizes: list[
     shown = "".join(result.emit for result in results) + matcher.flush()
     assert shown == cut_at(text, stops, include)
     found = first_stop(text, stops)
-    assert [result.stop for result in results if result.stopped] == ([] if found is None else [found[1]])
+    assert [result.stop for result in results if result.stop is not None] == (
+        [] if found is None else [found[1]]
+    )
 
 
 @given(stops=stop_lists, text=texts)
@@ -62,7 +64,7 @@ def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -
     for at, character in enumerate(text, start=1):
         result = matcher.push(character)
         shown += result.emit
-        if result.stopped:
+        if result.stop is not None:
             return
         prefixes = {stop[:size] for stop in stops for size in range(1, len(stop))}
         held = max((size for size in range(1, at + 1) if text[at - size : at] in prefixes), default=0)
@@ -73,7 +75,7 @@ def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -
 def test_stops_that_may_not_stop_are_let_through(stops: list[str], text: str, sizes: list[int]) -> None:
     matcher = StopMatcher(stops)
     results = [matcher.push(piece, may_stop=False) for piece in split(text, sizes)]
-    assert not any(result.stopped for result in results)
+    assert not any(result.stop is not None for result in results)
     assert "".join(result.emit for result in results) + matcher.flush() == text
 
 

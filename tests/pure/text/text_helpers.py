@@ -13,8 +13,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from paceline.text.byte_table import byte_characters
-from paceline.text.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer, byte_characters
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and the dog sleeps on",

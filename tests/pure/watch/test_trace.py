@@ -1,4 +1,4 @@
-"""A trace of an engine's steps shows what its state shows, in every simulated world."""
+"""A trace of an engine's steps shows what its state shows, live and of a run that is watched afterwards."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import random
 import numpy as np
 import pytest
 
+from paceline.cli.top.picture import unpack_steps
 from paceline.core.events import DecisionKind
 from paceline.process.live_view import delta_values
 from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
-from paceline.watch.trace import StepTrace, TraceDelta
-from paceline.watch.unpack import unpack_steps
+from paceline.watch.trace import PeriodicTrace, StepTrace, TraceDelta
 from tests.dst.world import World
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
 class Picture:
-    """Who is on which row, from steps alone: what a page does."""
+    """The request on each row, from steps alone: what a page does."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
@@ -66,7 +66,7 @@ def column(delta: TraceDelta, name: str) -> list[int]:
 def test_steps_and_state_tell_the_same(seed: int) -> None:
     world = World(seed)
     trace = world.engine.watcher = StepTrace(world.engine.scheduler.state)
-    picture, rng, step = Picture(), random.Random(seed), world._step
+    picture, rng, step = Picture(), random.Random(seed), world.step
     seen: set[str] = set()
 
     def watched_step() -> None:
@@ -75,7 +75,7 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
             delta = trace.take_delta()
             picture.show(delta)
             snapshot = delta.snapshot
-            shown = {row: who for row, who in picture.rows.items() if row not in snapshot.left}
+            shown = {row: request for row, request in picture.rows.items() if row not in snapshot.left}
             live = dict(zip(column(delta, "row"), column(delta, "request"), strict=True))
             assert shown == live
             assert snapshot.num_waiting == len(world.engine.scheduler.state.queue)
@@ -85,7 +85,7 @@ def test_steps_and_state_tell_the_same(seed: int) -> None:
                 assert int((kinds == SHARED).sum()) == int((pool.refs[1:] > 1).sum())
             seen.update(note.kind for note in delta.changes.notes[1])
 
-    world._step = watched_step  # type: ignore[method-assign]
+    world.step = watched_step  # type: ignore[method-assign]
     world.run(120)
     assert DecisionKind.FINISH.value in seen or not world.clients
 
@@ -161,7 +161,7 @@ def test_evicted_prefixes_are_reported_once() -> None:
     bench = Bench(engine_config())
     trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
     pool = bench.scheduler.state.kv.groups[0].pool
-    for index in range(40):  # prompts of their own fill the cache, until it has to forget
+    for index in range(40):  # different prompts fill the cache, until it has to forget
         bench.add(prompt(20, index), 4)
     bench.run()
     delta = trace.take_delta()
@@ -186,3 +186,40 @@ def test_endings_are_told_before_a_step_notes_them() -> None:
     places, notes = delta.changes.notes
     told = zip(places, notes, strict=True)
     assert [(at, note.request) for at, note in told if note.kind == DecisionKind.FINISH.value] == [(0, first)]
+
+
+# ----------------------------------------------------------------
+# Deltas of a run that is watched afterwards: by its own clock, never too many, and nothing lost between
+# them.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_deltas_taken_inside_a_run_agree_with_its_state(seed: int) -> None:
+    world, deltas = World(seed), list[TraceDelta]()
+    trace = PeriodicTrace(world.engine.scheduler.state, deltas.append, interval_s=0.05, doubles_after=10_000)
+    world.engine.watcher = trace
+    world.run(120)
+    trace.take_delta(world.engine.now_s)
+    picture, steps = Picture(), 0
+    for delta in deltas:
+        picture.show(delta)
+        shown = {row: request for row, request in picture.rows.items() if row not in delta.snapshot.left}
+        assert shown == dict(zip(column(delta, "row"), column(delta, "request"), strict=True))
+        assert delta.dropped == 0
+        steps += len(delta.steps)
+    assert steps == world.engine.num_submitted
+    times = [delta.snapshot.time_s for delta in deltas]
+    assert times == sorted(times)
+
+
+@pytest.mark.slow
+def test_deltas_of_a_long_run_come_less_and_less_often() -> None:
+    world, deltas = World(3), list[TraceDelta]()
+    trace = PeriodicTrace(world.engine.scheduler.state, deltas.append, interval_s=1e-4, doubles_after=4)
+    world.engine.watcher = trace
+    world.run(120)
+    trace.take_delta(world.engine.now_s)
+    sizes = [len(delta.steps) for delta in deltas]
+    assert sum(sizes) == world.engine.num_submitted
+    assert sizes[0] == 1 and max(sizes) > 1

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.bench.run import own_options
-from paceline.cli.bench.view import FORMAT, note, show, write_json
-from paceline.cli.flags import split_list, writable
+from paceline.cli.bench.view import FORMAT, note, show
+from paceline.cli.flags import split_list, writable, write_json
+from paceline.config.options import from_values
 from paceline.errors import InputError, PacelineError
 from paceline.lab.bench.bench_options import CompareOptions
 from paceline.lab.bench.compare import MeasureDifference, differing, worse_than
@@ -43,7 +43,7 @@ class _File:
 
 
 def compare(values: Mapping[str, Any]) -> None:
-    options = own_options(CompareOptions, values)
+    options = from_values(CompareOptions, values)
     allowed = _share(options.fail_if_worse)
     target = writable("--json", options.json)
     before, after = _read(options.before), _read(options.after)
@@ -67,7 +67,7 @@ def compare(values: Mapping[str, Any]) -> None:
         entry = [{**asdict(each), "verdict": each.verdict} for each in found]
         plain["results"].append({"label": label, "warnings": warnings, "differences": entry})
     if target is not None:
-        write_json(rounded(plain), target)
+        write_json(target, rounded(plain))
         print(f"Wrote {target}")
     if allowed is not None and worse:
         raise WorseThanAllowed(f"worse by more than {allowed * 100:g} %: {'; '.join(worse)}")

@@ -1,6 +1,6 @@
 """`paceline bench serve | sweep | compare | throughput | latency` on the command line.
 
-What they do is in files of their own, imported when one of them runs.
+What they do is in separate files, imported when one of them runs.
 """
 
 from __future__ import annotations

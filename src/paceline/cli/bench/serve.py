@@ -12,8 +12,8 @@ import resource
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -21,20 +21,26 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from paceline.cli.bench.run import own_options
-from paceline.cli.bench.view import FORMAT, note, write_json
+from paceline.cli.bench.view import FORMAT, note
 from paceline.cli.doctor import machine_facts
-from paceline.cli.flags import writable
+from paceline.cli.flags import writable, write_json
 from paceline.cli.remote import UNKNOWN_LENGTH, Connection, Remote, ServerRefused, admin_connection
+from paceline.config.options import from_values
 from paceline.errors import InputError, PacelineError
 from paceline.lab.bench.bench_options import LoadOptions, LoadRunOptions
-from paceline.lab.bench.load.asked import AskedLoad, LoadPoint, ask_load, parse_bounds, parse_percentiles
-from paceline.lab.bench.load.figures import LoadShape, ServeFigures, block_lines, figures, result_json
+from paceline.lab.bench.load.figures import ServeFigures, block_lines, figures, result_json
 from paceline.lab.bench.load.generator import LoadGenerator, LoadPlan, LoadRun
-from paceline.lab.bench.load.pacing import parse_ramp
 from paceline.lab.bench.load.pool import Pool, Target
 from paceline.lab.bench.load.prompt_source import BACKENDS, PATHS, BodyForm, RandomSource
 from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
+from paceline.lab.bench.load.requested import (
+    LoadPoint,
+    RequestedLoad,
+    parse_bounds,
+    parse_percentiles,
+    parse_ramp,
+    requested_load,
+)
 from paceline.lab.bench.machine import source_commit
 
 # The server that `paceline bench` puts load on: where it is, what it serves, what it tells about itself.
@@ -74,16 +80,16 @@ class BenchServer:
     def facts(self) -> dict[str, Any]:
         """For the record: version, longest sequence, and for an operator the engine and its device."""
         facts: dict[str, Any] = {"url": self.url, "model": self.model, "max_model_len": self.max_model_len}
-        version = told_by(self._remote, "/version")
+        version = server_values(self._remote, "/version")
         if version is not None:
             facts["version"] = version.get("version")
-        about = told_by(admin_connection(self.url), "/v1/admin/about")
+        about = server_values(admin_connection(self.url), "/v1/admin/about")
         if about is not None and "engine" in about:
             facts["engine"] = about["engine"]
         return facts
 
 
-def told_by(connection: Connection, path: str) -> dict[str, Any] | None:
+def server_values(connection: Connection, path: str) -> dict[str, Any] | None:
     """What a server answers; None where it does not, or not to this key."""
     try:
         found: dict[str, Any] = connection.ask("GET", path)
@@ -110,12 +116,12 @@ class LoadSession:
     its prompt in the server's cache because an earlier run had the same."""
 
     server: BenchServer
-    asked: AskedLoad
+    load: RequestedLoad
     next_index: int = 0
     is_warm: bool = False
 
     def run(self, point: LoadPoint) -> LoadRun:
-        plan = self.asked.plan(point, first_index=self.next_index)
+        plan = self.load.plan(point, first_index=self.next_index)
         if self.server.key and "" not in plan.keys:
             plan = replace(plan, keys={"": self.server.key, **plan.keys})
         _allow_sockets()
@@ -131,13 +137,14 @@ class LoadSession:
 
     async def _run(self, plan: LoadPlan, label: str) -> LoadRun:
         pool = Pool(self.server.target)
-        form: BodyForm = self.asked.form(self.server.model)
-        with _bar(label, plan) as bar:
-            generator = LoadGenerator(pool, self.asked.source, form, plan, on_end=bar.take)
+        form: BodyForm = self.load.form(self.server.model)
+        bar = _LoadBar(label, plan)
+        with bar.progress or nullcontext():
+            generator = LoadGenerator(pool, self.load.source, form, plan, on_end=bar.take)
             loop = asyncio.get_running_loop()
             try:
                 if not self.is_warm:
-                    _check(await generator.warm_up(self.asked.options.num_warmups))
+                    _check(await generator.warm_up(self.load.options.num_warmups))
                     self.is_warm = True
                 bar.start(loop)
                 loop.add_signal_handler(signal.SIGINT, self._interrupt, loop, generator)
@@ -176,41 +183,35 @@ def _check(warmed: list[ObservedAnswer]) -> None:
         )
 
 
-class _NoBar:
-    """No progress: the output is no terminal."""
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
-
-    def take(self, seen: ObservedAnswer) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class _LoadBar(_NoBar):
-    """Requests that have ended, drawn a few times a second and never by a separate thread."""
+class _LoadBar:
+    """Requests that have ended, drawn a few times a second and never by a separate thread; only on a terminal."""
 
     def __init__(self, label: str, plan: LoadPlan) -> None:
+        self._ended = self._failed = self._tokens = 0
+        self._is_counting = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.progress: Any = None
+        if not sys.stderr.isatty():
+            return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[news]}"),
+            TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
             auto_refresh=False,
             transient=True,
         )
-        self._task = self._progress.add_task(label, total=plan.num_expected, news="warming up")
-        self._ended = self._failed = self._tokens = 0
-        self._is_counting = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._task = self.progress.add_task(label, total=plan.num_expected, note="warming up")
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_counting = True
-        self._refresh(loop)
+        if self.progress is not None:
+            self._refresh(loop)
 
     def take(self, seen: ObservedAnswer) -> None:
         if self._is_counting:
@@ -223,24 +224,10 @@ class _LoadBar(_NoBar):
             self._timer.cancel()
 
     def _refresh(self, loop: asyncio.AbstractEventLoop) -> None:
-        news = f"{self._tokens:,} tokens" + (f", {self._failed:,} failed" if self._failed else "")
-        self._progress.update(self._task, completed=self._ended, news=news)
-        self._progress.refresh()
+        note = f"{self._tokens:,} tokens" + (f", {self._failed:,} failed" if self._failed else "")
+        self.progress.update(self._task, completed=self._ended, note=note)
+        self.progress.refresh()
         self._timer = loop.call_later(REFRESH_S, self._refresh, loop)
-
-    @contextmanager
-    def shown(self) -> Iterator[_LoadBar]:
-        with self._progress:
-            yield self
-
-
-@contextmanager
-def _bar(label: str, plan: LoadPlan) -> Iterator[_NoBar]:
-    if not sys.stderr.isatty():
-        yield _NoBar()
-        return
-    with _LoadBar(label, plan).shown() as bar:
-        yield bar
 
 
 LATE_MS = 5.0
@@ -248,7 +235,7 @@ CACHED_SHARE = 0.5  # of all prompt tokens; the beginning that a chat template g
 
 
 def serve(values: Mapping[str, Any]) -> None:
-    options = own_options(LoadRunOptions, with_bounds(_finite(values)))
+    options = from_values(LoadRunOptions, with_bounds(_finite(values)))
     target = writable("--json", options.json)
     bounds, percentiles = parse_bounds(options.goodput), parse_percentiles(options.percentiles)
     point = LoadPoint(
@@ -256,37 +243,36 @@ def serve(values: Mapping[str, Any]) -> None:
         ramp=None if options.ramp is None else parse_ramp(options.ramp),
         max_concurrency=options.max_concurrency,
     )
-    server, asked = open_load(options, [point])
+    server, load = open_load(options, [point])
     facts = server.facts()
-    note(f"{server.model} at {server.url}: {asked.source.name}, {_sentence(asked, point)}")
-    run = LoadSession(server=server, asked=asked).run(point)
+    note(f"{server.model} at {server.url}: {load.source.name}, {_sentence(load, point)}")
+    run = LoadSession(server=server, load=load).run(point)
     found = figures(run, percentiles=percentiles, bounds=bounds)
-    shape = LoadShape(rate=point.rate, max_concurrency=point.max_concurrency)
-    print("\n".join(block_lines(found, shape)))
-    for line in remarks(found, run, asked, point):
+    print("\n".join(block_lines(found, rate=point.rate, max_concurrency=point.max_concurrency)))
+    for line in remarks(found, run, load, point):
         note(line)
     if target is not None:
         value = {
             **environment("serve", options, facts),
-            **settings(asked, point, bounds),
+            **settings(load, point, bounds),
             **result_json(found, run),
         }
-        write_json(value, target)
+        write_json(target, value)
         print(f"Wrote {target}")
     end(run, found)
 
 
-def open_load(options: LoadOptions, points: Sequence[LoadPoint]) -> tuple[BenchServer, AskedLoad]:
-    """The server and what is asked of it. Mistakes that need no server are told before one is asked."""
-    asked = ask_load(options)
-    asked.form("")
+def open_load(options: LoadOptions, points: Sequence[LoadPoint]) -> tuple[BenchServer, RequestedLoad]:
+    """The server and what it will be sent. Mistakes that need no server are found before one is contacted."""
+    load = requested_load(options)
+    load.form("")
     for point in points:
-        asked.plan(point)
+        load.plan(point)
     server = BenchServer(options.url, options.model, options.api)
-    asked = asked.fitted(server.max_model_len)
-    if asked.touched:
-        note(f"{asked.touched:,} requests are longer than the model takes; they are shortened or left out")
-    return server, asked
+    load = load.fitted(server.max_model_len)
+    if load.touched:
+        note(f"{load.touched:,} requests are longer than the model takes; they are shortened or left out")
+    return server, load
 
 
 def end(run: LoadRun, found: ServeFigures) -> None:
@@ -317,53 +303,52 @@ def environment(kind: str, options: LoadOptions, server: Mapping[str, Any]) -> d
     }
 
 
-def settings(asked: AskedLoad, point: LoadPoint, bounds: Mapping[str, float]) -> dict[str, Any]:
+def settings(load: RequestedLoad, point: LoadPoint, bounds: Mapping[str, float]) -> dict[str, Any]:
     """The load of one run."""
-    options = asked.options
+    options = load.options
     ramp = point.ramp
     value: dict[str, Any] = {
-        "workload": asked.source.name,
+        "workload": load.source.name,
         "num_prompts": options.num_prompts,
         "max_duration_s": options.duration,
         "request_rate": "inf" if point.rate is None else point.rate,
         "ramp": None if ramp is None else f"{ramp.start:g}:{ramp.end:g}:{ramp.seconds:g}",
-        "arrivals": asked.arrivals(point),
+        "arrivals": load.arrivals(point),
         "max_concurrency": point.max_concurrency,
         "num_warmups": options.num_warmups,
-        "ignore_eos": asked.ignore_eos,
+        "ignore_eos": load.ignore_eos,
         "output_len": options.output_len,
         "temperature": options.temperature,
         "extra_body": options.extra_body,
         "goodput": dict(bounds) or None,
     }
-    if isinstance(asked.source, RandomSource):
+    if isinstance(load.source, RandomSource):
         names = ("input_len", "output_len", "spread", "prefix_share", "num_prefixes")
-        value |= {name: getattr(asked.source, name) for name in names}
+        value |= {name: getattr(load.source, name) for name in names}
     return value
 
 
-def remarks(found: ServeFigures, run: LoadRun, asked: AskedLoad, point: LoadPoint) -> list[str]:
+def remarks(found: ServeFigures, run: LoadRun, load: RequestedLoad, point: LoadPoint) -> list[str]:
     """What to know before the figures are believed."""
     lines = []
-    waits = point.max_concurrency is not None or asked.options.retries > 0  # then being late was asked for
+    waits = point.max_concurrency is not None or load.options.retries > 0  # then being late was asked for
     for kind in found.failures:
         message = next(seen.message for seen in run.seen if seen.kind == kind)
         lines.append(f"{found.failures[kind]:,} {kind}; the first: {message}")
     if run.is_interrupted:
         lines.append(f"Interrupted: {found.unfinished:,} requests were under way and are not counted.")
-    late = dict(found.lateness.percentiles).get(99.0) or max(
-        (value for _, value in found.lateness.percentiles if value is not None), default=0.0
-    )
+    lateness = found.spreads["lateness"].percentiles
+    late = dict(lateness).get(99.0) or max((value for _, value in lateness if value is not None), default=0.0)
     if late > LATE_MS and not waits:
         lines.append(
             f"This client sent requests up to {late:.0f} ms after they were due; the latencies hold that time. Use "
             "a machine that is less busy."
         )
-    if found.early_stops and asked.ignore_eos:
+    if found.early_stops and load.ignore_eos:
         lines.append(
             f"{found.early_stops:,} answers are shorter than asked for: the server does not know ignore_eos."
         )
-    is_own = isinstance(asked.source, RandomSource) and asked.source.prefix_share == 0
+    is_own = isinstance(load.source, RandomSource) and load.source.prefix_share == 0
     if is_own and (found.cached_input_tokens or 0) > CACHED_SHARE * found.total_input_tokens:
         lines.append(
             "Most tokens of the prompts were found in the server's prefix cache, where an earlier run with this seed "
@@ -372,17 +357,17 @@ def remarks(found: ServeFigures, run: LoadRun, asked: AskedLoad, point: LoadPoin
     return lines
 
 
-def _sentence(asked: AskedLoad, point: LoadPoint) -> str:
-    options = asked.options
+def _sentence(load: RequestedLoad, point: LoadPoint) -> str:
+    options = load.options
     parts = ["as many requests as there is time for"]
-    if asked.num_requests is not None:
-        parts = [f"{asked.num_requests:,} requests"]
+    if load.num_requests is not None:
+        parts = [f"{load.num_requests:,} requests"]
     if point.ramp is not None:
         parts.append(f"from {point.ramp.start:g} to {point.ramp.end:g} a second")
     elif point.rate is not None:
         parts.append(f"{point.rate:g} a second")
     elif point.max_concurrency is None:
-        parts.append("at once" if asked.recorded_s is None else "as they were recorded")
+        parts.append("at once" if load.recorded_s is None else "as they were recorded")
     if point.max_concurrency is not None:
         parts.append(f"{point.max_concurrency:,} at a time")
     if options.duration is not None:

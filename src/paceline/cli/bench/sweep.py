@@ -12,19 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.bench.run import own_options
 from paceline.cli.bench.serve import LoadSession, environment, open_load, remarks, settings, with_bounds
-from paceline.cli.bench.view import note, show, write_json
-from paceline.cli.flags import split_list
+from paceline.cli.bench.view import note, show
+from paceline.cli.flags import split_list, writable_folder, write_json
+from paceline.config.options import from_values
 from paceline.errors import InputError
 from paceline.lab.bench.bench_options import SWEEP_SECONDS, SweepOptions
-from paceline.lab.bench.load.asked import AskedLoad, LoadPoint, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.figures import ServeFigures, figures, result_json, run_record
+from paceline.lab.bench.load.requested import LoadPoint, RequestedLoad, parse_bounds, parse_percentiles
 from paceline.lab.bench.load.sweep_page import SweepFigure, make_page
 from paceline.lab.bench.tables import Grid
-from paceline.lab.report.load_plots import GoodputPoint, plot_gantt, plot_goodput
 from paceline.lab.report.plot_style import need_matplotlib
-from paceline.lab.report.plots import Curve, curve_point, plot_cdfs, plot_throughput_latency
+from paceline.lab.report.plots import (
+    Curve,
+    GoodputPoint,
+    curve_point,
+    plot_cdfs,
+    plot_gantt,
+    plot_goodput,
+    plot_throughput_latency,
+)
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.report.table import format_number
@@ -53,20 +60,20 @@ def sweep(values: Mapping[str, Any]) -> None:
     points = _points(options)
     bounds, percentiles = parse_bounds(options.goodput), parse_percentiles(options.percentiles)
     need_matplotlib()
-    folder = _folder(options.output)
-    server, asked = open_load(options, points)
+    folder = writable_folder("--output", options.output)
+    server, load = open_load(options, points)
     plain: dict[str, Any] = {**environment("sweep", options, server.facts()), "results": []}
-    session = LoadSession(server=server, asked=asked)
+    session = LoadSession(server=server, load=load)
     measured: list[Measured] = []
     is_interrupted = False
     for point in points:
-        note(f"{server.model} at {server.url}: {asked.source.name}, {point.label}")
+        note(f"{server.model} at {server.url}: {load.source.name}, {point.label}")
         run = session.run(point)
         found = figures(run, percentiles=percentiles, bounds=bounds)
-        for line in remarks(found, run, asked, point):
+        for line in remarks(found, run, load, point):
             note(line)
-        plain["results"].append({**settings(asked, point, bounds), **result_json(found, run)})
-        write_json(plain, folder / RESULTS)
+        plain["results"].append({**settings(load, point, bounds), **result_json(found, run)})
+        write_json(folder / RESULTS, plain)
         if found.completed:
             measured.append(Measured(point=point, found=found, record=run_record(run, label=point.label)))
         is_interrupted = run.is_interrupted
@@ -78,7 +85,7 @@ def sweep(values: Mapping[str, Any]) -> None:
     title = options.title or f"{server.model} at {server.url}"
     show(title, grid)
     pictures = draw(measured, folder, has_bounds=bool(bounds))
-    facts = page_facts(plain, asked, bounds)
+    facts = page_facts(plain, load, bounds)
     page = make_page(title=title, lead=_lead(measured, bounds), grid=grid, pictures=pictures, facts=facts)
     (folder / PAGE).write_text(page, encoding="utf-8")
     print(f"Wrote {folder / PAGE}")
@@ -90,7 +97,7 @@ def _options(values: Mapping[str, Any]) -> SweepOptions:
     given = with_bounds(values)
     if given.get("duration") is None and given.get("num_prompts") is None:
         given["duration"] = SWEEP_SECONDS
-    return own_options(SweepOptions, given)
+    return from_values(SweepOptions, given)
 
 
 def _points(options: SweepOptions) -> list[LoadPoint]:
@@ -118,15 +125,6 @@ def _positive(text: str, flag: str) -> float:
     return number
 
 
-def _folder(name: str) -> Path:
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {name}: cannot be made ({error.strerror or error})") from None
-    return folder
-
-
 def sweep_grid(measured: Sequence[Measured]) -> Grid:
     """One row for each load: what was served, then how long it took."""
     has_goodput = any(each.found.request_goodput is not None for each in measured)
@@ -142,23 +140,21 @@ def _served(each: Measured) -> list[str]:
         each.point.label,
         f"{found.completed:,}",
         f"{found.failed:,}",
-        _shown(found.request_throughput),
-        _shown(found.output_throughput),
-        _shown(found.request_goodput),
+        format_number(found.request_throughput),
+        format_number(found.output_throughput),
+        format_number(found.request_goodput),
     ]
 
 
 def _times(each: Measured) -> list[str]:
     spreads = [each.found.spreads[name] for name in TIMES]
-    return [f"{_shown(spread.median)} / {_shown(max(spread.percentiles)[1])}" for spread in spreads]
+    return [
+        f"{format_number(spread.median)} / {format_number(max(spread.percentiles)[1])}" for spread in spreads
+    ]
 
 
 def _highest(measured: Sequence[Measured]) -> float:
     return max(measured[0].found.spreads["ttft"].percentiles)[0]
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
 
 
 def draw(measured: Sequence[Measured], folder: Path, *, has_bounds: bool) -> list[SweepFigure]:
@@ -221,7 +217,7 @@ def _lead(measured: Sequence[Measured], bounds: Mapping[str, float]) -> list[str
         good = max(measured, key=lambda each: each.found.request_goodput or 0.0)
         named = ", ".join(f"{name.upper()} {bound:g} ms" for name, bound in bounds.items())
         lines.append(
-            f"Most goodput: {_shown(good.found.request_goodput)} requests per second at {good.point.label} "
+            f"Most goodput: {format_number(good.found.request_goodput)} requests per second at {good.point.label} "
             f"(within {named})."
         )
     else:
@@ -229,18 +225,18 @@ def _lead(measured: Sequence[Measured], bounds: Mapping[str, float]) -> list[str
     return lines
 
 
-def page_facts(plain: Mapping[str, Any], asked: AskedLoad, bounds: Mapping[str, float]) -> dict[str, str]:
+def page_facts(plain: Mapping[str, Any], load: RequestedLoad, bounds: Mapping[str, float]) -> dict[str, str]:
     """What the page says about how it was measured."""
     first = plain["results"][0]
     client, server = plain["client"], plain["server"]
-    warm_up = asked.options.num_warmups
+    warm_up = load.options.num_warmups
     return {
         "Command": plain["command"],
         "Date": plain["date"],
         "Server": ", ".join(
             f"{name} {value}" for name, value in server.items() if not isinstance(value, dict)
         ),
-        "Engine": json.dumps(server["engine"]) if "engine" in server else "not told",
+        "Engine": json.dumps(server["engine"]) if "engine" in server else "not reported",
         "Client": f"{client['cpu']['name']}, {client['cpu']['cores']} cores, {client['system']}",
         "Versions": ", ".join(f"{name} {value}" for name, value in client["versions"].items()),
         "Commit": plain["commit"] or "unknown",

@@ -5,19 +5,18 @@ Owns the layout of the file and the sentence above the table. The destination is
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.cli.doctor import gather
-from paceline.errors import InputError
-from paceline.factory import LoadedModel
-from paceline.lab.bench.machine import accelerator, engine_sizes, source_commit, triton_version
+from paceline.cli.flags import write_json
+from paceline.cli.terminal import columns
+from paceline.lab.bench.machine import accelerator, source_commit, triton_version
 from paceline.lab.bench.tables import Grid, rounded, split_grid
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ class Report:
     further: list[dict[str, Any]] = field(default_factory=list)
     recheck: dict[str, Any] | None = None
     error: str | None = None  # what ended the command early
-
-    @classmethod
-    def of(cls, kind: str, model: str, loaded: LoadedModel, startup_s: float) -> Report:
-        return cls(kind=kind, model=model, startup_s=startup_s, engine=engine_sizes(loaded))
 
     @property
     def title(self) -> str:
@@ -99,13 +94,9 @@ def show(title: str, grid: Grid) -> None:
 
 
 def plain_lines(grid: Grid) -> list[str]:
-    lines = [list(grid.headings), *map(list, grid.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(grid.headings))]
-    lines.insert(1, ["-" * width for width in widths])
-    return [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    ]
+    cells = [grid.headings, *grid.rows]
+    rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
+    return columns([grid.headings, rule, *grid.rows], 1)
 
 
 def _show_rich(title: str, grid: Grid) -> None:
@@ -149,11 +140,6 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def note_skipped(names: Sequence[str]) -> None:
-    for name in names:
-        note(f"{name} is left out: its lengths come from a trace; name the file with --trace")
-
-
 @contextmanager
 def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
     """Write the report when this is left, also by an error, which it then names; and whenever what it gives is called,
@@ -161,7 +147,7 @@ def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
 
     def save() -> None:
         if target is not None:
-            write_json(report.plain(), target)
+            write_json(target, report.plain())
 
     try:
         yield save
@@ -172,11 +158,3 @@ def write(report: Report, target: Path | None) -> Iterator[Callable[[], None]]:
         save()
         if target is not None:
             print(f"Wrote {target}")
-
-
-def write_json(value: Mapping[str, Any], target: Path) -> None:
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot write {target}: {problem.strerror or problem}") from problem

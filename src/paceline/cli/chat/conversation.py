@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.cli.answer import Answering, ChatAnswer
-from paceline.cli.terminal import AnswerPrinter, Printer, has_colour, is_dumb, note
+from paceline.cli.answer import ChatAnswer, Talker
+from paceline.cli.remote import Remote
+from paceline.cli.terminal import Printer, has_colour, is_dumb, note
 from paceline.core.sampling import Offer, SamplingParams, offered
 from paceline.errors import InputError
 from paceline.models.files.fetch import models_folder
+
+if TYPE_CHECKING:
+    from paceline.cli.markdown import MarkdownPrinter
 
 LEAVE = ("/bye", "/exit", "/quit")
 HELP = '''\
@@ -38,7 +42,7 @@ UNKNOWN = "the server's own"
 SETTINGS = {spec.name: str if spec.is_text else spec.kind for spec in offered(Offer.SET)}
 
 
-def answer_printer(stream: TextIO) -> AnswerPrinter:
+def answer_printer(stream: TextIO) -> Printer | MarkdownPrinter:
     """Markdown and colour on a terminal that has them, plain text everywhere else."""
     if not has_colour(stream):
         return Printer(stream)
@@ -51,7 +55,12 @@ class ChatSession:
     """One conversation with one model."""
 
     def __init__(
-        self, talker: Answering, given: Mapping[str, Any], *, system_prompt: str | None, shows_stats: bool
+        self,
+        talker: Talker | Remote,
+        given: Mapping[str, Any],
+        *,
+        system_prompt: str | None,
+        shows_stats: bool,
     ) -> None:
         self._talker = talker
         self._given = dict(given)
@@ -61,10 +70,6 @@ class ChatSession:
         self._last: ChatAnswer | None = None
         self._has_dropped = False
         self._printer = answer_printer(sys.stdout)
-
-    @staticmethod
-    def wants_to_leave(line: str) -> bool:
-        return line.strip() in LEAVE
 
     def take(self, line: str) -> ChatAnswer | None:
         """A command, or a message that is answered. A command is one line: pasted code may begin with a slash too."""

@@ -17,10 +17,10 @@ from paceline.config.options import option
 from paceline.errors import EngineFailed, InputError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.cli.answer import Answering
+    from paceline.cli.answer import Talker
     from paceline.cli.chat.conversation import ChatSession, LineSource
+    from paceline.cli.remote import Remote
 
-INTERRUPTED = 130
 HELP = """
 Talk to a model on the terminal.
 
@@ -94,40 +94,33 @@ def _chat_with_server(values: Mapping[str, Any], given: Mapping[str, Any], *, on
 
 
 def _converse(
-    talker: Answering, given: Mapping[str, Any], values: Mapping[str, Any], *, on_terminal: bool
+    talker: Talker | Remote, given: Mapping[str, Any], values: Mapping[str, Any], *, on_terminal: bool
 ) -> None:
     from paceline.cli.chat.conversation import ChatSession, open_lines
 
     session = ChatSession(talker, given, system_prompt=values["system_prompt"], shows_stats=values["stats"])
     if values["quick"] is not None:
-        _ask_once(session, values["quick"])
+        session.say(values["quick"]).check()
         return
     with open_lines(on_terminal) as lines:
         _talk(session, lines, on_terminal=on_terminal)
 
 
-def _banner(who: str) -> None:
+def _banner(model: str) -> None:
     from paceline.version import __version__
 
-    print(f"paceline {__version__}, {who}. /? for help, Ctrl-D to leave.", flush=True)
-
-
-def _ask_once(session: ChatSession, message: str) -> None:
-    answer = session.say(message)
-    if answer.is_interrupted:
-        raise SystemExit(INTERRUPTED)
-    if answer.error is not None:
-        raise EngineFailed(f"the answer ended early: {answer.failure}")
+    print(f"paceline {__version__}, {model}. /? for help, Ctrl-D to leave.", flush=True)
 
 
 def _talk(session: ChatSession, lines: LineSource, *, on_terminal: bool) -> None:
     """Messages and commands until there are no more. Only an engine that is lost ends it early."""
+    from paceline.cli.chat.conversation import LEAVE
     from paceline.cli.terminal import keys_unseen, note
 
     while True:
         try:
             message = lines.read()
-            if message is None or session.wants_to_leave(message):
+            if message is None or message.strip() in LEAVE:
                 return
             with keys_unseen():
                 answer = session.take(message) if message.strip() else None
@@ -141,7 +134,7 @@ def _talk(session: ChatSession, lines: LineSource, *, on_terminal: bool) -> None
             note(f"({error})")
         else:
             if answer is not None and answer.is_interrupted and not on_terminal:
-                raise SystemExit(INTERRUPTED)
+                answer.check()
 
 
 CHAT = Command(name="chat", help=HELP, run=_chat, takes=(ChatOptions, *ANSWERING), defaults=RANDOM_SEED)

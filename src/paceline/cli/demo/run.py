@@ -1,6 +1,6 @@
 """`paceline demo`: static, dynamic and continuous batching on the same bursts of traffic, on this machine.
 
-Owns the flags, the table at the end and the files. The runs are in `lab.bench.demo`, the live picture in
+Owns the flags, the table at the end and the files. The runs are in `lab.bench.demo_runs`, the live picture in
 `view`. Heavy imports happen when the command runs.
 """
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.cli.command import Command
-from paceline.cli.show import RacePage, ShowOptions, page_port, show_options
-from paceline.config.options import check_options, option, pick
+from paceline.cli.flags import writable_folder, write_json
+from paceline.cli.show import RacePage, ShowOptions, page_port
+from paceline.config.options import CheckedOptions, from_values, option
 from paceline.errors import InputError
 from paceline.lab.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from paceline.lab.bench.demo.run import ModeRun
-    from paceline.server.live.race import Race
-    from paceline.server.live.recording import Recording
+    from paceline.lab.bench.demo_runs import ModeRun
+    from paceline.server.live.recording import Race, Recording
 
 HELP = """
 Compare static, dynamic and continuous batching on this machine.
@@ -46,7 +46,7 @@ QUICK_SECONDS, QUICK_WARM_UP = 8.0, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(CheckedOptions):
     """What `paceline demo` takes."""
 
     PANEL: ClassVar = "Demonstration"
@@ -87,9 +87,6 @@ class DemoOptions:
         metavar="FOLDER",
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceOptions(ShowOptions):
@@ -101,19 +98,19 @@ class RaceOptions(ShowOptions):
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    options = DemoOptions(**pick(DemoOptions, values))
-    shown = show_options(values)
+    options = from_values(DemoOptions, values)
+    shown = from_values(RaceOptions, values)
     if options.replay is not None:
         _play(Path(options.replay), replace(shown, ui=True))
         return
-    folder = _folder(options.out)
+    folder = writable_folder("--out", options.out)
     with page_port(shown) as bound:
         if bound is None:
             _run_modes(options, folder)
             return
         race = _live_race(options)
         with RacePage(race, bound) as page:
-            page.tell("The race is on")
+            page.announce("The race is on")
             _run_modes(options, folder, race)
             page.wait("The race is over. Race again on")
 
@@ -127,9 +124,8 @@ def _play(folder: Path, shown: ShowOptions) -> None:
 
 
 def _live_race(options: DemoOptions) -> Race:
-    from paceline.lab.bench.demo.demo_session import MODES
-    from paceline.server.live.race import Race
-    from paceline.server.live.recording import Recording
+    from paceline.lab.bench.demo_runs import MODES
+    from paceline.server.live.recording import Race, Recording
 
     recordings = [Recording(mode, num_rows=options.rows, device=options.device) for mode in MODES]
     return Race(recordings, what=_what(options.model, options.shape, options.device), is_live=True)
@@ -137,12 +133,12 @@ def _live_race(options: DemoOptions) -> Race:
 
 def _recorded_race(folder: Path) -> Race:
     """The race of the files that an earlier run wrote."""
-    from paceline.server.live.race import Race
+    from paceline.server.live.recording import Race
 
-    told = _figures_in(folder)
-    starts = {str(each["mode"]): each["origin_s"] for each in told["modes"] if "origin_s" in each}
-    recordings = [_recorded(str(each["mode"]), folder) for each in told["modes"]]
-    race = Race(recordings, what=str(told.get("what", "")), is_live=False, starts=starts)
+    figures = _figures_in(folder)
+    starts = {str(each["mode"]): each["origin_s"] for each in figures["modes"] if "origin_s" in each}
+    recordings = [_recorded(str(each["mode"]), folder) for each in figures["modes"]]
+    race = Race(recordings, what=str(figures.get("what", "")), is_live=False, starts=starts)
     race.num_requests = max((len(each.answers) for each in recordings), default=0)
     return race
 
@@ -152,9 +148,9 @@ def _figures_in(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        told = problem.strerror if isinstance(problem, OSError) else "not JSON"
+        reason = problem.strerror if isinstance(problem, OSError) else "not JSON"
         raise InputError(
-            f"--replay {folder}: cannot read {path} ({told}); give the --out folder of a finished demo"
+            f"--replay {folder}: cannot read {path} ({reason}); give the --out folder of a finished demo"
         ) from problem
     if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("modes"):
         raise InputError(f"--replay {folder}: {path} was not written by `paceline demo`")
@@ -189,7 +185,7 @@ def _run_modes(options: DemoOptions, folder: Path, race: Race | None = None) -> 
     from rich.console import Console
 
     from paceline.cli.demo.view import DemoView
-    from paceline.lab.bench.demo.demo_session import DemoPlan, run_demo
+    from paceline.lab.bench.demo_runs import DemoPlan, run_demo
 
     defaults = DemoPlan()
     plan = DemoPlan(
@@ -216,7 +212,7 @@ def _run_modes(options: DemoOptions, folder: Path, race: Race | None = None) -> 
 def _finish(runs: Sequence[ModeRun], folder: Path, what: str) -> None:
     from paceline.cli.doctor import gather
     from paceline.cli.sim.view import show_table
-    from paceline.lab.bench.demo.result import demo_table, figures_of, to_json
+    from paceline.lab.bench.demo_figures import demo_table, figures_of, to_json
     from paceline.lab.bench.machine import source_commit
 
     figures = [figures_of(run) for run in runs]
@@ -231,7 +227,7 @@ def _finish(runs: Sequence[ModeRun], folder: Path, what: str) -> None:
         "machine": gather(),
         "modes": [to_json(each) for each in figures],
     }
-    _write(folder / FIGURES, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_json(folder / FIGURES, value)
     written = [folder / FIGURES, *(_log_of(run.mode, folder) for run in runs), *_pictures(runs, folder)]
     print("Wrote " + ", ".join(str(path) for path in written))
 
@@ -242,7 +238,7 @@ def _pictures(runs: Sequence[ModeRun], folder: Path) -> list[Path]:
     if find_spec("matplotlib") is None:
         print("The picture needs matplotlib: pip install matplotlib", file=sys.stderr)
         return []
-    from paceline.lab.report.lane_plot import LaneRun, plot_lanes
+    from paceline.lab.report.lanes import LaneRun, plot_lanes
     from paceline.lab.report.summary import summarize
 
     drawn = [
@@ -253,24 +249,6 @@ def _pictures(runs: Sequence[ModeRun], folder: Path) -> list[Path]:
     for path in paths:
         plot_lanes(drawn, path, title="The same requests, three ways to batch them")
     return paths
-
-
-def _folder(name: str) -> Path:
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise InputError(
-            f"--out {name}: the folder cannot be made ({problem.strerror or problem})"
-        ) from problem
-    return path
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
 
 
 DEMO = Command(name="demo", help=HELP, run=_run, takes=(DemoOptions, RaceOptions))

@@ -14,15 +14,14 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from paceline.lab.bench.demo.demo_session import Traffic
-from paceline.lab.bench.demo.run import Driver, ModeRun
+from paceline.lab.bench.demo_runs import Driver, ModeRun, Traffic
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import format_number
 from paceline.watch.trace import Watch
 
 if TYPE_CHECKING:
-    from paceline.server.live.race import Race
+    from paceline.server.live.recording import Race
 
 FRAME_S = 0.25
 LOOKS = {
@@ -61,21 +60,21 @@ class DemoView:
 
     def warming_up(self, num_requests: int) -> None:
         self._mode = "warm-up"
-        self._say(f"Warming up with {num_requests} requests at once, continuous batching.")
+        self._print(f"Warming up with {num_requests} requests at once, continuous batching.")
 
     def begins(self, mode: str, traffic: Traffic) -> None:
         if not self._mode or self._mode == "warm-up":
-            told = (
+            line = (
                 f"{len(traffic.workload)} requests in bursts over about {traffic.span_s:.3g} s "
                 f"(the last after {traffic.workload.duration_s:.3g} s), the same for every mode:"
             )
-            self._done.append(Text(told))
-            self._say(self._done[-1].plain)
+            self._done.append(Text(line))
+            self._print(self._done[-1].plain)
         self._mode = mode
         self._next_frame_s = 0.0
         if self._race is not None:
             self._race.num_requests = len(traffic.workload)
-        self._say(f"{mode} begins")
+        self._print(f"{mode} begins")
 
     def watching(self, mode: str) -> Watch | None:
         return None if self._race is None else self._race.recording(mode).watch
@@ -89,9 +88,9 @@ class DemoView:
     def ended(self, run: ModeRun) -> None:
         line = Text.assemble((f"{run.mode:>10}  ", "bold"), _figures(summarize(run.record)))
         self._done.append(line)
-        self._say(line.plain)
+        self._print(line.plain)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._live is None:
             self._console.print(line, highlight=False, soft_wrap=True)
 

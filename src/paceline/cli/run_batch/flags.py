@@ -1,12 +1,11 @@
 """`paceline run-batch`: a file of OpenAI requests in, a file of responses out.
 
-Owns the command line, the progress shown and the summary; what happens to a line is in `run`.
+Owns the command line and the summary; what happens to a line is in `run`.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from paceline.config.options import option
 from paceline.errors import InputError
 
 if TYPE_CHECKING:
-    from paceline.cli.run_batch.run import InputLine, ResultFile
+    from paceline.cli.run_batch.run import BatchProgress, ResultFile
 
 MOST_NAMED = 10  # failed lines in a message
 HELP = """
@@ -60,7 +59,7 @@ def _run_batch(values: Mapping[str, Any]) -> None:
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError("the results would be written into the file of the requests; give another file")
 
-    from paceline.cli.run_batch.run import ResultFile, read_lines
+    from paceline.cli.run_batch.run import BatchProgress, ResultFile, read_lines
 
     with ResultFile(target) as results:
         lines = [line.earlier_status for line in results.match(read_lines(source))]
@@ -125,61 +124,6 @@ def _names(values: Mapping[str, Any]) -> tuple[str, ...]:
     if model is None or model == DEFAULT_NAME:
         return (DEFAULT_NAME, DEFAULT_MODEL.file_name.split(".")[0])
     return tuple(dict.fromkeys((model, Path(model).name, Path(model).stem)))
-
-
-class BatchProgress:
-    """Counts results, and shows the progress on a terminal."""
-
-    def __init__(self, total: int) -> None:
-        self.failed: list[int] = []  # input lines whose result is an error, of this run or an earlier one
-        self._total = total
-        self._num_answered = self._num_failed = self._num_skipped = 0
-        self._num_input = self._num_output = 0
-        self._started_s = time.perf_counter()
-        self._bar: Any = None
-
-    def start(self) -> None:
-        """Begin to measure: the model is loaded."""
-        self._started_s = time.perf_counter()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, desc="Requests", unit="req", dynamic_ncols=True)
-
-    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None:
-        if status == 200:
-            self._num_answered += 1
-        else:
-            self._num_failed += 1
-            self.failed.append(number)
-        self._num_input += num_input
-        self._num_output += num_output
-        self._advance()
-
-    def on_skipped(self, line: InputLine) -> None:
-        self._num_skipped += 1
-        if line.earlier_status != 200:
-            self.failed.append(line.number)
-        self._advance()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def summary(self) -> str:
-        if self._num_skipped == self._total:
-            return f"Nothing to do: all {self._total:,} requests have a result"
-        skipped = f", {self._num_skipped} done before" if self._num_skipped else ""
-        return f"{self._num_answered} answered, {self._num_failed} failed{skipped}; {self._rates()}"
-
-    def _advance(self) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._rates(), refresh=False)
-            self._bar.update(1)
-
-    def _rates(self) -> str:
-        seconds = max(time.perf_counter() - self._started_s, 1e-9)
-        return f"{self._num_input / seconds:.1f} tokens/s in, {self._num_output / seconds:.1f} tokens/s out"
 
 
 RUN_BATCH = Command(

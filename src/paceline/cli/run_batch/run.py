@@ -8,14 +8,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
+from paceline.cli.terminal import RequestBar
 from paceline.errors import InputError, InvalidRequest
 from paceline.llm.frontend import Frontend
 from paceline.llm.offline import Submission, run_requests
@@ -173,12 +175,55 @@ def _custom_id(envelope: Mapping[str, Any]) -> str:
 BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 400, 404, 500
 
 
-class LineWatcher(Protocol):
-    """Gets the progress of a batch."""
+class BatchProgress:
+    """Counts results, and shows the progress on a terminal."""
 
-    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None: ...
+    def __init__(self, total: int) -> None:
+        self.failed: list[int] = []  # input lines whose result is an error, of this run or an earlier one
+        self._total = total
+        self._num_answered = self._num_failed = self._num_skipped = 0
+        self._num_input = self._num_output = 0
+        self._started_s = time.perf_counter()
+        self._bar: RequestBar | None = None
 
-    def on_skipped(self, line: InputLine) -> None: ...
+    def start(self) -> None:
+        """Begin to measure: the model is loaded."""
+        self._started_s = time.perf_counter()
+        self._bar = RequestBar("Requests", self._total)
+
+    def on_result(self, number: int, status: int, num_input: int, num_output: int) -> None:
+        if status == 200:
+            self._num_answered += 1
+        else:
+            self._num_failed += 1
+            self.failed.append(number)
+        self._num_input += num_input
+        self._num_output += num_output
+        self._advance()
+
+    def on_skipped(self, line: InputLine) -> None:
+        self._num_skipped += 1
+        if line.earlier_status != 200:
+            self.failed.append(line.number)
+        self._advance()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def summary(self) -> str:
+        if self._num_skipped == self._total:
+            return f"Nothing to do: all {self._total:,} requests have a result"
+        skipped = f", {self._num_skipped} done before" if self._num_skipped else ""
+        return f"{self._num_answered} answered, {self._num_failed} failed{skipped}; {self._rates()}"
+
+    def _advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._rates())
+
+    def _rates(self) -> str:
+        seconds = max(time.perf_counter() - self._started_s, 1e-9)
+        return f"{self._num_input / seconds:.1f} tokens/s in, {self._num_output / seconds:.1f} tokens/s out"
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +242,7 @@ class BatchRun:
     """Runs the lines that have no result yet."""
 
     def __init__(
-        self, front: Frontend, names: tuple[str, ...], results: ResultFile, watcher: LineWatcher
+        self, front: Frontend, names: tuple[str, ...], results: ResultFile, progress: BatchProgress
     ) -> None:
         self._front = front
         self._facts = ModelFacts(
@@ -206,7 +251,7 @@ class BatchRun:
             generation=front.loaded.checkpoint.generation,
         )
         self._results = results
-        self._watcher = watcher
+        self._progress = progress
         self._open: dict[int, Line] = {}
 
     def run(self, lines: Iterable[InputLine]) -> None:
@@ -221,7 +266,7 @@ class BatchRun:
         for given in lines:
             number, custom_id = given.number, given.custom_id
             if given.earlier_status is not None:
-                self._watcher.on_skipped(given)
+                self._progress.on_skipped(given)
                 continue
             try:
                 if given.error is not None or custom_id is None:
@@ -240,15 +285,7 @@ class BatchRun:
         url, content = _target(envelope)
         body = parse_body(url, content, self._facts)
         if body.messages is not None:
-            options = body.template
-            chat = self._front.read_chat(
-                body.messages,
-                body.sampling,
-                switches=options.switches,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-            )
-            prepared = [chat]
+            prepared = [self._front.read_chat(body.messages, body.sampling, **body.template)]
         else:
             prepared = [self._front.read(prompt, body.sampling) for prompt in body.prompts]
         line = Line(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
@@ -313,7 +350,7 @@ class BatchRun:
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
         result = {"id": result_id(number), "custom_id": custom_id, "response": response, "error": None}
         self._results.write(result)
-        self._watcher.on_result(number, status, num_input, num_output)
+        self._progress.on_result(number, status, num_input, num_output)
 
 
 def _target(envelope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from paceline.cli.command import Command, CommandOption, whole_number
 from paceline.cli.flags import engine_options
-from paceline.config.options import flag_of, option, pick
+from paceline.config.options import flag_of, from_values, option, pick
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
 from paceline.errors import ConfigError, InputError
@@ -165,18 +165,19 @@ def _serve(given: Mapping[str, Any]) -> None:
         values["model"] = named
     config = ServerConfig(
         **pick(ServerConfig, values),
-        api=ApiConfig(**pick(ApiConfig, values)),
-        billing=BillingConfig(**pick(BillingConfig, values)),
-        batches=BatchConfig(**pick(BatchConfig, values)),
-        observe=ObserveConfig(**pick(ObserveConfig, values)),
+        api=from_values(ApiConfig, values),
+        billing=from_values(BillingConfig, values),
+        batches=from_values(BatchConfig, values),
+        observe=from_values(ObserveConfig, values),
     )
-    process = ProcessConfig(**pick(ProcessConfig, values))
+    process = from_values(ProcessConfig, values)
     engine = engine_options(values)
 
-    from paceline.audit.run_recorder import check_run_log
     from paceline.cli.serve.run import run_server
 
     if values.get("run_log"):
+        from paceline.audit.run_recorder import check_run_log
+
         check_run_log(values["run_log"])
 
     code = run_server(config, process, engine)
@@ -192,8 +193,13 @@ SERVE = Command(
     takes=(
         *(ServeOptions, ServerConfig, ObserveConfig, ApiConfig, BillingConfig, BatchConfig),
         *("Model", "Sampling", "KV cache", "Step size", "Batching", "Tuning", "Scheduling policy"),
-        *("Recording", "Records to keep"),
+        *("Queue and preemption", "Recording", "Records to keep"),
         *(ProcessConfig, UnsupportedOptions),
     ),
+    # The server rejects requests before the engine's own queue is full.
+    defaults={
+        "max_queue": "10000; --max-waiting-requests rejects earlier",
+        "max_queue_tokens": "100000000; --max-waiting-tokens rejects earlier",
+    },
     is_optional=True,
 )

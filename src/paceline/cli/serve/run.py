@@ -1,8 +1,8 @@
 """Runs a server in this process: binds, starts the engine's process, serves, and ends with an exit code.
 
 The order is what makes a start quick: the engine's process first, which imports what it needs while this one does the
-same. It is told what to load when keys and sockets are in order; a mistake there ends it before it has begun. torch is
-never imported here.
+same: what takes time to import stands in `parts` and in the functions. The engine gets its model when keys and
+sockets are in order; a mistake there ends it before it has begun. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -13,26 +13,12 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.serve.view import card_lines, show_card
-from paceline.config.engine import ModelConfig
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
-from paceline.process.client import EngineInfo
-from paceline.process.supervisor import EngineProcess
-from paceline.server.access.auth import Keyring
-from paceline.server.access.keys_file import read_keys
-from paceline.server.app import Api, Application
-from paceline.server.batches.batches import BatchSettings, large_bodies
-from paceline.server.billing.billing import Billing
-from paceline.server.http.listener import Listener
-from paceline.server.lifecycle import Server
-from paceline.server.logs import LogOutput
-from paceline.server.metrics.tracing import Tracing
-from paceline.server.open_api import model_names, open_api
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -46,7 +32,7 @@ class EngineNotStarted(PacelineError):
 
 
 def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until a signal stops it; returns the exit code."""
     from paceline.llm.arguments import split_arguments
     from paceline.models.files.fetch import bring_here, find
 
@@ -89,7 +75,9 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         running = EngineProcess(model, given, process, child)
         running.on_loading = LoadingLine(sys.stderr).show
         await running.start()
-        await asyncio.sleep(0)  # the engine is told what to load before this process is busy importing
+        await asyncio.sleep(0)  # the engine gets its model before this process is busy importing
+
+        from paceline.cli.serve.parts import build_server
 
         server, listeners = build_server(config, model, running, keyring, sockets, output, billing, tracing)
         return await server.run(listeners)
@@ -142,74 +130,3 @@ def _set_process_limits(config: ServerConfig) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-# Puts the parts of a server together: engine process, application, listeners, API, card.
-
-
-def build_server(
-    config: ServerConfig,
-    model: ModelConfig,
-    engine: EngineProcess,
-    keyring: Keyring,
-    sockets: Sequence[socket.socket],
-    output: LogOutput,
-    billing: Billing,
-    tracing: Tracing | None,
-) -> tuple[Server, list[Listener]]:
-    """A server that has not started, and its listeners."""
-    app = Application(config, engine.client, keyring)
-    app.dropped_lines = lambda: output.dropped
-    if tracing is not None:
-        tracing.model_name = lambda: app.metrics.model_name
-        app.log.on_finished, app.more_counters = tracing.finished, tracing.figures
-    app.on_weights = engine.client.set_weights
-    app.status.hindrance = lambda: billing.hindrance
-    billing.report()
-    uses_tls = config.ssl_certfile is not None
-    large = large_bodies(config.batches)
-    listeners = [Listener(app.main, sockets[0], config, uses_tls=uses_tls, large_bodies=large)]
-    if app.side is not None:
-        listeners.append(Listener(app.side, sockets[1], config))
-    batches = BatchSettings(
-        config=config.batches, max_line_bytes=config.max_body_bytes, callers=app.caller_of, log=app.log
-    )
-    build = open_api(model, config.api, engine.client, app.log, billing, batches)
-
-    async def open_in_thread() -> Api:
-        return await asyncio.get_running_loop().run_in_executor(None, build)
-
-    def show(info: EngineInfo) -> None:
-        base, metrics, options = _urls(config, listeners)
-        names = model_names(model, config.api)
-        lines = card_lines(
-            info,
-            version=__version__,
-            names=names,
-            base_url=base,
-            metrics_url=metrics,
-            curl_options=options,
-            needs_key=len(keyring) > 0,
-        )
-        show_card(lines, sys.stdout)
-
-    server = Server(
-        config,
-        engine,
-        app,
-        open_api=open_in_thread,
-        on_ready=show,
-        read_keys=lambda: read_keys(config.api_keys_file),
-    )
-    return server, listeners
-
-
-def _urls(config: ServerConfig, listeners: Sequence[Listener]) -> tuple[str, str, str]:
-    """Where the API and the metrics are, and what curl needs to get there."""
-    scheme = "https" if config.ssl_certfile is not None else "http"
-    options = ""
-    base = f"{scheme}://{listeners[0].address}"
-    if config.uds is not None:
-        options, base = f"--unix-socket {config.uds} ", f"{scheme}://localhost"
-    metrics = base if len(listeners) == 1 else f"http://{listeners[1].address}"
-    return base, f"{metrics}/metrics", options

@@ -40,6 +40,7 @@ def card_lines(
             "runs on",
             f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}, loaded in {info.load_s:.1f} s",
         ),
+        *_kernels(info),
         (
             "KV cache",
             f"{_size(info.kv_bytes)}{kind}: {info.usable_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
@@ -55,6 +56,13 @@ def card_lines(
     lines += [("note", notice) for notice in info.notices]
     lines.append(("try", curl_line(base_url, names[0], curl_options, needs_key=needs_key)))
     return lines
+
+
+def _kernels(info: EngineInfo) -> list[Line]:
+    """What computes steps, where that is not the device's own way."""
+    if "kernels" not in info.runner:
+        return []
+    return [("CPU kernels", f"{info.runner['kernels']}, {info.runner['threads']} threads")]
 
 
 def curl_line(base_url: str, name: str, options: str, *, needs_key: bool) -> str:
@@ -74,10 +82,10 @@ class LoadingLine:
         self._changes = stream.isatty() and not is_dumb()
         self._shown = ""
 
-    def show(self, news: Loading | None) -> None:
+    def show(self, loading: Loading | None) -> None:
         """None: loading has ended."""
         with suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
-            text = "" if news is None else _progress(news, with_bar=self._changes)
+            text = "" if loading is None else _progress(loading, with_bar=self._changes)
             if text == self._shown:
                 return
             if self._changes:
@@ -88,13 +96,15 @@ class LoadingLine:
             self._shown = text
 
 
-def _progress(news: Loading, *, with_bar: bool) -> str:
-    if not news.stage:
+def _progress(loading: Loading, *, with_bar: bool) -> str:
+    if not loading.stage:
         return ""
-    if not news.total or not with_bar:
-        return f"{news.stage} ..."
-    filled = BAR_WIDTH * news.done // news.total
-    return f"{news.stage} {'━' * filled}{'╌' * (BAR_WIDTH - filled)} {news.done} of {news.total} layers"
+    if not loading.total or not with_bar:
+        return f"{loading.stage} ..."
+    filled = BAR_WIDTH * loading.done // loading.total
+    return (
+        f"{loading.stage} {'━' * filled}{'╌' * (BAR_WIDTH - filled)} {loading.done} of {loading.total} layers"
+    )
 
 
 def show_card(lines: Sequence[Line], stream: TextIO) -> None:
@@ -121,12 +131,12 @@ def _boxed(lines: Sequence[Line], width: int, columns: int) -> str:
 
 
 def _steps(info: EngineInfo) -> str:
-    told = f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"
+    text = f"at most {info.max_num_batched_tokens:,} tokens each (--max-num-batched-tokens)"
     if info.max_num_prompt_tokens > info.max_num_batched_tokens:
-        told += f", {info.max_num_prompt_tokens:,} while no row decodes"
+        text += f", {info.max_num_prompt_tokens:,} while no row decodes"
     if info.learns_step_sizes:
-        told += "; follows how long steps take"
-    return told
+        text += "; follows how long steps take"
+    return text
 
 
 def _concurrency(info: EngineInfo, tokens: int) -> str:

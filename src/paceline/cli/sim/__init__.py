@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.cli.command import Command
-from paceline.cli.show import ShowOptions, page_port, show_options, show_page
+from paceline.cli.show import ShowOptions, page_port, show_page
 from paceline.cli.sim.flags import HELP, SimOptions
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.options import pick
+from paceline.config.options import from_values, pick
 
 
 def _run(values: Mapping[str, Any]) -> None:
-    options = SimOptions(**pick(SimOptions, values))
+    options = from_values(SimOptions, values)
     configs = (KVConfig, SchedulerConfig, EngineConfig)
     given = {name: value for config in configs for name, value in pick(config, values).items()}
     engine = {name: value for name, value in given.items() if value is not None}
@@ -33,7 +33,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
     outputs = Outputs.checked(options)
     runs = plan_runs(options, engine)
-    with page_port(show_options(values)) as bound:
+    with page_port(from_values(ShowOptions, values)) as bound:
         recordings = None if bound is None else recordings_of(runs)
         results = run_all(runs, outputs.log, recordings)
         print_results(results, options)

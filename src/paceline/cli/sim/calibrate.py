@@ -1,11 +1,10 @@
 """`paceline sim --calibrate` and `--compare`: a cost model from recorded runs, and the simulator beside a real one.
 
-Owns the order of things, the file's name and the tables. The fit is `costs`' business, repeating a run `sim`'s.
+Owns the order of things, the file's name and the tables. The fit is `costs`' business, repeating a run `lab.sim`'s.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,19 +14,24 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.flags import split_list, writable
+from paceline.cli.flags import split_list, writable, write_json
 from paceline.cli.sim.flags import SimOptions
 from paceline.cli.sim.run import machine_of
 from paceline.cli.sim.view import show_table
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import flag_of, options_of
-from paceline.costs.presets import device_spec, model_shape
+from paceline.costs.fit import FittedCost
 from paceline.errors import InputError
 from paceline.lab.report.table import ABSENT, format_number
-from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs
-from paceline.lab.sim.client_run import read_client_run
+from paceline.lab.sim import SimConfig, engine_config, host_costs
 from paceline.lab.sim.cost_files import Calibration, KindError, calibrate, is_run_log, step_errors
-from paceline.lab.sim.recorded import Deviation, RunComparison, compare, read_recorded, sim_config
+from paceline.lab.sim.recorded import (
+    Deviation,
+    compare,
+    read_client_run,
+    read_recorded,
+    sim_config,
+)
 
 ENDINGS = (".gz", ".jsonl", ".log", ".json")
 FORMAT = "paceline-compare"
@@ -44,10 +48,9 @@ def run_calibration(options: SimOptions, engine: Mapping[str, Any]) -> None:
             "--compare needs to know how long steps take: give --cost-model FILE, or --calibrate LOG to make one"
         )
     report = writable("--json", options.json)
+    machine = machine_of(options.model, options.device, options.cost_model)
     if options.calibrate:
-        machine = _calibrate(options)
-    else:
-        machine = machine_of(options)
+        machine = replace(machine, cost=_calibrate(options, machine.kv_bytes_per_token))
     if not options.compare:
         return
     if is_run_log(Path(options.compare)):
@@ -88,15 +91,14 @@ def _bare_name(log: str) -> str:
     return name
 
 
-def _calibrate(options: SimOptions) -> Machine:
+def _calibrate(options: SimOptions, kv_bytes_per_token: int) -> FittedCost:
     path = writable("--save-costs", str(costs_path(options)))
     assert path is not None
-    machine = Machine.of(model_shape(options.model), device_spec(options.device))
-    calibration = calibrate(_logs(options), machine.kv_bytes_per_token)
+    calibration = calibrate(_logs(options), kv_bytes_per_token)
     calibration.cost.save(path)
     _print_calibration(calibration, ", ".join(_logs(options)))
     print(f"Wrote {path}: paceline sim --cost-model {path}")
-    return replace(machine, cost=calibration.cost)
+    return calibration.cost
 
 
 def _own_policy(engine: Mapping[str, Any]) -> str:
@@ -138,12 +140,14 @@ def _print_calibration(calibration: Calibration, logs: str) -> None:
     )
 
 
-def _print_comparison(comparison: RunComparison, num_requests: int, num_left_out: int, name: str) -> None:
-    table = comparison_table(comparison.deviations)
+def _print_comparison(
+    comparison: Sequence[Deviation], num_requests: int, num_left_out: int, name: str
+) -> None:
+    table = comparison_table(comparison)
     show_table(f"{name}: {num_requests:,} requests, as they were and as simulated", table)
     if num_left_out:
         print(f"Left out: {num_left_out:,} requests that got no token.")
-    missed = [each.name for each in comparison.deviations if each.holds is False]
+    missed = [each.name for each in comparison if each.holds is False]
     print(
         "Every measure is as close as asked."
         if not missed
@@ -160,7 +164,7 @@ def _print_steps(kinds: Sequence[KindError]) -> None:
 def comparison_table(found: Sequence[Deviation], *, simulated: str = "simulated") -> Table:
     table = _table("measure", "seen", simulated, "error", "asked")
     for each in found:
-        cells = [ABSENT if value is None else format_number(value) for value in (each.seen, each.simulated)]
+        cells = format_number(each.seen), format_number(each.simulated)
         error = ABSENT if each.error is None else signed_percent(each.error)
         style = "bold red" if each.holds is False else ""
         asked = f"within {100 * each.bound:.0f} %"
@@ -168,18 +172,15 @@ def comparison_table(found: Sequence[Deviation], *, simulated: str = "simulated"
     return table
 
 
-def _write_json(path: Path, comparison: RunComparison, options: SimOptions) -> None:
+def _write_json(path: Path, comparison: Sequence[Deviation], options: SimOptions) -> None:
     value = {
         "format": FORMAT,
         "log": options.compare,
         "cost_model": options.cost_model or options.calibrate,
         "seed": options.seed,
-        "measures": [{**asdict(each), "error": each.error} for each in comparison.deviations],
+        "measures": [{**asdict(each), "error": each.error} for each in comparison],
     }
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+    write_json(path, value)
     print(f"Wrote {path}")
 
 

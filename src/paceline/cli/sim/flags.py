@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config.options import check_options, option
-from paceline.core.sampling import MAX_WISH_MS
+from paceline.config.options import CheckedOptions, option
+from paceline.core.sampling import MAX_OBJECTIVE_MS
 
 BUILT_IN_REQUESTS = 2_000
 ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
@@ -34,7 +34,7 @@ the highest rate given.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimOptions:
+class SimOptions(CheckedOptions):
     """What `paceline sim` takes beside the engine's options. Texts with commas are taken apart later."""
 
     trace: str = option(
@@ -79,7 +79,7 @@ class SimOptions:
         None,
         "milliseconds after arrival at which requests are stopped",
         low=1,
-        high=MAX_WISH_MS,
+        high=MAX_OBJECTIVE_MS,
         panel="Workload",
         default_text="no deadline",
     )
@@ -87,7 +87,7 @@ class SimOptions:
         None,
         "time to the first token that requests ask for, in milliseconds",
         low=1,
-        high=MAX_WISH_MS,
+        high=MAX_OBJECTIVE_MS,
         panel="Workload",
         default_text="any time",
     )
@@ -95,7 +95,7 @@ class SimOptions:
         None,
         "time between tokens that requests ask for, in milliseconds",
         low=1,
-        high=MAX_WISH_MS,
+        high=MAX_OBJECTIVE_MS,
         panel="Workload",
         default_text="any time",
     )
@@ -199,6 +199,3 @@ class SimOptions:
     log: str = option(
         "", "write the run log; one mode, one rate, one replica", basic=True, panel="Results", metavar="FILE"
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)

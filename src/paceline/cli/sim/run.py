@@ -1,7 +1,7 @@
 """Which simulations a command line asks for, and running them one after the other.
 
 Owns the meaning of the options together: modes times rates, the sweep behind a plot, the progress bar. What a
-simulation does is `sim`'s business.
+simulation does is `lab.sim`'s business.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run:
     rate: float | None  # mean requests per second; None when all arrive at once
     workload: Workload
     config: SimConfig
-    asked: bool  # False: a point that only the sweep behind a plot needs
+    requested: bool  # False: a point that only the sweep behind a plot needs
     slo: Slo | None
     device_hour_price: float | None
 
@@ -61,21 +61,21 @@ class Load:
 
     rate: float | None
     workload: Workload
-    asked: bool
+    requested: bool
 
 
 def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     """Every run of the command line, checked as far as it can be without running."""
-    machine = machine_of(options)
+    machine = machine_of(options.model, options.device, options.cost_model)
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)
     modes = split_list(options.modes, "--mode")
     loads = _loads(options)
-    several = sum(load.asked for load in loads) > 1
+    several = sum(load.requested for load in loads) > 1
     runs = []
     for mode in modes:
         for load in loads:
-            label = rate_label(mode, load.rate) if several or not load.asked else mode
+            label = rate_label(mode, load.rate) if several or not load.requested else mode
             config = SimConfig(
                 machine=machine,
                 engine=engine_config(machine, load.workload, {**engine, "mode": mode}),
@@ -98,12 +98,12 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 rate=load.rate,
                 workload=load.workload,
                 config=config,
-                asked=load.asked,
+                requested=load.requested,
                 slo=slo,
                 device_hour_price=options.device_hour_price,
             )
             runs.append(run)
-    if options.log and (sum(run.asked for run in runs) > 1 or options.replicas > 1):
+    if options.log and (sum(run.requested for run in runs) > 1 or options.replicas > 1):
         raise InputError("--log records one engine in one run; give one mode, one rate and --replicas 1")
     return runs
 
@@ -112,8 +112,8 @@ def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:
     """What the page will show of each run that was asked for, by its label."""
     from paceline.server.live.recording import Recording
 
-    asked = [run for run in runs if run.asked]
-    if any(run.config.num_replicas > 1 for run in asked):
+    requested = [run for run in runs if run.requested]
+    if any(run.config.num_replicas > 1 for run in requested):
         raise InputError("--ui shows one engine of a run; use --replicas 1")
     return {
         run.label: Recording(
@@ -121,7 +121,7 @@ def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:
             num_rows=run.config.engine.scheduler.max_num_seqs,
             device=f"{run.config.machine.model.name} on {run.config.machine.device.name}, simulated",
         )
-        for run in asked
+        for run in requested
     }
 
 
@@ -129,7 +129,7 @@ def run_all(
     runs: Sequence[Run], log: Path | None, recordings: Mapping[str, Recording] | None = None
 ) -> list[Result]:
     """Run them in order, with a bar for each on a terminal."""
-    last_asked = {run.mode: run for run in runs if run.asked}
+    last_requested = {run.mode: run for run in runs if run.requested}
     results = []
     with _progress() as bar_for:
         for run in runs:
@@ -137,12 +137,12 @@ def run_all(
                 run.config,
                 run.workload,
                 label=run.label,
-                recorder=_recorder(run, log) if run.asked and log is not None else None,
-                watch=recordings[run.label].watch if recordings and run.asked else None,
+                recorder=_recorder(run, log) if run.requested and log is not None else None,
+                watch=recordings[run.label].watch if recordings and run.requested else None,
                 on_progress=bar_for(run),
             )
             summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)
-            kept = record if last_asked[run.mode] is run else None
+            kept = record if last_requested[run.mode] is run else None
             results.append(Result(run=run, summary=summary, record=kept))
     return results
 
@@ -184,12 +184,12 @@ def _number(text: str) -> float | None:
         return None
 
 
-def machine_of(options: SimOptions) -> Machine:
+def machine_of(model: str, device: str, cost_model: str) -> Machine:
     """The model on its device, with step times from the cost model that was named."""
-    machine = Machine.of(model_shape(options.model), device_spec(options.device))
-    if not options.cost_model:
+    machine = Machine.of(model_shape(model), device_spec(device))
+    if not cost_model:
         return machine
-    return replace(machine, cost=load_cost_model(options.cost_model, machine.kv_bytes_per_token))
+    return replace(machine, cost=load_cost_model(cost_model, machine.kv_bytes_per_token))
 
 
 def _loads(options: SimOptions) -> list[Load]:
@@ -197,10 +197,10 @@ def _loads(options: SimOptions) -> list[Load]:
     rates = parse_rates(options.rate)
     if not rates:
         return _recorded_loads(options)
-    asked = set(rates)
+    requested = set(rates)
     if options.plot and len(rates) == 1:
         rates = [rates[0] * factor for factor in SWEEP_FACTORS]
-    return [Load(rate=rate, workload=_load(options, rate), asked=rate in asked) for rate in rates]
+    return [Load(rate=rate, workload=_load(options, rate), requested=rate in requested) for rate in rates]
 
 
 def _recorded_loads(options: SimOptions) -> list[Load]:
@@ -208,7 +208,7 @@ def _recorded_loads(options: SimOptions) -> list[Load]:
     workload = _load(options, None)
     rate = workload.rate if 0 < workload.rate < math.inf else None
     if not options.plot:
-        return [Load(rate=rate, workload=workload, asked=True)]
+        return [Load(rate=rate, workload=workload, requested=True)]
     if rate is None:
         raise InputError(
             f"--plot draws curves over the rate, but the requests of {workload.name} all arrive at once; "
@@ -218,7 +218,7 @@ def _recorded_loads(options: SimOptions) -> list[Load]:
         Load(
             rate=rate * factor,
             workload=replace(workload, arrival_s=workload.arrival_s / factor) if factor != 1.0 else workload,
-            asked=factor == 1.0,
+            requested=factor == 1.0,
         )
         for factor in SWEEP_FACTORS
     ]

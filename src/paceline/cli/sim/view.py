@@ -5,7 +5,6 @@ Owns titles, the layout of the JSON file and the names of the pictures. Destinat
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.flags import writable
+from paceline.cli.flags import writable, write_json
 from paceline.cli.sim.flags import SimOptions
 from paceline.cli.sim.run import Result, rate_label
 from paceline.errors import InputError
@@ -54,10 +53,10 @@ class Outputs:
 
 
 def print_results(results: Sequence[Result], options: SimOptions) -> None:
-    asked = [result for result in results if result.run.asked]
-    several = len({result.run.rate for result in asked}) > 1
-    show_table(_title(asked[0], options, several=several), _table(asked))
-    if len(asked) < len(results):
+    requested = [result for result in results if result.run.requested]
+    several = len({result.run.rate for result in requested}) > 1
+    show_table(_title(requested[0], options, several=several), _table(requested))
+    if len(requested) < len(results):
         named = [
             replace(result.summary, label=rate_label(result.run.mode, result.run.rate)) for result in results
         ]
@@ -137,13 +136,9 @@ def _write_json(results: Sequence[Result], options: SimOptions, path: Path) -> N
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         "seed": options.seed,
         "runs": [_run_json(result) for result in results],
-        "knees": _knees(results),
+        "knees": {curve.label: curve.knee for curve in _curves(results) if len(curve.points) > 1},
     }
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+    write_json(path, value)
 
 
 def _run_json(result: Result) -> dict[str, object]:
@@ -162,10 +157,6 @@ def _run_json(result: Result) -> dict[str, object]:
         "config": run.config.described(),
         "summary": to_json(result.summary),
     }
-
-
-def _knees(results: Sequence[Result]) -> dict[str, float | None]:
-    return {curve.label: curve.knee for curve in _curves(results) if len(curve.points) > 1}
 
 
 def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:

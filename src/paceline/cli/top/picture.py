@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.watch.unpack import unpack_steps
-
 WINDOW_S = 30.0  # of percentiles and lanes
 RATE_S = 5.0
 CELL_S = 0.5  # of a lane
@@ -251,3 +249,28 @@ def _tenants(snapshot: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     waits = Counter(waiting[6] for waiting in snapshot["waiting"])
     names = sorted({*rows, *waits}, key=lambda name: (-rows[name], -waits[name], name))
     return {name: (rows[name], waits[name]) for name in names}
+
+
+def unpack_steps(delta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a message one by one, from its columns, as `stage.js` does.
+
+    Each has its figures, and a list under the name of every kind of change it made. Steps that were only counted repeat
+    the one they are counted with, at even distances.
+    """
+    names = tuple(delta["steps"])
+    noted = [dict(zip(names, figures, strict=True)) for figures in zip(*delta["steps"].values(), strict=True)]
+    steps = [_following(step) for step in noted]
+    for name, (places, *columns) in delta["changes"].items():
+        for place, *entry in zip(places, *columns, strict=True):
+            steps[place][0].setdefault(name, []).append(entry[0] if len(entry) == 1 else entry)
+    return [step for several in steps for step in several]
+
+
+def _following(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A step and those counted with it, which compute no prompt."""
+    count, first_s = step["n"], step["t"]
+    apart_s = (step["u"] - first_s) / max(1, count - 1)
+    found = [{**step, "n": 1, "seq": step["seq"] + at, "t": first_s + at * apart_s} for at in range(count)]
+    for later in found[1:]:
+        later |= {"p": 0, "padding": step["pr"]}
+    return found

@@ -35,7 +35,7 @@ def frame(picture: ServerPicture, state: str, address: str, width: int, height: 
     width = max(width, LEAST_WIDTH)
     lines = [_title(picture, state, address, width)]
     if not picture.num_messages:
-        return Group(*lines, Text(picture.unavailable or "nothing heard yet", style=DIM))
+        return Group(*lines, Text(picture.unavailable or "nothing received yet", style=DIM))
     figures = picture.figures()
     lines += _load_lines(figures, width)
     lines += _latency_lines(figures, width)
@@ -111,23 +111,23 @@ def _step_lines(figures: Figures, width: int) -> list[Text]:
     padding = figures.padding or 0.0
     took = "" if figures.step_ms is None else f"{figures.step_ms:,.1f} ms: "
     wasted = f" ({padding:,.0f} pad)" if padding >= 0.5 else ""
-    told = [
+    details = [
         Text(f"  {took}{decode:,.0f} decode + {prefill:,.0f} prefill"),
         Text(f" of {budget:,.0f}"),
         Text(wasted),
     ]
     parts = [(decode / budget, "█", "green"), (prefill / budget, "▒", "yellow")]
-    return [_barred(line, parts, told, width), _ends(figures, width)]
+    return [_barred(line, parts, details, width), _ends(figures, width)]
 
 
 def _ends(figures: Figures, width: int) -> Text:
     line = _line("total", f"step {figures.step:,}", width)
-    told = [
+    details = [
         Text(f"finished {figures.finished:,}"),
         Text(f"   preempted {figures.preempted:,}"),
         Text(f" ({figures.swapped:,} swapped)", style=DIM),
     ]
-    return line.append_text(_first_that_fit(told, width - line.cell_len))
+    return line.append_text(_first_that_fit(details, width - line.cell_len))
 
 
 def _tenant_lines(figures: Figures, width: int) -> list[Text]:
@@ -225,17 +225,19 @@ def _first_that_fit(parts: Sequence[Text], room: int) -> Text:
     return text
 
 
-def _barred(head: Text, shares: Sequence[tuple[float, str, str]], told: Sequence[Text], width: int) -> Text:
-    """A line with a bar and what is told behind it, of which the last parts go first where there is no room.
+def _barred(
+    head: Text, shares: Sequence[tuple[float, str, str]], details: Sequence[Text], width: int
+) -> Text:
+    """A line with a bar and details behind it, of which the last parts go first where there is no room.
 
-    All bars of a screen are equally long; one goes too where what must be told needs its place.
+    All bars of a screen are equally long; one goes too where the first detail needs its place.
     """
     room = width - head.cell_len
     bar_width = max(LEAST_BAR, min(MOST_BAR, width - 68))
-    if bar_width + told[0].cell_len > room:
-        return head.append_text(_first_that_fit(told, room))
+    if bar_width + details[0].cell_len > room:
+        return head.append_text(_first_that_fit(details, room))
     head.append_text(_bar(shares, bar_width))
-    return head.append_text(_first_that_fit(told, room - bar_width))
+    return head.append_text(_first_that_fit(details, room - bar_width))
 
 
 def _bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.config.options import check_options, option
+from paceline.config.options import CheckedOptions, option
 
 DEFAULT_REQUESTS = 400
 HELP = """
@@ -25,7 +25,7 @@ of the server that differ. Ctrl-C prints the best so far.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(CheckedOptions):
     """What `paceline tune` takes."""
 
     PANEL: ClassVar = "Search and results"
@@ -75,6 +75,3 @@ class TuneOptions:
     verify: str = option("", "server with the settings found, to send the workload to", metavar="URL")
     verify_seconds: float = option(60.0, "duration of --verify, in seconds", low=1.0, high=3600.0)
     json: str = option("", "write everything that was tried to this file", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_options(self)

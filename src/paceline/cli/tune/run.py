@@ -1,41 +1,39 @@
 """The work behind `paceline tune`: bounds and knobs from options, the search, the table and the flags.
 
-Owns which values each knob is tried with. How a setting is simulated is `sim`'s business.
+Owns which values each knob is tried with. How a setting is simulated is `lab.sim`'s business.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from paceline.cli.bench.serve import BenchServer, told_by
-from paceline.cli.flags import writable
+from paceline.cli.bench.serve import BenchServer, server_values
+from paceline.cli.flags import writable, write_json
 from paceline.cli.remote import admin_connection
 from paceline.cli.sim.calibrate import comparison_table
+from paceline.cli.sim.run import machine_of
 from paceline.cli.sim.view import show_table
+from paceline.cli.terminal import status_line
 from paceline.cli.tune.flags import DEFAULT_REQUESTS, TuneOptions
 from paceline.config.engine import SchedulerConfig
-from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.bench.load.prompt_source import COMPLETIONS
 from paceline.lab.bench.load.replayed import send_workload
 from paceline.lab.report.summary import Slo, Summary, summarize
-from paceline.lab.report.table import ABSENT, format_number, to_json
+from paceline.lab.report.table import format_number, to_json
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, simulate
-from paceline.lab.sim.cost_files import load_cost_model
 from paceline.lab.sim.recorded import deviations
-from paceline.lab.sim.tune import Bound, Knob, Search, SearchLimits, Settings, TimeIsUp, Trial, Value
+from paceline.lab.sim.tune import Bound, Knob, Search, Settings, TimeIsUp, Trial, Value
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
 from paceline.scheduler.policy import POLICY_CLASSES
@@ -43,28 +41,35 @@ from paceline.scheduler.policy import POLICY_CLASSES
 FORMAT = "paceline-tune"
 MEASURES, PERCENTILES = ("ttft", "itl", "e2e"), ("p50", "p90", "p99")
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|)")
-TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
-SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 PACE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the bound between tokens
-PACES_MS = (0.0, 10.0, 20.0, 50.0, 100.0)  # where there is none
 LEAST_RATE, FEW_REQUESTS = 1e-3, 10  # so seldom that no request waits for another
 AT_ONCE = 4.0
 SEARCH_SHARE = 0.85  # of --seconds
 MOST_DIGITS = 4  # of a share of the SLO, behind the point
-HEADINGS = {  # short: the flags stand below the table
-    "max_num_batched_tokens": "tokens",
-    "max_num_prompt_tokens": "tokens, no decode",
-    "max_num_seqs": "rows",
-    "long_prefill_share": "prompt share",
-    "step_target_ms": "step ms",
-    "scheduling_policy": "policy",
-}
+TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 # Those whose order needs nothing that requests state.
 POLICIES = tuple(name for name, kind in POLICY_CLASSES.items() if not kind.needs)
 
 
-def _look_at_nothing() -> None:
+class Setting(NamedTuple):
+    """An option that is searched."""
+
+    heading: str  # short: the flags stand below the table
+    values: tuple[Value, ...]  # it is tried with
+    limit: str = ""  # what a server calls it where it tells how it is steered
+
+
+SETTINGS = {
+    "max_num_batched_tokens": Setting("tokens", TOKENS, "max_step_tokens"),
+    "max_num_prompt_tokens": Setting("tokens, no decode", (0, *TOKENS), "max_prompt_tokens"),
+    "max_num_seqs": Setting("rows", (4, 8, 16, 32, 64, 128, 256, 512), "max_rows"),
+    "long_prefill_share": Setting("prompt share", (0.1, 0.25, 0.5, 0.75, 1.0), "prompt_share"),
+    "step_target_ms": Setting("step ms", (0.0, 10.0, 20.0, 50.0, 100.0), "step_target_ms"),
+    "scheduling_policy": Setting("policy", POLICIES),
+}
+
+
+def _do_nothing() -> None:
     return None
 
 
@@ -99,14 +104,12 @@ class Task:
     def at(self, rate: float) -> Workload:
         return replace(self.workload, arrival_s=self.workload.arrival_s / rate)
 
-    def simulate(
-        self, settings: Settings, rate: float, look: Callable[[], None] = _look_at_nothing
-    ) -> Summary:
-        """`look` is called now and then, and may raise to end the simulation."""
-        return self.simulated(settings, self.at(rate), look)
+    def simulate(self, settings: Settings, rate: float, on_step: Callable[[], None] = _do_nothing) -> Summary:
+        """`on_step` is called now and then and may raise to end the simulation."""
+        return self.simulated(settings, self.at(rate), on_step)
 
     def simulated(
-        self, settings: Settings, workload: Workload, look: Callable[[], None] = _look_at_nothing
+        self, settings: Settings, workload: Workload, on_step: Callable[[], None] = _do_nothing
     ) -> Summary:
         config = SimConfig(
             machine=self.machine,
@@ -114,7 +117,7 @@ class Task:
             seed=self.seed,
             **host_costs(self.machine.cost),
         )
-        record = simulate(config, workload, on_progress=lambda done, total, now_s: look())
+        record = simulate(config, workload, on_progress=lambda done, total, now_s: on_step())
         return summarize(record, slo=self.slo)
 
 
@@ -124,16 +127,21 @@ def run_tune(options: TuneOptions) -> None:
     task = _task(options, bounds)
     started_s = time.monotonic()
     deadline = Deadline(options.seconds)
-    limits = SearchLimits(max_trials=options.max_trials, is_over=lambda: deadline.has_passed)
     is_interrupted = False
-    with _progress() as tell:
+    with status_line("searching") as show:
 
         def simulated(settings: Settings, rate: float) -> Summary:
-            tell(len(search.trials), rate)
+            show(f"{len(search.trials)} simulations, now at {format_number(rate)} requests/s")
             return task.simulate(settings, rate, deadline.check)
 
         start = _start(task.machine)
-        search = Search(simulated, bounds, knobs_for(bounds, start), limits)
+        search = Search(
+            simulated,
+            bounds,
+            knobs_for(bounds, start),
+            max_trials=options.max_trials,
+            is_over=lambda: deadline.has_passed,
+        )
         try:
             best = _found(search, start, task, options)
             deadline.begin_comparison()
@@ -202,18 +210,10 @@ def knobs_for(bounds: Sequence[Bound], start: Settings) -> tuple[Knob, ...]:
     """What is turned, and how far, of what there is at the start. Paces are tried around what must lie between two
     tokens."""
     between_ms = min((1e3 * bound.seconds for bound in bounds if bound.measure == "itl"), default=None)
-    paces: tuple[Value, ...] = PACES_MS
-    if between_ms is not None:
-        paces = tuple(round(between_ms * share, 3) for share in PACE_SHARES)
-    knobs = (
-        Knob(name="max_num_batched_tokens", values=TOKENS),
-        Knob(name="max_num_prompt_tokens", values=(0, *TOKENS)),
-        Knob(name="max_num_seqs", values=ROWS),
-        Knob(name="long_prefill_share", values=SHARES),
-        Knob(name="step_target_ms", values=paces),
-        Knob(name="scheduling_policy", values=POLICIES),
-    )
-    return tuple(knob for knob in knobs if knob.name in start)
+    values = {name: setting.values for name, setting in SETTINGS.items() if name in start}
+    if between_ms is not None and "step_target_ms" in values:
+        values["step_target_ms"] = tuple(round(between_ms * share, 3) for share in PACE_SHARES)
+    return tuple(Knob(name=name, values=tried) for name, tried in values.items())
 
 
 def serve_flags(settings: Settings) -> str:
@@ -222,10 +222,7 @@ def serve_flags(settings: Settings) -> str:
 
 
 def _task(options: TuneOptions, bounds: Sequence[Bound]) -> Task:
-    machine = Machine.of(model_shape(options.model), device_spec(options.device))
-    if options.cost_model:
-        cost = load_cost_model(options.cost_model, machine.kv_bytes_per_token)
-        machine = replace(machine, cost=cost)
+    machine = machine_of(options.model, options.device, options.cost_model)
     has_times = options.arrivals == "recorded" and ":" not in options.trace
     workload = load_workload(
         options.trace,
@@ -256,15 +253,11 @@ def _start(machine: Machine) -> dict[str, Value]:
     """What an engine has without any of these options. Larger steps while no row decodes are for CPUs alone."""
     declared = SchedulerConfig()
     recorded: dict[str, int] = getattr(machine.cost, "engine", {})
-    alone = recorded.get("max_num_prompt_tokens", 0)
-    return {
-        "max_num_batched_tokens": recorded.get("max_num_batched_tokens", declared.max_num_batched_tokens),
-        **({"max_num_prompt_tokens": alone} if alone else {}),
-        "max_num_seqs": recorded.get("max_num_seqs", declared.max_num_seqs),
-        "long_prefill_share": declared.long_prefill_share,
-        "step_target_ms": 0.0,
-        "scheduling_policy": declared.scheduling_policy,
-    }
+    found: dict[str, Value] = {name: recorded.get(name, getattr(declared, name)) for name in SETTINGS}
+    found["step_target_ms"] = 0.0
+    if not found["max_num_prompt_tokens"]:
+        del found["max_num_prompt_tokens"]
+    return found
 
 
 def _first_rate(task: Task) -> float:
@@ -273,18 +266,6 @@ def _first_rate(task: Task) -> float:
     alone = few.simulate(_start(task.machine), LEAST_RATE)
     mean_s = alone.e2e_s.mean
     return AT_ONCE / mean_s if mean_s else 1.0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, float], None]]:
-    """A line on standard error; nothing at all when that is not a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, rate: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("searching") as status:
-        yield lambda done, rate: status.update(f"{done} simulations, now at {format_number(rate)} requests/s")
 
 
 def _print(
@@ -297,7 +278,7 @@ def _print(
 ) -> None:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     for name in shown[0].settings:
-        table.add_column(HEADINGS[name], justify="right")
+        table.add_column(SETTINGS[name].heading, justify="right")
     for bound in bounds:
         table.add_column(f"{bound.name.replace('_', ' ')} ms", justify="right")
     for name in ("goodput/s", "tok/s", "SLO"):
@@ -322,7 +303,7 @@ def _cells(trial: Trial, bounds: Sequence[Bound]) -> list[str]:
     seen = [bound.seen_s(trial.summary) for bound in bounds]
     return [
         *(shown_value(value) for value in trial.settings.values()),
-        *(ABSENT if value is None else format_number(1e3 * value) for value in seen),
+        *(format_number(None if value is None else 1e3 * value) for value in seen),
         format_number(trial.summary.goodput_per_s or 0.0),
         format_number(trial.summary.output_tokens_per_s or 0.0),
         share_of_slo(trial),
@@ -347,12 +328,7 @@ def shown_value(value: Value) -> str:
 def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: TuneOptions) -> None:
     def plain(trial: Trial) -> dict[str, Any]:
         pressure = trial.pressure if math.isfinite(trial.pressure) else None
-        return {
-            "settings": dict(trial.settings),
-            "rate": trial.rate,
-            "pressure": pressure,
-            "summary": to_json(trial.summary),
-        }
+        return {"settings": dict(trial.settings), "rate": trial.rate, "pressure": pressure}
 
     value = {
         "format": FORMAT,
@@ -360,36 +336,19 @@ def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: Tun
         "seed": options.seed,
         "flags": serve_flags(shown[0].settings),
         "cut_short": search.was_cut,
-        "best": [plain(trial) for trial in shown],
-        "trials": [
-            {
-                "settings": dict(trial.settings),
-                "rate": trial.rate,
-                "pressure": trial.pressure if math.isfinite(trial.pressure) else None,
-            }
-            for trial in search.trials
-        ],
+        "best": [{**plain(trial), "summary": to_json(trial.summary)} for trial in shown],
+        "trials": [plain(trial) for trial in search.trials],
     }
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot write {path}: {problem.strerror or problem}") from problem
+    write_json(path, value)
     print(f"Wrote {path}")
 
 
 # `paceline tune --verify`: the workload, sent to a live server, and what was seen beside what was predicted.
 #
-# Owns how much is sent and the table. Sending is `bench.load`'s business.
+# Owns how much is sent and the table. Sending is `lab.bench.load`'s business.
 
 
 FEW = 100  # requests, of which one is the p99
-LIMITS = {  # settings, and what a server calls them where it tells how it is steered
-    "max_num_batched_tokens": "max_step_tokens",
-    "max_num_prompt_tokens": "max_prompt_tokens",
-    "max_num_seqs": "max_rows",
-    "long_prefill_share": "prompt_share",
-    "step_target_ms": "step_target_ms",
-}
 
 
 def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
@@ -413,12 +372,7 @@ def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
     )
     seen = summarize(
         send_workload(
-            server.target,
-            server.model,
-            workload,
-            seed=options.seed,
-            label="seen",
-            keys={"": server.key},
+            server.target, server.model, workload, seed=options.seed, label="seen", keys={"": server.key}
         )
     )
     failed = sum(seen.requests.values()) - seen.requests["finished"]
@@ -435,9 +389,9 @@ def verify(options: TuneOptions, trial: Trial, task: Task) -> None:
 def settings_of(url: str) -> dict[str, Value]:
     """What a server tells of the settings searched for; nothing without an admin key, or if it is another's."""
     connection = admin_connection(url)
-    dial, policy = (told_by(connection, path) for path in ("/v1/admin/dial", "/v1/admin/policy"))
+    dial, policy = (server_values(connection, path) for path in ("/v1/admin/dial", "/v1/admin/policy"))
     limits = (dial or {}).get("limits") or {}
-    found = {name: limits.get(told) for name, told in LIMITS.items()}
+    found = {name: limits.get(setting.limit) for name, setting in SETTINGS.items()}
     if "step_target_ms" in limits and found["step_target_ms"] is None:
         found["step_target_ms"] = 0.0  # no pace is kept
     found["scheduling_policy"] = (policy or {}).get("policy")
@@ -450,12 +404,12 @@ def differences(wanted: Settings, found: Mapping[str, Value]) -> list[str] | Non
         return None
     return [
         f"--{name.replace('_', '-')} {shown_value(found[name])} instead of {shown_value(value)}"
-        for name, value in _as_told(wanted).items()
+        for name, value in _as_reported(wanted).items()
         if not _is_same(found[name], value) and not _is_for_the_pace(name, found, wanted)
     ]
 
 
-def _as_told(wanted: Settings) -> Settings:
+def _as_reported(wanted: Settings) -> Settings:
     """What a server set to these tells: its largest step, whichever of the two options says so."""
     alone = wanted.get("max_num_prompt_tokens")
     if alone is None:

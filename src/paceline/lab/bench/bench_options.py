@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config.options import check_options, option
+from paceline.config.options import CheckedOptions, option
 from paceline.lab.bench.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(CheckedOptions):
     """What both commands take beside the engine's options."""
 
     shape: str | None = option(
@@ -41,9 +41,6 @@ class BenchOptions:
         panel="Results",
         metavar="FILE",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +107,7 @@ SWEEP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(CheckedOptions):
     """Which server, which requests, and what counts: the same for one run and for several."""
 
     url: str = option(
@@ -242,9 +239,6 @@ class LoadOptions:
         metavar="NAME:MS",
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreBounds:
@@ -274,7 +268,7 @@ class LoadRunOptions(LoadOptions):
     )
     max_concurrency: int | None = option(
         None,
-        "most requests at once; without a rate, N users who send again when they are answered",
+        "most requests at once; without a rate, N users that each send again when answered",
         low=1,
         high=100_000,
         basic=True,
@@ -313,7 +307,7 @@ class SweepOptions(LoadOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(CheckedOptions):
     """What `paceline bench compare` takes."""
 
     before: str = option("", "result file to compare with", argument=True, metavar="BEFORE.json")
@@ -331,6 +325,3 @@ class CompareOptions:
         95.0, "confidence of the intervals, in percent", low=50.0, high=99.9, metavar="PERCENT"
     )
     json: str | None = option(None, "write the comparison to this file", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_options(self)

@@ -1,4 +1,4 @@
-"""Two results beside each other: what is better, what is worse, what cannot be told from chance.
+"""Two results beside each other: what is better, what is worse, what is within noise.
 
 Owns which measures are compared and how sure one can be. Where a result holds its samples, requests (for rates: slices
 of time) are drawn again with replacement many times, and the interval is where most of the differences lie. Reads no
@@ -36,17 +36,23 @@ class Redraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Of the requests that finished: seconds."""
+    """Columns of the requests that finished, in seconds and tokens; empty where a file lacks one."""
 
+    due: Floats
     ttft: Floats
     e2el: Floats
-    tpot: Floats  # of those with two tokens or more
-    itls: Sequence[Floats]
-    slices: Mapping[str, Floats]  # by the name of a rate: its value in each slice of time
+    tpot: Floats  # 0 for a request of a single token, which keeps any bound
+    gaps: Sequence[Floats]
+    num_input: Floats
+    num_output: Floats
+    duration: float
+    bounds: Mapping[str, float] | None  # of good requests, in milliseconds
 
     def redraw(self, name: str) -> Redraw | None:
-        if name in self.slices:
-            values = self.slices[name]
+        if name in RATES:
+            values = self._rates().get(name)
+            if values is None:
+                return None
             return Redraw(
                 cost=values.size, draw=lambda random: float(random.choice(values, values.size).mean())
             )
@@ -55,8 +61,42 @@ class Samples:
         of = _statistic(statistic)
         if of is None or metric not in ("ttft", "e2el", "tpot", "itl"):
             return None
-        groups = self.itls if metric == "itl" else [np.array([value]) for value in getattr(self, metric)]
+        column = self.tpot[self.num_output > 1] if metric == "tpot" else getattr(self, metric, ())
+        groups = self.gaps if metric == "itl" else [np.array([value]) for value in column]
         return _redraw_groups([group for group in groups if group.size], of)
+
+    def _rates(self) -> dict[str, Floats]:
+        """Rates in equal slices of the time of a run."""
+        if not self.due.size or not self.duration:
+            return {}
+        edges = np.linspace(0.0, self.duration * (1 + 1e-9), SLICES + 1)
+
+        def rate(moments: Floats, weights: Floats | None = None) -> Floats:
+            counted: Floats = np.histogram(moments, bins=edges, weights=weights)[0] / (edges[1] - edges[0])
+            return counted
+
+        first, ends = self.due + self.ttft, self.due + self.e2el
+        pieces = [each.size + 1 for each in self.gaps]
+        times = np.concatenate(
+            [start + np.append(0.0, np.cumsum(each)) for start, each in zip(first, self.gaps, strict=True)]
+        )
+        found = {
+            "request_throughput": rate(ends),
+            "output_throughput": rate(times, np.repeat(self.num_output / pieces, pieces)),
+        }
+        if self.num_input.size:
+            found["total_token_throughput"] = found["output_throughput"] + rate(first, self.num_input)
+        if self.bounds is not None:
+            found["request_goodput"] = rate(ends[self._are_good(self.bounds)])
+        return found
+
+    def _are_good(self, bounds: Mapping[str, float]) -> NDArray[np.bool_]:
+        mean_gap = np.array([each.mean() if each.size else 0.0 for each in self.gaps])
+        values = {"ttft": self.ttft, "e2el": self.e2el, "tpot": self.tpot, "itl": mean_gap}
+        good = np.ones(self.due.size, dtype=bool)
+        for name, bound in bounds.items():
+            good &= values[name] * 1e3 <= bound
+        return good
 
 
 def has_few(result: Mapping[str, Any]) -> bool:
@@ -88,68 +128,18 @@ def read_samples(result: Mapping[str, Any]) -> Samples | None:
     e2el = np.array([given[index] for index in finished]) if given else ttft + [each.sum() for each in gaps]
     lengths = _column(result, "output_lens", finished)
     lengths = lengths if lengths.size else np.zeros(len(finished))
-    several = lengths > 1
-    tpot = (e2el - ttft)[several] / (lengths[several] - 1)
-    requests = _RequestColumns(
+    bounds = result.get("goodput")
+    return Samples(
         due=_column(result, "due_times", finished),
         ttft=ttft,
         e2el=e2el,
-        tpot=_filled(tpot, several),
+        tpot=np.where(lengths > 1, (e2el - ttft) / np.maximum(lengths - 1, 1), 0.0),
         gaps=gaps,
         num_input=_column(result, "input_lens", finished),
         num_output=lengths,
+        duration=float(result.get("duration") or 0.0),
+        bounds=bounds if isinstance(bounds, Mapping) else None,
     )
-    slices = _slices(result, requests)
-    return Samples(ttft=ttft, e2el=e2el, tpot=tpot, itls=gaps, slices=slices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RequestColumns:
-    """Columns of the requests that finished; empty where a file lacks one."""
-
-    due: Floats
-    ttft: Floats
-    e2el: Floats
-    tpot: Floats
-    gaps: Sequence[Floats]
-    num_input: Floats
-    num_output: Floats
-
-
-def _slices(result: Mapping[str, Any], requests: _RequestColumns) -> dict[str, Floats]:
-    """Rates in equal slices of the time of a run."""
-    if not requests.due.size or not result.get("duration"):
-        return {}
-    edges = np.linspace(0.0, float(result["duration"]) * (1 + 1e-9), SLICES + 1)
-
-    def rate(moments: Floats, weights: Floats | None = None) -> Floats:
-        counted: Floats = np.histogram(moments, bins=edges, weights=weights)[0] / (edges[1] - edges[0])
-        return counted
-
-    first, ends = requests.due + requests.ttft, requests.due + requests.e2el
-    pieces = [each.size + 1 for each in requests.gaps]
-    times = np.concatenate(
-        [start + np.append(0.0, np.cumsum(each)) for start, each in zip(first, requests.gaps, strict=True)]
-    )
-    found = {
-        "request_throughput": rate(ends),
-        "output_throughput": rate(times, np.repeat(requests.num_output / pieces, pieces)),
-    }
-    if requests.num_input.size:
-        found["total_token_throughput"] = found["output_throughput"] + rate(first, requests.num_input)
-    bounds = result.get("goodput")
-    if isinstance(bounds, Mapping):
-        found["request_goodput"] = rate(ends[_are_good(requests, bounds)])
-    return found
-
-
-def _are_good(requests: _RequestColumns, bounds: Mapping[str, float]) -> NDArray[np.bool_]:
-    mean_gap = np.array([each.mean() if each.size else 0.0 for each in requests.gaps])
-    values = {"ttft": requests.ttft, "e2el": requests.e2el, "tpot": requests.tpot, "itl": mean_gap}
-    good = np.ones(requests.due.size, dtype=bool)
-    for name, bound in bounds.items():
-        good &= values[name] * 1e3 <= bound
-    return good
 
 
 def _column(result: Mapping[str, Any], name: str, chosen: Sequence[int]) -> Floats:
@@ -157,13 +147,6 @@ def _column(result: Mapping[str, Any], name: str, chosen: Sequence[int]) -> Floa
     if not isinstance(values, list):
         return np.empty(0)
     return np.array([values[index] or 0.0 for index in chosen], dtype=np.float64)
-
-
-def _filled(tpot: Floats, several: NDArray[np.bool_]) -> Floats:
-    """For every request; one of a single token keeps any bound."""
-    found = np.zeros(several.size)
-    found[several] = tpot
-    return found
 
 
 Weighted = Callable[[Floats, NDArray[np.int64]], float]  # of ascending values, each with its count
@@ -262,9 +245,7 @@ class MeasureDifference:
         return "worse" if self.is_worse else "better"
 
 
-def compare(
-    before: Result, after: Result, *, confidence: float = 95.0, seed: int = 0
-) -> list[MeasureDifference]:
+def compare(before: Result, after: Result, *, confidence: float = 95.0) -> list[MeasureDifference]:
     """Every measure that both results have."""
     one, two = read_samples(before), read_samples(after)
     is_of_few = has_few(before) or has_few(after)
@@ -273,7 +254,7 @@ def compare(
         first, second = _number(before, name), _number(after, name)
         if first is None or second is None or first <= 0:
             continue
-        low, high = _interval(name, (one, two), confidence, seed)
+        low, high = _interval(name, (one, two), confidence)
         found.append(
             MeasureDifference(
                 name=name,
@@ -311,13 +292,13 @@ def _measures(result: Result) -> Iterator[tuple[str, bool]]:
 
 
 def _interval(
-    name: str, pair: tuple[Samples | None, Samples | None], confidence: float, seed: int
+    name: str, pair: tuple[Samples | None, Samples | None], confidence: float
 ) -> tuple[float | None, float | None]:
     first, second = (None if samples is None else samples.redraw(name) for samples in pair)
     if first is None or second is None:
         return None, None
     redraws = max(100, min(REDRAWS, MOST_WORK // max(first.cost, second.cost, 1)))
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     changes = []
     for _ in range(redraws):
         one, two = first.draw(random), second.draw(random)

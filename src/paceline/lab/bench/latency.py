@@ -81,7 +81,7 @@ async def run_online(
     engine = llm.loaded.engine
     steps_before = engine.num_submitted
     started_s = time.perf_counter()
-    # A prefix belongs to a tenant: a name of its own is an empty prefix cache.
+    # A prefix belongs to a tenant: a new name is an empty prefix cache.
     tenant = f"bench {workload.name} {time.monotonic_ns()}"
     requests = [ObservedRequest(due_s=started_s + request.arrival_s) for request in workload.requests]
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import paceline
 from paceline.factory import LoadedModel
+from paceline.runner.device import why_no_gpu
 
 
 def accelerator() -> dict[str, Any] | None:
-    """The GPU that torch would use."""
+    """The GPU that steps would be computed on."""
+    if why_no_gpu():
+        return None
     import torch
 
-    if not torch.cuda.is_available():
-        return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": str(properties.name),

@@ -1,7 +1,7 @@
 """Generating requests of a run again, each alone, and comparing token by token.
 
 Owns the choice of requests and what a difference is. A request has the same seed both times, so that equal numbers
-give equal tokens; where they differ the place is told, and for greedy requests how close the two best tokens were.
+give equal tokens; where they differ the place is reported, and for greedy requests how close the two best tokens were.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import Any
 from paceline.core.sampling import SamplingParams
 from paceline.lab.bench.throughput import release_memory
 from paceline.lab.bench.workloads import BenchWorkload
-from paceline.llm.arguments import split_arguments
 from paceline.llm.llm import LLM
-
-EAGER = "enforce_eager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +63,10 @@ def choose(workloads: Sequence[BenchWorkload], count: int, seed: int) -> dict[st
     return chosen
 
 
-def has_eager_option() -> bool:
-    """Whether asking the engine to compute without anything captured has an effect."""
-    model, given = split_arguments(None, {EAGER: True})
-    return bool(getattr(model, EAGER, False) or given.get(EAGER))
-
-
 def eager_llm(options: Mapping[str, Any]) -> LLM:
     """An engine like that of the run which captures nothing. That of the run must be gone: both may not fit."""
     release_memory()
-    return LLM(**{**options, EAGER: True})
+    return LLM(**{**options, "enforce_eager": True})
 
 
 def recheck(llm: LLM, cases: Sequence[Case], *, is_eager: bool) -> Recheck:

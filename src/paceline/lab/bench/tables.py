@@ -33,12 +33,6 @@ class Grid:
         return Grid(headings=[self.headings[column] for column in columns], rows=rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    heading: str
-    cell: Callable[[Any], str]
-
-
 def _short(value: float) -> str:
     """Three significant digits below 1,000, whole numbers with separators above."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
@@ -65,25 +59,26 @@ def _percentiles(name: str, factor: float) -> Callable[[Any], str]:
     return cell
 
 
-_MODE = _Column(heading="mode", cell=_number("mode", str))
-_THROUGHPUT = (
-    _Column(heading="seconds", cell=_number("seconds", lambda value: f"{value:,.3f}")),
-    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
-    _Column(heading="total tok/s", cell=_number("total_tokens_per_s")),
-    _Column(heading="requests/s", cell=_number("requests_per_s")),
-    _Column(heading="ms per step", cell=_number("ms_per_step")),
-    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
-    _Column(heading="padded", cell=_number("padded_share", lambda value: f"{value:.1%}")),
-    _Column(heading="steps", cell=_number("steps", _count)),
-    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+_Column = tuple[str, Callable[[Any], str]]  # heading, and the cell of a result
+_MODE: _Column = ("mode", _number("mode", str))
+_THROUGHPUT: tuple[_Column, ...] = (
+    ("seconds", _number("seconds", lambda value: f"{value:,.3f}")),
+    ("output tok/s", _number("output_tokens_per_s")),
+    ("total tok/s", _number("total_tokens_per_s")),
+    ("requests/s", _number("requests_per_s")),
+    ("ms per step", _number("ms_per_step")),
+    ("E2E p50 / p90 / p99 s", _percentiles("e2e_s", 1.0)),
+    ("padded", _number("padded_share", lambda value: f"{value:.1%}")),
+    ("steps", _number("steps", _count)),
+    ("preemptions", _number("preemptions", _count)),
 )
-_LATENCY = (
-    _Column(heading="requests", cell=_number("num_requests", _count)),
-    _Column(heading="output tok/s", cell=_number("output_tokens_per_s")),
-    _Column(heading="TTFT p50 / p90 / p99 ms", cell=_percentiles("ttft_s", 1e3)),
-    _Column(heading="ITL p50 / p90 / p99 ms", cell=_percentiles("itl_s", 1e3)),
-    _Column(heading="E2E p50 / p90 / p99 s", cell=_percentiles("e2e_s", 1.0)),
-    _Column(heading="preemptions", cell=_number("preemptions", _count)),
+_LATENCY: tuple[_Column, ...] = (
+    ("requests", _number("num_requests", _count)),
+    ("output tok/s", _number("output_tokens_per_s")),
+    ("TTFT p50 / p90 / p99 ms", _percentiles("ttft_s", 1e3)),
+    ("ITL p50 / p90 / p99 ms", _percentiles("itl_s", 1e3)),
+    ("E2E p50 / p90 / p99 s", _percentiles("e2e_s", 1.0)),
+    ("preemptions", _number("preemptions", _count)),
 )
 
 
@@ -161,5 +156,5 @@ def _round(value: Any) -> Any:
 
 
 def _grid(results: Sequence[Any], columns: Sequence[_Column]) -> Grid:
-    rows = [(result.workload, *(column.cell(result) for column in columns)) for result in results]
-    return Grid(headings=("workload", *(column.heading for column in columns)), rows=rows)
+    rows = [(result.workload, *(cell(result) for _, cell in columns)) for result in results]
+    return Grid(headings=("workload", *(heading for heading, _ in columns)), rows=rows)

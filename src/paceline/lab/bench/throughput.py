@@ -91,7 +91,7 @@ def import_engine() -> None:
 
 
 def sampling_of(workload: BenchWorkload, temperature: float | None, seed: int) -> list[SamplingParams]:
-    """Sampling for each request: its number of tokens exactly, and a seed of its own."""
+    """Sampling for each request: its number of tokens exactly, and a separate seed."""
     chosen = workload.temperature if temperature is None else temperature
     return [
         SamplingParams(

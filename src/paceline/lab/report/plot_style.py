@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
 
-# The colours of Okabe and Ito, told apart with any common colour blindness; markers repeat the message.
+# The colours of Okabe and Ito, distinguishable with any common colour blindness; markers repeat the message.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PINK, SKY, INK, GREY = "#CC79A7", "#56B4E9", "#222222", "#8A8F98"
 PALETTE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, INK)
@@ -77,10 +77,10 @@ def figure_file(path: str | Path, *, width: float, height: float, title: str | N
             figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
         yield figure
         kind = "svg" if str(path).lower().endswith(".svg") else "png"
-        # The same picture should be the same file: an SVG carries its date and random names unless told otherwise.
-        told: Any = {"metadata": {"Date": None}} if kind == "svg" else {}
+        # The same picture should be the same file: an SVG carries its date and random names by default.
+        options: Any = {"metadata": {"Date": None}} if kind == "svg" else {}
         try:
-            figure.savefig(path, format=kind, facecolor="white", **told)
+            figure.savefig(path, format=kind, facecolor="white", **options)
         except OSError as problem:
             raise InputError(f"cannot write plot {path}: {problem.strerror or problem}") from problem
 

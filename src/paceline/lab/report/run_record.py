@@ -5,10 +5,11 @@ The simulator and the benchmarks fill it; `summary` and `plots` read it. No meas
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args, get_origin
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from paceline.errors import InputError
 
@@ -19,12 +20,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 
-def _no_ints() -> Ints:
-    return np.empty(0, dtype=np.int32)
-
-
-def _no_floats() -> Floats:
-    return np.empty(0, dtype=np.float64)
+def _empty() -> Any:
+    return np.empty(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,35 +48,34 @@ class RunRecord:
     outcome: NDArray[np.uint8]  # index into OUTCOMES
 
     # Per request too, where it is counted; else empty.
-    recomputed_tokens: Ints = field(default_factory=_no_ints)  # computed again after a preemption
-    kv_block_us: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    recomputed_tokens: Ints = field(default_factory=_empty)  # computed again after a preemption
+    kv_block_us: NDArray[np.int64] = field(default_factory=_empty)
     # As forecast at arrival; empty: no forecasts were made.
-    predicted_ttft_s: Floats = field(default_factory=_no_floats)
+    predicted_ttft_s: Floats = field(default_factory=_empty)
 
     # What each request was to the scheduler, where they differ; else empty.
-    service_class: Ints = field(default_factory=_no_ints)  # index into `classes`
+    service_class: Ints = field(default_factory=_empty)  # index into `classes`
     classes: tuple[str, ...] = ()
-    preempted_by: Mapping[str, int] = field(default_factory=dict)  # how many gave way, by reason:kind
+    preempted_by: Mapping[str, int] = field(default_factory=dict)  # preemptions by reason:kind
 
     # Gaps between token deliveries of one request, of all requests.
-    itl_s: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    itl_s: NDArray[np.float32] = field(default_factory=_empty)
 
     # Per step, of all replicas, in any order. Empty where the steps cannot be seen.
-    step_replica: Ints = field(default_factory=_no_ints)
-    step_start_s: Floats = field(default_factory=_no_floats)
-    step_end_s: Floats = field(default_factory=_no_floats)
-    step_rows: Ints = field(default_factory=_no_ints)  # live rows
-    step_decode: Ints = field(default_factory=_no_ints)  # tokens
-    step_prefill: Ints = field(default_factory=_no_ints)  # tokens
-    step_padded: Ints = field(default_factory=_no_ints)  # tokens computed and thrown away
-    step_waiting: Ints = field(default_factory=_no_ints)  # requests in the queue
-    step_kv_used: Ints = field(default_factory=_no_ints)  # slots allocated
-    step_kv_filled: Ints = field(default_factory=_no_ints)  # slots that hold a computed token
-    step_preempted: Ints = field(default_factory=_no_ints)
+    step_replica: Ints = field(default_factory=_empty)
+    step_start_s: Floats = field(default_factory=_empty)
+    step_end_s: Floats = field(default_factory=_empty)
+    step_rows: Ints = field(default_factory=_empty)  # live rows
+    step_decode: Ints = field(default_factory=_empty)  # tokens
+    step_prefill: Ints = field(default_factory=_empty)  # tokens
+    step_padded: Ints = field(default_factory=_empty)  # tokens computed and thrown away
+    step_waiting: Ints = field(default_factory=_empty)  # requests in the queue
+    step_kv_used: Ints = field(default_factory=_empty)  # slots allocated
+    step_kv_filled: Ints = field(default_factory=_empty)  # slots that hold a computed token
+    step_preempted: Ints = field(default_factory=_empty)
 
     def __post_init__(self) -> None:
-        for names, kind in _COLUMNS:
-            self._settle(names, kind)
+        self._settle_columns()
         if self.outcome.size and int(self.outcome.max()) >= len(OUTCOMES):
             raise InputError(f"run '{self.label}': outcome must be below {len(OUTCOMES)}")
         if self.max_num_seqs < 1 or self.num_replicas < 1:
@@ -97,49 +93,19 @@ class RunRecord:
     def num_steps(self) -> int:
         return len(self.step_start_s)
 
-    def _settle(self, columns: Mapping[str, DTypeLike], kind: str) -> None:
-        """Give each column its type, and check that all have the length of the first."""
-        expected: int | None = None
-        for name, dtype in columns.items():
-            column = np.asarray(getattr(self, name), dtype=dtype)
-            expected = column.size if expected is None else expected
-            if column.shape != (expected,):
+    def _settle_columns(self) -> None:
+        """Give each column its type, and check that all of a kind have the length of the first."""
+        lengths: dict[str, int] = {}
+        for spec in fields(self):
+            if get_origin(spec.type) is not np.ndarray:
+                continue
+            dtype = get_args(get_args(spec.type)[1])[0]
+            column = np.asarray(getattr(self, spec.name), dtype=dtype)
+            per = "step" if spec.name.startswith("step_") else "gap" if spec.name == "itl_s" else "request"
+            expected = lengths.setdefault(per, column.size)
+            is_left_out = per == "request" and spec.default_factory is not MISSING and not column.size
+            if column.shape != (expected,) and not is_left_out:
                 raise InputError(
-                    f"run '{self.label}': {name} has shape {column.shape}, not one entry per {kind}"
+                    f"run '{self.label}': {spec.name} has shape {column.shape}, not one entry per {per}"
                 )
-            object.__setattr__(self, name, column)
-
-
-_REQUEST_COLUMNS: dict[str, DTypeLike] = {
-    "arrival_s": np.float64,
-    "admitted_s": np.float64,
-    "first_token_s": np.float64,
-    "finished_s": np.float64,
-    "prompt_len": np.int32,
-    "output_len": np.int32,
-    "cached_tokens": np.int32,
-    "preemptions": np.int32,
-    "tenant": np.int32,
-    "outcome": np.uint8,
-}
-_STEP_COLUMNS: dict[str, DTypeLike] = {
-    "step_start_s": np.float64,
-    "step_end_s": np.float64,
-    "step_replica": np.int32,
-    "step_rows": np.int32,
-    "step_decode": np.int32,
-    "step_prefill": np.int32,
-    "step_padded": np.int32,
-    "step_waiting": np.int32,
-    "step_kv_used": np.int32,
-    "step_kv_filled": np.int32,
-    "step_preempted": np.int32,
-}
-_COST_COLUMNS: dict[str, DTypeLike] = {"recomputed_tokens": np.int32, "kv_block_us": np.int64}
-_COLUMNS: tuple[tuple[dict[str, DTypeLike], str], ...] = (
-    (_REQUEST_COLUMNS, "request"),
-    (_COST_COLUMNS, "request"),
-    (_STEP_COLUMNS, "step"),
-    ({"service_class": np.int32}, "request"),
-    ({"itl_s": np.float32}, "gap"),
-)
+            object.__setattr__(self, spec.name, column)

@@ -156,6 +156,15 @@ class Summary:
     # |forecast - observed| / max(observed, 200 ms); None: no forecasts were made.
     ttft_forecast_error: Distribution | None = None
 
+    @property
+    def preempted_by_kind(self) -> dict[str, int]:
+        """How many were preempted in each way there is, whatever for; empty where it is not known."""
+        counts = dict.fromkeys(("recompute", "swap"), 0) if self.preempted_by else {}
+        for rule, count in self.preempted_by.items():
+            kind = rule.rpartition(":")[2]
+            counts[kind] = counts.get(kind, 0) + count
+        return counts
+
 
 def summarize(
     record: RunRecord, *, slo: Slo | None = None, device_hour_price: float | None = None

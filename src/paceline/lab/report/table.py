@@ -6,14 +6,15 @@ with every measure, or one line per run with the few that decide. It computes no
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from paceline.lab.report.run_record import OUTCOMES
-from paceline.lab.report.summary import Distribution, Summary
+from paceline.lab.report.summary import Summary
 
 ABSENT = "-"
 _JSON_DIGITS = 6
@@ -21,19 +22,22 @@ _JSON_DIGITS = 6
 Value = float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Measure:
     group: str
     label: str
-    value: Callable[[Summary], Value]
+    path: str  # to the value in a summary: names separated by dots
     text: Callable[[float], str]
     better: int = 0  # 1: more is better, -1: less is better, 0: neither
     is_optional: bool = False  # left out where no run has it
 
+    def value(self, summary: Summary) -> Value:
+        return _value(summary, self.path)
 
-def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) -> Table:
+
+def comparison_table(summaries: Sequence[Summary]) -> Table:
     """One column per run, every measure a row; the best run of a row is bold."""
-    table = _new_table(title)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", style="dim", no_wrap=True)
     table.add_column("measure", no_wrap=True)
     for summary in summaries:
@@ -50,9 +54,9 @@ def comparison_table(summaries: Sequence[Summary], *, title: str | None = None) 
     return table
 
 
-def compact_table(summaries: Sequence[Summary], *, title: str | None = None) -> Table:
+def compact_table(summaries: Sequence[Summary]) -> Table:
     """One row per run, for sweeps and long lists."""
-    table = _new_table(title)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     for heading, _ in _COMPACT:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -63,19 +67,13 @@ def compact_table(summaries: Sequence[Summary], *, title: str | None = None) -> 
 
 def to_json(summary: Summary) -> dict[str, object]:
     """Names as in `Summary`, floats to six significant digits, None for what is absent; never NaN."""
-    value = _plain(summary)
-    assert isinstance(value, dict)
-    return value
+    return {name: _plain(value) for name, value in asdict(summary).items()}
 
 
-def _new_table(title: str | None) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD
-    )
-
-
-def format_number(value: float) -> str:
-    """Three significant digits below 1,000, whole numbers with separators above."""
+def format_number(value: Value) -> str:
+    """Three significant digits below 1,000, whole numbers with separators above; a dash for what is absent."""
+    if value is None:
+        return ABSENT
     if value == 0:
         return "0"
     if abs(value) >= 999.5:
@@ -100,139 +98,91 @@ def _times(value: float) -> str:
     return f"{format_number(value)}x"
 
 
-def _outcome(name: str) -> _Measure:
-    return _Measure(group="requests", label=name, value=lambda summary: summary.requests[name], text=_count)
-
-
-def _forecast(label: str, of: Callable[[Distribution], Value]) -> _Measure:
-    def value(summary: Summary) -> Value:
-        found = summary.ttft_forecast_error
-        return None if found is None else of(found)
-
-    label = f"error {label}"
-    return _Measure(
-        group="TTFT forecast", label=label, value=value, text=format_share, better=-1, is_optional=True
-    )
-
-
-def _preempted(kind: str) -> _Measure:
-    """How many gave way in one of the ways there are, whatever for."""
-
-    def value(summary: Summary) -> Value:
-        if not summary.preempted_by:
-            return None
-        return sum(count for rule, count in summary.preempted_by.items() if rule.endswith(f":{kind}"))
-
-    return _Measure(group="preemption", label=f"by {kind}", value=value, text=_count, is_optional=True)
-
-
 def _by_class(summaries: Sequence[Summary]) -> list[_Measure]:
     """Queue delay of each class that any of the runs has."""
     names = dict.fromkeys(name for summary in summaries for name in summary.queue_delay_by_class_s)
 
-    def measure(name: str, part: str) -> _Measure:
-        def value(summary: Summary) -> Value:
-            found = summary.queue_delay_by_class_s.get(name)
-            return None if found is None else getattr(found, part)
-
-        return _Measure(
-            group="queue delay by class",
-            label=f"{name} {part} (ms)",
-            value=value,
-            text=_milliseconds,
+    return [
+        _Measure(
+            "queue delay by class",
+            f"{name} {part} (ms)",
+            f"queue_delay_by_class_s.{name}.{part}",
+            _milliseconds,
             better=-1,
         )
-
-    return [measure(name, part) for name in names for part in ("p50", "p99")]
-
-
-def _latency(
-    label: str, unit: str, of: Callable[[Summary], Distribution], text: Callable[[float], str]
-) -> list[_Measure]:
-    values: dict[str, Callable[[Summary], Value]] = {
-        "mean": lambda summary: of(summary).mean,
-        "p50": lambda summary: of(summary).p50,
-        "p90": lambda summary: of(summary).p90,
-        "p99": lambda summary: of(summary).p99,
-    }
-    rows = [
-        _Measure(group=label, label=f"{name} ({unit})", value=value, text=text, better=-1)
-        for name, value in values.items()
+        for name in names
+        for part in ("p50", "p99")
     ]
-    ratio = _Measure(
-        group=label, label="p99 / p50", value=lambda summary: of(summary).tail_ratio, text=_times
-    )
-    return [*rows, ratio]
 
 
-def _of(group: str, label: str, name: str, text: Callable[[float], str], better: int = 0) -> _Measure:
-    return _Measure(
-        group=group, label=label, value=lambda summary: getattr(summary, name), text=text, better=better
-    )
+def _latency(group: str, unit: str, name: str, text: Callable[[float], str]) -> list[_Measure]:
+    rows = [
+        _Measure(group, f"{part} ({unit})", f"{name}.{part}", text, better=-1)
+        for part in ("mean", "p50", "p90", "p99")
+    ]
+    return [*rows, _Measure(group, "p99 / p50", f"{name}.tail_ratio", _times)]
 
 
-_MEASURES: tuple[_Measure, ...] = (
-    *(_outcome(name) for name in OUTCOMES),
-    _of("throughput", "duration (s)", "duration_s", format_number),
-    _of("throughput", "requests/s", "requests_per_s", format_number, 1),
-    _of("throughput", "output tok/s", "output_tokens_per_s", format_number, 1),
-    _of("throughput", "total tok/s", "total_tokens_per_s", format_number, 1),
-    _of("throughput", "useful tokens", "useful_tokens", _count),
-    _of("throughput", "goodput (requests/s)", "goodput_per_s", format_number, 1),
-    _of("throughput", "cost per million tokens", "cost_per_million_tokens", format_number, -1),
-    _of("waste", "padded tokens", "padded_tokens", _count, -1),
-    _of("waste", "padded share", "padded_share", format_share, -1),
-    _of("waste", "KV waste", "kv_waste", format_share, -1),
-    _of("use", "slot occupancy", "slot_occupancy", format_share),
-    _of("use", "KV occupancy", "kv_occupancy", format_share),
-    _of("use", "busy share", "busy_share", format_share),
-    _of("use", "prefix hit share", "prefix_hit_share", format_share, 1),
-    _of("preemption", "total", "preemptions", _count, -1),
-    _of("preemption", "per request", "preemptions_per_request", format_number, -1),
-    _of("preemption", "per second", "preemptions_per_s", format_number, -1),
-    _preempted("recompute"),
-    _preempted("swap"),
-    _Measure(
-        group="fairness",
-        label="service gap of tenants (tokens)",
-        value=lambda summary: summary.fairness_gap,
-        text=_count,
-        better=-1,
-        is_optional=True,
-    ),
-    *_latency("queue delay", "ms", lambda summary: summary.queue_delay_s, _milliseconds),
-    *_latency("TTFT", "ms", lambda summary: summary.ttft_s, _milliseconds),
-    *_latency("ITL", "ms", lambda summary: summary.itl_s, _milliseconds),
-    *_latency("end to end", "s", lambda summary: summary.e2e_s, format_number),
+_MEASURES = (
+    *(_Measure("requests", name, f"requests.{name}", _count) for name in OUTCOMES),
+    _Measure("throughput", "duration (s)", "duration_s", format_number),
+    _Measure("throughput", "requests/s", "requests_per_s", format_number, 1),
+    _Measure("throughput", "output tok/s", "output_tokens_per_s", format_number, 1),
+    _Measure("throughput", "total tok/s", "total_tokens_per_s", format_number, 1),
+    _Measure("throughput", "useful tokens", "useful_tokens", _count),
+    _Measure("throughput", "goodput (requests/s)", "goodput_per_s", format_number, 1),
+    _Measure("throughput", "cost per million tokens", "cost_per_million_tokens", format_number, -1),
+    _Measure("waste", "padded tokens", "padded_tokens", _count, -1),
+    _Measure("waste", "padded share", "padded_share", format_share, -1),
+    _Measure("waste", "KV waste", "kv_waste", format_share, -1),
+    _Measure("use", "slot occupancy", "slot_occupancy", format_share),
+    _Measure("use", "KV occupancy", "kv_occupancy", format_share),
+    _Measure("use", "busy share", "busy_share", format_share),
+    _Measure("use", "prefix hit share", "prefix_hit_share", format_share, 1),
+    _Measure("preemption", "total", "preemptions", _count, -1),
+    _Measure("preemption", "per request", "preemptions_per_request", format_number, -1),
+    _Measure("preemption", "per second", "preemptions_per_s", format_number, -1),
+    _Measure("preemption", "by recompute", "preempted_by_kind.recompute", _count, is_optional=True),
+    _Measure("preemption", "by swap", "preempted_by_kind.swap", _count, is_optional=True),
+    _Measure("fairness", "service gap of tenants (tokens)", "fairness_gap", _count, -1, is_optional=True),
+    *_latency("queue delay", "ms", "queue_delay_s", _milliseconds),
+    *_latency("TTFT", "ms", "ttft_s", _milliseconds),
+    *_latency("ITL", "ms", "itl_s", _milliseconds),
+    *_latency("end to end", "s", "e2e_s", format_number),
 )
-_FORECASTS = (_forecast("p50", lambda error: error.p50), _forecast("p90", lambda error: error.p90))
+_FORECASTS = tuple(
+    _Measure(
+        "TTFT forecast", f"error {part}", f"ttft_forecast_error.{part}", format_share, -1, is_optional=True
+    )
+    for part in ("p50", "p90")
+)
 
 
-def _pair(of: Callable[[Summary], Distribution], text: Callable[[float], str]) -> Callable[[Summary], str]:
-    def cell(summary: Summary) -> str:
-        values = of(summary)
-        return f"{_shown(values.p50, text)} / {_shown(values.p99, text)}"
-
-    return cell
-
-
-def _single(name: str, text: Callable[[float], str]) -> Callable[[Summary], str]:
-    return lambda summary: _shown(getattr(summary, name), text)
+def _cell(text: Callable[[float], str], *paths: str) -> Callable[[Summary], str]:
+    return lambda summary: " / ".join(_shown(_value(summary, path), text) for path in paths)
 
 
 _COMPACT: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("finished", lambda summary: f"{summary.requests['finished']:,} / {sum(summary.requests.values()):,}"),
-    ("req/s", _single("requests_per_s", format_number)),
-    ("out tok/s", _single("output_tokens_per_s", format_number)),
-    ("padded", _single("padded_share", format_share)),
-    ("slots", _single("slot_occupancy", format_share)),
-    ("KV waste", _single("kv_waste", format_share)),
-    ("preempt", _single("preemptions", _count)),
-    ("TTFT p50 / p99 ms", _pair(lambda summary: summary.ttft_s, _milliseconds)),
-    ("ITL p50 / p99 ms", _pair(lambda summary: summary.itl_s, _milliseconds)),
-    ("E2E p50 / p99 s", _pair(lambda summary: summary.e2e_s, format_number)),
-    ("goodput", _single("goodput_per_s", format_number)),
+    ("req/s", _cell(format_number, "requests_per_s")),
+    ("out tok/s", _cell(format_number, "output_tokens_per_s")),
+    ("padded", _cell(format_share, "padded_share")),
+    ("slots", _cell(format_share, "slot_occupancy")),
+    ("KV waste", _cell(format_share, "kv_waste")),
+    ("preempt", _cell(_count, "preemptions")),
+    ("TTFT p50 / p99 ms", _cell(_milliseconds, "ttft_s.p50", "ttft_s.p99")),
+    ("ITL p50 / p99 ms", _cell(_milliseconds, "itl_s.p50", "itl_s.p99")),
+    ("E2E p50 / p99 s", _cell(format_number, "e2e_s.p50", "e2e_s.p99")),
+    ("goodput", _cell(format_number, "goodput_per_s")),
 )
+
+
+def _value(summary: Summary, path: str) -> Value:
+    found: Any = summary
+    for name in path.split("."):
+        if found is not None:
+            found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)
+    return cast(Value, found)
 
 
 def _shown(value: Value, text: Callable[[float], str]) -> str:
@@ -253,8 +203,6 @@ def _cells(measure: _Measure, summaries: Sequence[Summary]) -> list[Text]:
 
 
 def _plain(value: object) -> object:
-    if is_dataclass(value):
-        return {column.name: _plain(getattr(value, column.name)) for column in fields(value)}
     if isinstance(value, float):
         return float(f"{value:.{_JSON_DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -22,21 +22,15 @@ from paceline.costs.model import CostModel, StepShape
 from paceline.errors import InputError
 from paceline.lab.sim.runner import step_shape
 
-# The steps of a run log with their times: the food of a cost model.
-#
-# Owns what a log says about time: how long a step took by the runner's clock, what the host needed before it, and
-# how long a request that came to an idle engine waited for its first step. What a model makes of that is not known
-# here.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One completed step."""
+    """One completed step, and what its log says about time."""
 
     work: StepWork
     seconds: float  # by the runner's clock
     host_s: float | None  # what the host needed before it; None: there was nothing to do, or it is not known
-    wake_s: float | None  # it was the first after nothing to do: from the arrival of who came to its start
+    wake_s: float | None  # it was the first after nothing to do: from the request's arrival to its start
 
 
 def timed_steps(log: RunLog) -> list[TimedStep]:
@@ -221,6 +215,6 @@ def _host_costs(steps: Sequence[TimedStep]) -> HostCosts:
     between = [step.host_s for step in steps if step.host_s is not None]
     woken = [step.wake_s for step in steps if step.wake_s is not None]
     step_s = float(np.median(between)) if between else None
-    # Who came to an idle engine waited until it knew of it and then for the planning of a step.
+    # A request at an idle engine waited until the engine knew of it, and then for the planning of a step.
     request_s = max(0.0, float(np.median(woken)) - (step_s or 0.0)) if woken else 0.0
     return HostCosts(step_s=step_s, request_s=request_s)

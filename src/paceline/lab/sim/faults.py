@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +49,8 @@ def parse_faults(text: str) -> FaultSpec:
         name, _, value = part.partition("=")
         if name not in known or name in shares:
             what = "given twice" if name in shares else "not a fault"
-            raise InputError(f"faults: '{name}' is {what}; write {_form(known)} with shares from 0 to 1")
+            form = ",".join(f"{fault}=SHARE" for fault in known)
+            raise InputError(f"faults: '{name}' is {what}; write {form} with shares from 0 to 1")
         try:
             shares[name] = float(value)
         except ValueError:
@@ -58,10 +58,6 @@ def parse_faults(text: str) -> FaultSpec:
         if not 0.0 <= shares[name] <= 1.0:
             raise InputError(f"faults: '{part}' needs a share from 0 to 1, as in {name}=0.01")
     return FaultSpec(**shares)
-
-
-def _form(known: Iterable[str]) -> str:
-    return ",".join(f"{name}=SHARE" for name in known)
 
 
 def with_bursts(workload: Workload, share: float, seed: int) -> Workload:
@@ -79,18 +75,7 @@ def with_bursts(workload: Workload, share: float, seed: int) -> Workload:
     source = np.concatenate([np.arange(len(workload)), copied])
     arrival_s = np.concatenate([workload.arrival_s, extra_s])
     order = np.argsort(arrival_s, kind="stable")
-    source = source[order]
-    prefix_ids = workload.prefix_ids
-    return replace(
-        workload,
-        arrival_s=arrival_s[order],
-        prompt_len=workload.prompt_len[source],
-        output_len=workload.output_len[source],
-        tenant=workload.tenant[source],
-        prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in source.tolist()),
-        wishes=None if workload.wishes is None else workload.wishes[source],
-        priority=None if workload.priority is None else workload.priority[source],
-    )
+    return workload.take(source[order], arrival_s[order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
-"""A recorded run as the simulator sees it: its workload, its measures as columns, and how far a repetition is off.
+"""A run that was, as the simulator sees it: its workload, its measures as columns, and how far a repetition is off.
 
-The log is replayed, so that tokens and endings come from the scheduler itself and are measured by the same `Meter` as
+A run log is replayed, so that tokens and endings come from the scheduler itself and are measured by the same `Meter` as
 a simulation. Owns what of a recorded request is repeated (when it came, how long it was and became, whose it was,
 which beginning it shared) and what is not, what is compared, and how far off a measure may be. The requests come again
 at their times, with the lengths they had, to an engine of the recorded config; only the clock is a model.
@@ -8,25 +8,29 @@ at their times, with the lengths they had, to an engine of the recorded config; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from paceline.audit.codec import Json, decode_add, decode_time
-from paceline.audit.runlog import LoggedEnd, LoggedStep, RunLog, read_run_log
+from paceline.audit.runlog import LoggedStep, RunLog, read_run_log
 from paceline.config.engine import EngineConfig
 from paceline.core.events import Decision, StepEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
 from paceline.errors import InputError
 from paceline.lab.measure import Meter, StepMeter
-from paceline.lab.report.run_record import RunRecord
-from paceline.lab.report.summary import Distribution, Summary, summarize
+from paceline.lab.report.run_record import OUTCOMES, RunRecord
+from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.sim.replayer import replay
 from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig, host_costs
-from paceline.lab.workload.workload import WISHES, Workload
+from paceline.lab.workload.workload import OBJECTIVES, Floats, Workload
 from paceline.scheduler.policy import load_policy
 from paceline.scheduler.state import SchedulerState
 
@@ -35,13 +39,19 @@ Times = dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedRun:
-    """A run that was, seen from its engine; times count from the first arrival."""
+class ObservedRun:
+    """A run that was; times count from the first arrival."""
 
     workload: Workload
     record: RunRecord
-    config: EngineConfig
     num_left_out: int  # requests that ended without a token, and are not repeated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedRun(ObservedRun):
+    """The same, recorded by its engine."""
+
+    config: EngineConfig
 
 
 def read_recorded(path: str, *, own_policy: str = "") -> RecordedRun:
@@ -62,7 +72,7 @@ def read_recorded(path: str, *, own_policy: str = "") -> RecordedRun:
     report = replay(log, policy=policy, watch=watcher.begin)
     if report.difference is not None:
         raise InputError(
-            f"{path} does not replay, so its run cannot be told: {report.difference}; record it again with this version"
+            f"{path} does not replay, so it cannot be repeated: {report.difference}; record it again with this version"
         )
     for request in kept:
         if request.id in refused:
@@ -107,7 +117,7 @@ class _Watcher:
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         """Its times are those of the log."""
 
-    def told(self, events: StepEvents) -> None:
+    def on_events(self, events: StepEvents) -> None:
         for tokens in events.tokens:
             known = np.array([request in self.number for request in tokens.requests.tolist()], np.bool_)
             numbers = [self.number[RequestId(each)] for each in tokens.requests[known].tolist()]
@@ -134,24 +144,19 @@ class _Watcher:
 
 
 def _read(log: RunLog) -> tuple[list[Request], dict[RequestId, int], set[RequestId], Times]:
-    """Every request that was added, how many tokens those got that ended, who was refused, and the times of steps."""
+    """Every request that was added, the tokens of those that ended, those rejected, and the times of steps."""
     requests: list[Request] = []
     ends: dict[RequestId, int] = {}
     refused: set[RequestId] = set()
     times: Times = {}
-
-    def read(logged: LoggedStep | LoggedEnd) -> None:
-        requests.extend(decode_add(entry[2]).make_request() for entry in logged.inputs if entry[0] == "add")
-        decided: list[Json] = logged.decisions
+    for line in log.lines():
+        requests.extend(decode_add(entry[2]).make_request() for entry in line.inputs if entry[0] == "add")
+        decided: list[Json] = line.decisions
         ends.update((RequestId(each[1]), int(each[3])) for each in decided if each[0] == "finish")
         refused.update(RequestId(each[1]) for each in decided if each[0] == "refuse")
-
-    for step in log:
-        read(step)
-        recorded = (step.result or {}).get("times")
-        times[step.seq] = (step.t_plan, step.t_done) if recorded is None else recorded
-    if log.end is not None:
-        read(log.end)
+        if isinstance(line, LoggedStep):
+            recorded = (line.result or {}).get("times")
+            times[line.seq] = (line.t_plan, line.t_done) if recorded is None else recorded
     return requests, ends, refused, times
 
 
@@ -159,7 +164,9 @@ def _workload(
     log: RunLog, requests: Sequence[Request], ends: dict[RequestId, int], origin_s: float
 ) -> Workload:
     tenants = tuple(dict.fromkeys(request.tenant for request in requests))
-    wishes = np.array([_wishes(request) for request in requests], np.int32).reshape(-1, len(WISHES))
+    objectives = np.array([_objectives(request) for request in requests], np.int32).reshape(
+        -1, len(OBJECTIVES)
+    )
     priority = np.array([request.priority for request in requests], np.int32)
     has_keys = any(request.keys for request in requests)
     return Workload(
@@ -171,7 +178,7 @@ def _workload(
         tenants=tenants,
         prefix_ids=_prefix_ids(requests) if has_keys else None,
         prefix_block=log.config.kv.block_size if has_keys else 0,
-        wishes=wishes if wishes.any() else None,
+        objectives=objectives if objectives.any() else None,
         priority=priority if priority.any() else None,
     )
 
@@ -181,16 +188,101 @@ def _output(request: Request, ends: dict[RequestId, int]) -> int:
     return ends.get(request.id) or request.sampling.max_tokens or 1
 
 
-def _wishes(request: Request) -> tuple[int, ...]:
-    return tuple(getattr(request.sampling, name) or 0 for name in WISHES)
+def _objectives(request: Request) -> tuple[int, ...]:
+    return tuple(getattr(request.sampling, name) or 0 for name in OBJECTIVES)
 
 
 def _prefix_ids(requests: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
-    """A number for each different key: who has the same number has the same beginning up to there."""
+    """A number for each different key: requests with the same number share their beginning up to there."""
     numbers: dict[bytes, int] = {}
     return tuple(
         tuple(numbers.setdefault(key.key, len(numbers)) for key in request.keys) for request in requests
     )
+
+
+# -- a run as a client measured it: the result file of `paceline bench serve`, or of any tool with vLLM's field names --
+#
+# A client sees nothing of the engine, so that the engine it is compared with is the one the caller describes.
+
+ARRIVALS = ("due_times", "start_times")  # the first that is there
+NEEDED = ("input_lens", "output_lens", "ttfts", "itls")
+
+
+def read_client_run(path: str | Path) -> ObservedRun:
+    fields = _fields(Path(path))
+    name = next((name for name in ARRIVALS if name in fields), None)
+    missing = [each for each in NEEDED if each not in fields]
+    if name is None or missing:
+        raise InputError(
+            f"{path} is no run log, and no result with a sample of each request "
+            f"({', '.join(missing or ARRIVALS[:1])} missing): save it with all samples"
+        )
+    arrival_s, prompt, output = (_column(fields, each, path) for each in (name, "input_lens", "output_lens"))
+    ttft_s = _column(fields, "ttfts", path)
+    gaps = fields["itls"]
+    if len({len(arrival_s), len(prompt), len(output), len(ttft_s), len(gaps)}) != 1:
+        raise InputError(f"{path}: the lists of its requests differ in length; save it again")
+    answered = np.isfinite(arrival_s) & np.isfinite(ttft_s) & (output >= 1) & (prompt >= 1)
+    order = [int(i) for i in np.argsort(arrival_s, kind="stable") if answered[i]]
+    if not order:
+        raise InputError(f"{path}: none of its requests was answered")
+    origin_s = float(arrival_s[order[0]])
+    workload = Workload.of_one_tenant(
+        Path(path).name,
+        arrival_s[order] - origin_s,
+        prompt[order].astype(np.int32),
+        output[order].astype(np.int32),
+    )
+    first_s = workload.arrival_s + ttft_s[order]
+    last_s = first_s + np.array([math.fsum(gaps[i]) for i in order])
+    return ObservedRun(
+        workload=workload,
+        record=_client_record(workload, first_s, last_s, [gap for i in order for gap in gaps[i]]),
+        num_left_out=len(arrival_s) - len(order),
+    )
+
+
+def _client_record(workload: Workload, first_s: Floats, last_s: Floats, gaps: list[float]) -> RunRecord:
+    zeros = np.zeros(len(workload), np.int32)
+    return RunRecord(
+        label="client",
+        config={},
+        max_num_seqs=1,
+        duration_s=float(last_s.max()),
+        arrival_s=workload.arrival_s,
+        admitted_s=first_s,  # a client cannot see it
+        first_token_s=first_s,
+        finished_s=last_s,
+        prompt_len=workload.prompt_len,
+        output_len=workload.output_len,
+        cached_tokens=zeros,
+        preemptions=zeros,
+        tenant=workload.tenant,
+        outcome=np.full(len(workload), OUTCOMES.index("finished"), np.uint8),
+        itl_s=np.array(gaps, np.float32),
+    )
+
+
+def _fields(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not text"
+        raise InputError(f"cannot read {path}: {reason}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise InputError(f"{path} is neither a run log nor JSON") from problem
+    if not isinstance(value, dict) or "ttfts" not in value:
+        raise InputError(f"{path} holds no times of requests: give a run log, or a result with all samples")
+    return value
+
+
+def _column(fields: Mapping[str, Any], name: str, path: str | Path) -> Floats:
+    values = fields[name]
+    if not isinstance(values, list) or not all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+    ):
+        raise InputError(f"{path}: '{name}' is not a list of numbers; save it again")
+    return np.array([math.nan if value is None else value for value in values], np.float64)
 
 
 # -- the run and its repetition in the simulator, measure by measure -----------------------------------------
@@ -220,19 +312,6 @@ class Deviation:
         return None if self.error is None else abs(self.error) <= self.bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunComparison:
-    """All measures of a recorded run and of its repetition."""
-
-    seen: Summary
-    simulated: Summary
-    deviations: tuple[Deviation, ...]
-
-    @property
-    def holds(self) -> bool:
-        return all(each.holds is not False for each in self.deviations)
-
-
 def sim_config(
     recorded: RecordedRun, machine: Machine, *, host_step_s: float | None = None, seed: int = 0
 ) -> SimConfig:
@@ -241,11 +320,9 @@ def sim_config(
     return SimConfig(machine=machine, engine=recorded.config, seed=seed, **known)
 
 
-def compare(record: RunRecord, workload: Workload, config: SimConfig) -> RunComparison:
+def compare(record: RunRecord, workload: Workload, config: SimConfig) -> tuple[Deviation, ...]:
     """What was seen of a run beside the same requests run again on the model."""
-    seen = summarize(record)
-    simulated = summarize(simulate(config, workload, label="simulated"))
-    return RunComparison(seen=seen, simulated=simulated, deviations=deviations(seen, simulated))
+    return deviations(summarize(record), summarize(simulate(config, workload, label="simulated")))
 
 
 def deviations(seen: Summary, simulated: Summary) -> tuple[Deviation, ...]:
@@ -258,24 +335,17 @@ def deviations(seen: Summary, simulated: Summary) -> tuple[Deviation, ...]:
             bound=CLOSE,
         )
     ]
-    for name, of in _TIMES.items():
+    for name, times in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("end to end", "e2e_s")):
         for share in ("p50", "p90", "p99"):
             deviation = Deviation(
                 name=f"{name} {share}",
                 unit="ms",
-                seen=_milliseconds(getattr(of(seen), share)),
-                simulated=_milliseconds(getattr(of(simulated), share)),
+                seen=_milliseconds(getattr(getattr(seen, times), share)),
+                simulated=_milliseconds(getattr(getattr(simulated, times), share)),
                 bound=CLOSE_TAIL if share == "p99" else CLOSE,
             )
             found.append(deviation)
     return tuple(found)
-
-
-_TIMES: dict[str, Callable[[Summary], Distribution]] = {
-    "TTFT": lambda summary: summary.ttft_s,
-    "ITL": lambda summary: summary.itl_s,
-    "end to end": lambda summary: summary.e2e_s,
-}
 
 
 def _milliseconds(seconds: float | None) -> float | None:

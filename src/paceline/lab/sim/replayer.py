@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from paceline.audit.codec import (
     Generations,
@@ -27,7 +27,7 @@ from paceline.audit.codec import (
     plain,
 )
 from paceline.audit.linefile import LineFile
-from paceline.audit.runlog import BEGAN, LineEncoder, LoggedEnd, LoggedStep, RunLog, dumps
+from paceline.audit.runlog import BEGAN, LineEncoder, LoggedLine, LoggedStep, RunLog, dumps
 from paceline.core import inputs
 from paceline.core.clock import ManualClock
 from paceline.core.dial import DialSetting
@@ -45,6 +45,7 @@ from paceline.watch.trace import Watch
 Progress = Callable[[int], None]  # steps replayed
 MAX_SHOWN = 120  # characters of a value in a message
 NOTHING = "nothing"
+_ABSENT = object()  # stands for a value that is not there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def replay(
         file.write(LineEncoder().header(log.header))
         replayer.write = file.write
     num_steps, difference = 0, None
-    logged: LoggedStep | LoggedEnd | None = None
+    logged: LoggedLine | None = None
     try:
         for logged in log:
             replayer.step(logged)
@@ -122,7 +123,7 @@ class _Differs(Exception):
         super().__init__(part)
         self.part, self.recorded, self.replayed = part, recorded, replayed
 
-    def at(self, logged: LoggedStep | LoggedEnd) -> ReplayDifference:
+    def at(self, logged: LoggedLine) -> ReplayDifference:
         return ReplayDifference(
             seq=logged.seq if isinstance(logged, LoggedStep) else None,
             line=logged.line,
@@ -150,7 +151,7 @@ class _Replayer:
         named = log.config.scheduler.scheduling_policy
         if policy is None and ":" in named:  # a file must not choose what is imported
             raise InputError(
-                f"the run had a policy of its own, {named}; a log must not choose what is imported, so give it "
+                f"the run had a custom policy, {named}; a log must not choose what is imported, so give it "
                 f"again: --scheduling-policy {named}"
             )
         hooks = _RecordedHooks()
@@ -207,7 +208,7 @@ class _Replayer:
         self._clock.advance_to(min(known, default=0.0))
         self._watch, self._watcher = None, watch(self._state)
 
-    def finish(self, end: LoggedEnd | None) -> None:
+    def finish(self, end: LoggedLine | None) -> None:
         """What came after the last plan. A log that was not closed ends with the steps it has."""
         if end is None:
             for step in self._underway.values():
@@ -226,7 +227,7 @@ class _Replayer:
         if self._watcher is not None:
             self._watcher.close(self._last, self._state.now_s)
 
-    def _feed(self, logged: LoggedStep | LoggedEnd) -> StepPlan | None:
+    def _feed(self, logged: LoggedLine) -> StepPlan | None:
         """Feed the inputs of a line. Returns its plan, if one of the inputs shows that it was made here."""
         entries = logged.inputs
         self._hooks.expect(entries, logged.decisions)
@@ -241,10 +242,10 @@ class _Replayer:
             if index >= len(self._state.journal):
                 raise _Differs(name, entry, NOTHING)
             _compare(name, entry, encode_input(*self._state.journal[index]))
-        self._tell()
+        self._deliver()
         return plan
 
-    def _taken(self, logged: LoggedStep | LoggedEnd) -> tuple[Inputs, Sequence[Decision]]:
+    def _taken(self, logged: LoggedLine) -> tuple[Inputs, Sequence[Decision]]:
         """What the scheduler noted and decided since the last plan: no more and no less than was recorded."""
         noted, decisions = self._scheduler.take_journal(), self._scheduler.take_decisions()
         _compare("inputs", logged.inputs, [encode_input(*entry) for entry in noted])
@@ -257,7 +258,10 @@ class _Replayer:
         self._clock.advance_to(time_s)
         match given:
             case inputs.AddRequest(together=together):
-                self._add([decode_add(entry[2]) for entry in entries[:together]])
+                added = [decode_add(entry[2]).make_request() for entry in entries[:together]]
+                # Requests that came together are accepted or refused together.
+                with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
+                    self._scheduler.add(added)
             case inputs.Done(seq=seq):
                 self._done(seq)
             case inputs.StepFailed():
@@ -269,26 +273,22 @@ class _Replayer:
             case inputs.Idle() | inputs.Keys():  # noted while a plan is made
                 return self._scheduler.schedule()
             case _:
-                _command(self._scheduler, given)
+                values = (getattr(given, spec.name) for spec in fields(cast(Any, given)))
+                _COMMANDS[type(given)](self._scheduler, *values)
         return None
-
-    def _add(self, added: Sequence[inputs.AddRequest]) -> None:
-        """Requests that came together are accepted or refused together."""
-        with suppress(QueueFull, NeverFits, DeadlineInfeasible, DeadlineImpossible):
-            self._scheduler.add([add.make_request() for add in added])
 
     def _done(self, seq: int) -> None:
         step = self._underway.pop(seq)
         assert step.result is not None, "the step failed and has no result"
         self._scheduler.update(step.result)
         self._completed(step)
-        self._tell()
+        self._deliver()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         """Events go to the watcher; without one they are taken all the same, so that they do not pile up."""
         events = self._scheduler.take_events()
         if self._watcher is not None:
-            self._watcher.told(events)
+            self._watcher.on_events(events)
 
     def _failed(self) -> None:
         self._scheduler.recover()
@@ -341,39 +341,24 @@ class _RecordedHooks:
                 raise type(decision.detail, (Exception,), {})
 
 
-def _command(scheduler: Scheduler, given: inputs.Input) -> None:
-    """Call what made this input."""
-    match given:
-        case inputs.AbortRequest(request=request, detail=detail):
-            scheduler.abort(request, detail)
-        case inputs.FinishRequest(request=request, num_output=num_output):
-            scheduler.finish_at(request, num_output)
-        case inputs.SetPriority(request=request, priority=priority):
-            scheduler.set_priority(request, priority)
-        case inputs.SetDeadline(request=request, deadline_s=deadline_s):
-            scheduler.set_deadline(request, deadline_s)
-        case inputs.SetPolicy(name=name, options=options):
-            scheduler.set_policy(name, **dict(options))
-        case inputs.SetDial(target=target, value=value):
-            scheduler.set_dial(DialSetting(kind=target, value=value))
-        case inputs.Preempt(request=request, swap=swap):
-            scheduler.preempt(request, swap=swap)
-        case inputs.Pause(request=request, swap=swap):
-            scheduler.pause(request, swap=swap)
-        case inputs.Resume(request=request):
-            scheduler.resume(request)
-        case inputs.Block(request=request, reason=reason, deadline_s=deadline_s):
-            scheduler.block(request, reason, deadline_s)
-        case inputs.Unblock(request=request):
-            scheduler.unblock(request)
-        case inputs.ResetCache():
-            scheduler.reset_prefix_cache()
-        case inputs.Expired():
-            scheduler.expire()
-        case inputs.Shrink():
-            scheduler.shrink()
-        case inputs.FailAll():
-            scheduler.fail_all()
+# What makes an input, called with its values in their order.
+_COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
+    inputs.AbortRequest: Scheduler.abort,
+    inputs.FinishRequest: Scheduler.finish_at,
+    inputs.SetPriority: Scheduler.set_priority,
+    inputs.SetDeadline: Scheduler.set_deadline,
+    inputs.SetPolicy: lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),
+    inputs.SetDial: lambda scheduler, kind, value: scheduler.set_dial(DialSetting(kind=kind, value=value)),
+    inputs.Preempt: lambda scheduler, request, swap: scheduler.preempt(request, swap=swap),
+    inputs.Pause: lambda scheduler, request, swap: scheduler.pause(request, swap=swap),
+    inputs.Resume: Scheduler.resume,
+    inputs.Block: Scheduler.block,
+    inputs.Unblock: Scheduler.unblock,
+    inputs.ResetCache: Scheduler.reset_prefix_cache,
+    inputs.Expired: lambda scheduler, request: scheduler.expire(),
+    inputs.Shrink: Scheduler.shrink,
+    inputs.FailAll: Scheduler.fail_all,
+}
 
 
 @contextmanager
@@ -393,28 +378,18 @@ def _compare(part: str, recorded: Json, replayed: Json) -> None:
         raise _Differs(part, recorded, replayed)
     if isinstance(recorded, dict):
         for name in [*recorded, *(name for name in replayed if name not in recorded)]:
-            _compare(f"{part}.{name}", recorded.get(name, _NONE), replayed.get(name, _NONE))
+            _compare(f"{part}.{name}", recorded.get(name, _ABSENT), replayed.get(name, _ABSENT))
     elif isinstance(recorded, list):
         for index, (one, other) in enumerate(zip(recorded, replayed, strict=False)):
             _compare(f"{part}[{index}]", one, other)
         shorter = min(len(recorded), len(replayed))
         if len(recorded) != len(replayed):
-            rest = [(values[shorter:] or [_NONE])[0] for values in (recorded, replayed)]
+            rest = [(values[shorter:] or [_ABSENT])[0] for values in (recorded, replayed)]
             raise _Differs(f"{part}[{shorter}]", *rest)
     elif recorded != replayed:
         raise _Differs(part, recorded, replayed)
 
 
-class _None:
-    """Stands for a value that is not there."""
-
-    def __repr__(self) -> str:
-        return NOTHING
-
-
-_NONE = _None()
-
-
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value) if isinstance(value, _None) else dumps(value)
+    text = NOTHING if value is _ABSENT else value if isinstance(value, str) else dumps(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -29,14 +29,9 @@ from paceline.lab.sim.runner import TimedRunner
 from paceline.lab.sim.settings import SimConfig
 from paceline.scheduler.invariants import InvariantChecker
 
-# How steps of one shape differ: factors drawn from those that were seen.
-#
-# Owns the draw alone; where the quantiles come from is the cost model's business. The same seed gives the same
-# factors.
-
 
 class StepSpread:
-    """Draws factors whose quantiles are those given."""
+    """How steps of one shape differ: draws factors whose quantiles are those given. The same seed gives the same."""
 
     def __init__(self, spread: TimeSpread, seed: int, replica: int) -> None:
         self._spread = spread
@@ -58,7 +53,7 @@ MAX_RETRIES = 100_000
 
 
 class Replica:
-    """Steps when told; says when it wants to step next."""
+    """Steps on call; says when it wants to step next."""
 
     def __init__(
         self,
@@ -113,7 +108,7 @@ class Replica:
         if self._asks:
             forecast = self.engine.scheduler.forecast(request)
             if forecast is not None:
-                self._meter.foretold(request.id, forecast.waited_s + forecast.first_token_s)
+                self._meter.predicted(request.id, forecast.waited_s + forecast.first_token_s)
         try:
             self.engine.add_request(request)
         except (NeverFits, QueueFull, DeadlineInfeasible, DeadlineImpossible):
@@ -176,7 +171,7 @@ class Replica:
 
     def _collect(self, events: StepEvents) -> None:
         if self._watcher is not None:
-            self._watcher.told(events)
+            self._watcher.on_events(events)
         for tokens in events.tokens:
             self._meter.tokens(tokens)
             self._loads[self.number] += len(tokens.requests)

@@ -11,8 +11,7 @@ import heapq
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import CLASSES, DEFAULT_CLASS, Urgency
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
 from paceline.errors import EngineFailed, InputError
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
@@ -32,52 +31,23 @@ from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.watch.trace import Watch
 
-# Requests of a workload, made one by one at the moment they arrive.
-#
-# Owns how lengths become a `Request` and how the block ids of a trace become prefix keys. Prompts are zeros: every
-# request looks at one and the same zero, so that nothing is stored. An output has exactly its recorded length, as
-# in the benchmarks: nothing ends it early.
-
-
 PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
 MAX_LEVELS = 1000
 MOST_CLASSES = 16  # that figures are kept apart for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wants:
-    """What all requests of a run want of their times."""
-
-    deadline_s: tuple[float, float] | None = None  # after arrival, and more for each token asked for
-    ttft_slo_ms: int | None = None
-    itl_slo_ms: int | None = None
-    on_infeasible: str = "try"
-
-    def of(self, output_len: int) -> tuple[int | None, ...]:
-        """Deadline, first token and between tokens, of a request of this length."""
-        if self.deadline_s is None:
-            return None, self.ttft_slo_ms, self.itl_slo_ms
-        start_s, token_s = self.deadline_s
-        return max(1, round(1e3 * (start_s + token_s * output_len))), self.ttft_slo_ms, self.itl_slo_ms
-
-
 class RequestSource:
-    """Makes request number `index` of a workload; its id is its number."""
+    """Makes request number `index` of a workload when it arrives; its id is its number.
 
-    def __init__(
-        self,
-        workload: Workload,
-        block_size: int,
-        *,
-        priorities: NDArray[np.int32],
-        classes: Sequence[str] = (),
-        wants: Wants | None = None,
-    ) -> None:
-        self._wants = wants or Wants()
+    Prompts are zeros: every request looks at one and the same zero, so that nothing is stored. An output has exactly
+    its recorded length, as in the benchmarks: nothing ends it early.
+    """
+
+    def __init__(self, workload: Workload, config: SimConfig) -> None:
         self.workload = workload
-        self._block_size = block_size
-        self._priority: list[int] = priorities.tolist()
-        self._classes = classes or [DEFAULT_CLASS] * len(workload.tenants)  # of service, one for each tenant
+        self.priorities = draw_priorities(config.priorities, workload, config.seed)
+        self._config = config
+        self._classes = service_classes(config.priorities, workload)
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
@@ -92,7 +62,7 @@ class RequestSource:
             sampling,
             arrival_s=arrival_s,
             tenant=workload.tenants[tenant],
-            urgency=Urgency(self._classes[tenant], self._priority[index]),
+            service_level=ServiceLevel(self._classes[tenant], int(self.priorities[index])),
             deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
         )
@@ -102,7 +72,7 @@ class RequestSource:
         prefix_ids = self.workload.prefix_ids
         if prefix_ids is None:
             return []
-        ids, size, span = prefix_ids[index], self._block_size, self.workload.prefix_block
+        ids, size, span = prefix_ids[index], self._config.engine.kv.block_size, self.workload.prefix_block
         tenant = int(self.workload.tenant[index])
         known = min(int(self.workload.prompt_len[index]), len(ids) * span)
         keys = []
@@ -117,14 +87,14 @@ class RequestSource:
     def _sampling_of(self, index: int) -> SamplingParams:
         """One for all requests that are alike."""
         output_len = int(self.workload.output_len[index])
-        wishes = self._wants.of(output_len)
-        if self.workload.wishes is not None:  # what a trace says of a request goes before what all want
-            own = self.workload.wishes[index].tolist()
-            wishes = tuple(mine or other for mine, other in zip(own, wishes, strict=True))
-        key = (output_len, *wishes)
+        objectives = self._config.objectives(output_len)
+        if self.workload.objectives is not None:  # what a trace says of a request goes before what all want
+            own = self.workload.objectives[index].tolist()
+            objectives = tuple(mine or other for mine, other in zip(own, objectives, strict=True))
+        key = (output_len, *objectives)
         sampling = self._sampling.get(key)
         if sampling is None:
-            deadline_ms, ttft_slo_ms, itl_slo_ms = wishes
+            deadline_ms, ttft_slo_ms, itl_slo_ms = objectives
             sampling = self._sampling[key] = SamplingParams(
                 max_tokens=output_len,
                 temperature=0.0,
@@ -132,7 +102,7 @@ class RequestSource:
                 deadline_ms=deadline_ms,
                 ttft_slo_ms=ttft_slo_ms,
                 itl_slo_ms=itl_slo_ms,
-                on_infeasible=self._wants.on_infeasible,
+                on_infeasible=self._config.on_infeasible,
             )
         return sampling
 
@@ -183,10 +153,6 @@ Progress = Callable[[int, int, float], None]  # requests ended, requests in all,
 PROGRESS_STEPS = 256
 
 
-def _silent(ended: int, total: int, now_s: float) -> None:
-    return None
-
-
 def simulate(
     config: SimConfig,
     workload: Workload,
@@ -194,9 +160,9 @@ def simulate(
     label: str = "run",
     recorder: StepRecorder | None = None,
     watch: Watch | None = None,
-    on_progress: Progress = _silent,
+    on_progress: Progress = lambda ended, total, now_s: None,
 ) -> RunRecord:
-    """Run `workload` to its end. Who records or watches does so to one engine, of which there must then be one."""
+    """Run `workload` to its end. A recorder or watcher follows one engine, so there must be only one then."""
     if not len(workload):
         raise InputError(f"{workload.name}: there are no requests to simulate")
     if recorder is not None and config.num_replicas > 1:
@@ -231,36 +197,25 @@ class Simulation:
         workload: Workload,
         *,
         recorder: StepRecorder | None = None,
-        on_progress: Progress = _silent,
+        on_progress: Progress = lambda ended, total, now_s: None,
     ) -> None:
         self.now_s = 0.0
         self.workload = with_bursts(workload, config.faults.bursts, config.seed)
         self._config = config
         self._on_progress = on_progress
-        priorities = draw_priorities(config.priorities, self.workload, config.seed)
-        self._meter = Meter(self.workload, kinds_of(config.priorities, self.workload, priorities))
+        self._source = RequestSource(self.workload, config)
+        kinds = kinds_of(config.priorities, self.workload, self._source.priorities)
+        self._meter = Meter(self.workload, kinds)
         self._loads = np.zeros(config.num_replicas, np.int64)
         self._router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
-        self._source = RequestSource(
-            self.workload,
-            config.engine.kv.block_size,
-            priorities=priorities,
-            classes=service_classes(config.priorities, self.workload),
-            wants=Wants(
-                deadline_s=config.deadline_s,
-                ttft_slo_ms=config.ttft_slo_ms,
-                itl_slo_ms=config.itl_slo_ms,
-                on_infeasible=config.on_infeasible,
-            ),
-        )
         self.replicas = [
             Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)
             for number in range(config.num_replicas)
         ]
         # When a replica's next step is due; an old entry may be wrong.
         self._due: list[tuple[float, int]] = []
-        self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, whom, where
+        self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, request, replica
         self._until_progress = PROGRESS_STEPS
 
     def run(self) -> None:
@@ -276,16 +231,16 @@ class Simulation:
     def record(self, label: str) -> RunRecord:
         config = self._config
         kv = self.replicas[0].engine.scheduler.state.kv
-        gave_way: Counter[str] = Counter()
+        preempted: Counter[str] = Counter()
         for replica in self.replicas:
-            gave_way.update(replica.engine.scheduler.state.counters.preempted_by)
+            preempted.update(replica.engine.scheduler.state.counters.preempted_by)
         return self._meter.record(
             label,
             config.described(),
             max_num_seqs=config.engine.scheduler.max_num_seqs,
             num_replicas=config.num_replicas,
             kv_total_slots=kv.num_slots,
-            preempted_by=gave_way,
+            preempted_by=preempted,
         )
 
     def _arrive(self, index: int, now_s: float) -> None:

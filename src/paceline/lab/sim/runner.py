@@ -22,14 +22,6 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 Observer = Callable[[StepPlan, float, float], None]  # a plan, and when its step starts and ends
 
 
-def _nobody(plan: StepPlan, start_s: float, end_s: float) -> None:
-    return None
-
-
-def _no_stall(reads_prompts: bool) -> float:
-    return 1.0
-
-
 class TimedRunner:
     """Answers plans after their time has passed on `clock`.
 
@@ -46,9 +38,9 @@ class TimedRunner:
         *,
         block_bytes: int = 0,
         host_step_s: float = 0.0,
-        stretch: Callable[[bool], float] = _no_stall,
+        stretch: Callable[[bool], float] = lambda reads_prompts: 1.0,
     ) -> None:
-        self.observe: Observer = _nobody  # hears of every plan when it is handed over
+        self.observe: Observer = lambda plan, start_s, end_s: None  # called with every plan that is submitted
         self.num_submitted = 0
         self.num_completed = 0
         self._cost = cost

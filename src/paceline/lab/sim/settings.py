@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.options import pick
+from paceline.config.options import from_values, pick
 from paceline.costs.fit import FittedCost, TimeSpread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
@@ -84,6 +84,14 @@ class SimConfig:
         if not 0.0 <= self.host_step_s <= 10.0:
             raise InputError(f"--host-step-s must lie between 0 and 10 seconds, not {self.host_step_s:g}")
 
+    def objectives(self, output_len: int) -> tuple[int | None, ...]:
+        """Deadline, first token and between tokens, in ms, that a request of this length wants."""
+        deadline_ms = None
+        if self.deadline_s is not None:
+            start_s, token_s = self.deadline_s
+            deadline_ms = max(1, round(1e3 * (start_s + token_s * output_len)))
+        return deadline_ms, self.ttft_slo_ms, self.itl_slo_ms
+
     @property
     def block_bytes(self) -> int:
         return self.engine.kv.block_size * self.machine.kv_bytes_per_token
@@ -142,13 +150,13 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     if "max_num_batched_tokens" in chosen:  # as on a server, it then is the size of all steps
         chosen.setdefault("max_num_prompt_tokens", 0)
     options = {**recorded, **chosen}
-    block_size = KVConfig(**pick(KVConfig, {"block_size": machine.block_size, **options})).block_size
+    block_size = from_values(KVConfig, {"block_size": machine.block_size, **options}).block_size
     kv_defaults = {
         "block_size": block_size,
         "num_blocks": machine.num_blocks(block_size),
         "enable_prefix_caching": workload.prefix_ids is not None,
     }
-    kv = KVConfig(**pick(KVConfig, {**kv_defaults, **options}))
+    kv = from_values(KVConfig, {**kv_defaults, **options})
     if options.get("preemption") == "swap" and "num_host_blocks" not in options:
         kv = replace(kv, num_host_blocks=kv.num_blocks)
     declared = SchedulerConfig()
@@ -159,7 +167,7 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
         "max_queue": max(declared.max_queue, 2 * len(workload)),
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
-    scheduler = SchedulerConfig(**pick(SchedulerConfig, {**scheduler_defaults, **options}))
+    scheduler = from_values(SchedulerConfig, {**scheduler_defaults, **options})
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
         sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))

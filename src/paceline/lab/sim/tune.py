@@ -76,14 +76,6 @@ class Trial:
         return self.pressure <= 1.0
 
 
-@dataclass(slots=True, kw_only=True)
-class SearchLimits:
-    """When to stop, whatever is left to try."""
-
-    max_trials: int = 400
-    is_over: Callable[[], bool] = field(default=lambda: False)
-
-
 class TimeIsUp(Exception):
     """A simulation that was ended early; the search stops with what it has."""
 
@@ -99,8 +91,11 @@ class Search:
         simulate: Simulate,
         bounds: Sequence[Bound],
         knobs: Sequence[Knob],
-        limits: SearchLimits | None = None,
+        *,
+        max_trials: int = 400,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Stops after `max_trials` simulations, or when `is_over` says so, whatever is left to try."""
         if not bounds:
             raise InputError("there is nothing to keep: give at least one bound")
         self.trials: list[Trial] = []
@@ -108,7 +103,7 @@ class Search:
         self._simulate = simulate
         self._bounds = tuple(bounds)
         self._knobs = tuple(knobs)
-        self._limits = limits or SearchLimits()
+        self._max_trials, self._is_over = max_trials, is_over
         self._known: dict[tuple[Key, float], Trial] = {}
 
     def highest_rate(self, start: Settings, first_rate: float) -> Trial | None:
@@ -116,18 +111,15 @@ class Search:
         best = self._highest(start, first_rate)
         if best is None:
             # The setting it starts from may be what cannot keep the SLO: any other may do.
-            others = (self._highest({**start, **move}, first_rate) for move in self._singles())
+            moves = [{knob.name: value} for knob in self._knobs for value in knob.values]
+            others = (self._highest({**start, **move}, first_rate) for move in moves)
             best = next((trial for trial in others if trial is not None), None)
         while best is not None and best.rate * BETTER <= HIGHEST_RATE:
-            better = self._descend(best.settings, best.rate * BETTER, until_it_holds=True)
+            better = self.most_room(best.settings, best.rate * BETTER, until_it_holds=True)
             if better is None or not better.holds:
                 break
             best = self._highest(better.settings, better.rate)
         return best
-
-    def most_room(self, start: Settings, rate: float) -> Trial | None:
-        """The setting that stays furthest below its bounds at `rate`."""
-        return self._descend(start, rate)
 
     def best_of(self, count: int, rate: float) -> list[Trial]:
         """The best settings at one rate, each once: of what was tried, those that came closest are run there."""
@@ -149,8 +141,10 @@ class Search:
 
     # -- the search ----------------------------------------------------------------------------------------
 
-    def _descend(self, start: Settings, rate: float, *, until_it_holds: bool = False) -> Trial | None:
-        """Lower the pressure at one rate, one knob at a time, until no knob does any more, nor two of them together.
+    def most_room(self, start: Settings, rate: float, *, until_it_holds: bool = False) -> Trial | None:
+        """The setting that stays furthest below its bounds at `rate`, or the first that keeps them.
+
+        Lowers the pressure, one knob at a time, until no knob does any more, nor two of them together.
 
         What a knob does to a tail is not smooth enough to follow its slope: values are tried from the nearest on, until
         one is worse by `FAR`.
@@ -212,7 +206,9 @@ class Search:
         key = (_key(settings), rate)
         if key in self._known:
             return self._known[key]
-        if not always and self._is_over():
+        if not always and (len(self.trials) >= self._max_trials or self._is_over()):
+            self.was_cut = True
+        if not always and self.was_cut:
             return None
         try:
             summary = self._simulate(settings, rate)
@@ -225,9 +221,6 @@ class Search:
         self._known[key] = trial
         self.trials.append(trial)
         return trial
-
-    def _singles(self) -> list[dict[str, Value]]:
-        return [{knob.name: value} for knob in self._knobs for value in knob.values]
 
     def _paths(self, settings: Settings) -> list[list[dict[str, Value]]]:
         """Every knob in every direction."""
@@ -248,11 +241,6 @@ class Search:
             for with_value in other.values[::2]
             if (one.name, value) not in without and (other.name, with_value) not in without
         ]
-
-    def _is_over(self) -> bool:
-        if len(self.trials) >= self._limits.max_trials or self._limits.is_over():
-            self.was_cut = True
-        return self.was_cut
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@
 columns: arrival times, lengths, tenants, ids of prompt blocks. Nothing here knows of engines or tokens.
 """
 
-from paceline.lab.workload.describe import WorkloadSummary, describe
 from paceline.lab.workload.source import load_workload
-from paceline.lab.workload.workload import Workload
+from paceline.lab.workload.workload import Workload, WorkloadSummary, describe
 
 __all__ = ["Workload", "WorkloadSummary", "describe", "load_workload"]

@@ -22,12 +22,12 @@ from paceline.errors import InputError
 # Numbers drawn from fitted shapes: quantile tables, a Gaussian copula, seeded streams.
 #
 # Owns how a table of quantiles becomes samples and how two lengths of one request are tied together. Knows nothing
-# of requests or traces. Every quantity has a stream of its own, so that the first n requests of a workload do not
+# of requests or traces. Every quantity has a separate stream, so that the first n requests of a workload do not
 # depend on how many were asked for.
 
 
 Floats = NDArray[np.float64]
-_NORMAL = NormalDist()
+NORMAL = NormalDist()
 
 
 class RandomStream(IntEnum):
@@ -79,11 +79,7 @@ class QuantileTable:
 
 def normal_levels(values: Floats) -> Floats:
     """The cumulative normal probability of each value."""
-    return np.array([_NORMAL.cdf(value) for value in values.tolist()], dtype=np.float64)
-
-
-def normal_level(value: float) -> float:
-    return _NORMAL.cdf(value)
+    return np.array([NORMAL.cdf(value) for value in values.tolist()], dtype=np.float64)
 
 
 def normal_correlation(rank_correlation: float) -> float:
@@ -179,11 +175,6 @@ class ArrivalProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedArrivals:
-    """Arrivals as the source has them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AllAtOnce:
     """Every request at time 0."""
 
@@ -204,15 +195,16 @@ class OnOff:
     burst: float
 
 
-Arrivals = RecordedArrivals | AllAtOnce | GammaGaps | OnOff
+Arrivals = AllAtOnce | GammaGaps | OnOff
+POISSON = GammaGaps(variation=1.0)
 
 
-def parse_arrivals(text: str) -> Arrivals:
-    """`arrivals` of `load_workload` as a value; an InputError says which forms there are."""
+def parse_arrivals(text: str) -> Arrivals | None:
+    """`arrivals` of `load_workload` as a value, None for `recorded`; an InputError says which forms there are."""
     name, _, rest = text.partition(":")
-    simple: dict[str, Arrivals] = {
-        "recorded": RecordedArrivals(),
-        "poisson": GammaGaps(variation=1.0),
+    simple: dict[str, Arrivals | None] = {
+        "recorded": None,
+        "poisson": POISSON,
         "constant": GammaGaps(variation=0.0),
         "all-at-once": AllAtOnce(),
     }
@@ -228,9 +220,7 @@ def parse_arrivals(text: str) -> Arrivals:
     raise InputError(f"unknown arrivals '{text}'; the forms are {ARRIVAL_FORMS}")
 
 
-def draw_arrivals(
-    arrivals: GammaGaps | OnOff | AllAtOnce, num_requests: int, rate: float, seed: int
-) -> Floats:
+def draw_arrivals(arrivals: Arrivals, num_requests: int, rate: float, seed: int) -> Floats:
     """Times of `num_requests` requests that arrive at `rate` a second on average."""
     random = stream(seed, RandomStream.REDRAW)
     match arrivals:

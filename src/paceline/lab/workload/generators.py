@@ -1,7 +1,7 @@
 """Built-in workloads: synthetic requests with the statistics of public traces, and simple fixed shapes.
 
 Owns what each built-in name means and its default size. Lengths come from quantile tables tied by a Gaussian
-copula, arrivals from a Poisson process with a gamma-modulated rate; the numbers are in `fitted`. Reads no
+copula, arrivals from a Poisson process with a gamma-modulated rate; the numbers stand below. Reads no
 file. The first n requests do not depend on how many are asked for.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,11 @@ from paceline.lab.workload.arrivals import (
     stream,
 )
 from paceline.lab.workload.sessions import SessionModel, draw_conversations
-from paceline.lab.workload.workload import DEFAULT_TENANTS, Workload
+from paceline.lab.workload.workload import Workload
 
 # The numbers behind the built-in generators: quantiles and rates measured on public traces.
 #
-# Data only; `generators` says what each number does. Measured from the Azure LLM inference traces of 2023
+# Data only; the functions behind them say what each number does. Measured from the Azure LLM inference traces of 2023
 # (Microsoft, CC-BY-4.0), the Mooncake conversation trace (Apache-2.0) and the multi-client Chatbot Arena trace of
 # the VTC artifact (Apache-2.0). No row of any trace is here. docs/reference/workloads.md compares what the
 # generators make of these numbers with the traces themselves.
@@ -52,17 +53,21 @@ def _short(*values: float, geometric: bool = True) -> QuantileTable:
 
 
 # ---------------------------------------------------------------- Azure 2023, conversation
+#
+# Chat requests as in the Azure 2023 conversation trace (Splitwise): 5.5 a second, rate swings slowly.
 
-AZURE_CONV_REQUESTS = 19_366
-AZURE_CONV_PROMPT = _lengths(
-    2, 29, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, 1045,
-    1071, 1097, 1130, 1189, 1315, 1876, 2734, 4083, 4092, 4142, 4831, 6179, 14050,
+AZURE_CONV_LENGTHS = partial(
+    draw_lengths,
+    prompt=_lengths(
+        2, 29, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, 1045,
+        1071, 1097, 1130, 1189, 1315, 1876, 2734, 4083, 4092, 4142, 4831, 6179, 14050,
+    ),
+    output=_lengths(
+        7, 16, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151,
+        177, 217, 384, 395, 400, 411, 424, 451, 522, 601, 643, 954, 1000,
+    ),
+    rank_correlation=0.073,
 )  # fmt: skip
-AZURE_CONV_OUTPUT = _lengths(
-    7, 16, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151,
-    177, 217, 384, 395, 400, 411, 424, 451, 522, 601, 643, 954, 1000,
-)  # fmt: skip
-AZURE_CONV_RANK_CORRELATION = 0.073
 AZURE_CONV_ARRIVALS = ArrivalProcess(
     rate=5.53,
     cycle_s=3600.0,
@@ -74,17 +79,23 @@ AZURE_CONV_ARRIVALS = ArrivalProcess(
 )
 
 # ---------------------------------------------------------------- Azure 2023, code
+#
+# Code completion as in the Azure 2023 code trace (Splitwise): short outputs, bursts, long silences. Fitted to the
+# statistics of the published trace (8,819 requests in 57 minutes, prompts of 2,048 tokens in the mean and 1,469 in the
+# median, outputs of 28 and 13, as its paper reports too).
 
-AZURE_CODE_REQUESTS = 8_819
-AZURE_CODE_PROMPT = _lengths(
-    3, 17, 75, 147, 232, 386, 578, 770, 939, 1075, 1261, 1469, 1690,
-    1909, 2164, 2433, 2744, 3192, 3920, 5188, 7303, 7435, 7436, 7436, 7437, 7437,
+AZURE_CODE_LENGTHS = partial(
+    draw_lengths,
+    prompt=_lengths(
+        3, 17, 75, 147, 232, 386, 578, 770, 939, 1075, 1261, 1469, 1690,
+        1909, 2164, 2433, 2744, 3192, 3920, 5188, 7303, 7435, 7436, 7436, 7437, 7437,
+    ),
+    output=_lengths(
+        6, 6, 6, 7, 7, 8, 9, 9, 10, 11, 12, 13, 14,
+        16, 18, 20, 24, 29, 39, 55, 90, 145, 251, 359, 825, 1899,
+    ),
+    rank_correlation=-0.021,
 )  # fmt: skip
-AZURE_CODE_OUTPUT = _lengths(
-    6, 6, 6, 7, 7, 8, 9, 9, 10, 11, 12, 13, 14,
-    16, 18, 20, 24, 29, 39, 55, 90, 145, 251, 359, 825, 1899,
-)  # fmt: skip
-AZURE_CODE_RANK_CORRELATION = -0.021
 AZURE_CODE_ARRIVALS = ArrivalProcess(
     rate=9.08,
     cycle_s=960.0,
@@ -106,7 +117,6 @@ AZURE_CODE_ARRIVALS = ArrivalProcess(
 
 # ---------------------------------------------------------------- Mooncake, conversation
 
-MOONCAKE_REQUESTS = 12_031
 MOONCAKE_SESSIONS = SessionModel(
     block=512,
     first_prompt=_lengths(
@@ -142,16 +152,18 @@ MOONCAKE_ARRIVALS = ArrivalProcess(
 
 # ---------------------------------------------------------------- Chatbot Arena, many clients
 
-MULTI_TENANT_REQUESTS = 1_500
-MULTI_TENANT_PROMPT = _lengths(
-    2, 2, 2, 5, 8, 10, 13, 16, 19, 24, 31, 40, 52,
-    68, 92, 124, 161, 214, 299, 432, 653, 776, 902, 956, 1015, 1021,
+MULTI_TENANT_LENGTHS = partial(
+    draw_lengths,
+    prompt=_lengths(
+        2, 2, 2, 5, 8, 10, 13, 16, 19, 24, 31, 40, 52,
+        68, 92, 124, 161, 214, 299, 432, 653, 776, 902, 956, 1015, 1021,
+    ),
+    output=_lengths(
+        2, 3, 10, 18, 29, 43, 62, 85, 109, 141, 173, 211, 255,
+        308, 351, 400, 458, 511, 512, 513, 513, 627, 785, 884, 977, 977,
+    ),
+    rank_correlation=0.264,
 )  # fmt: skip
-MULTI_TENANT_OUTPUT = _lengths(
-    2, 3, 10, 18, 29, 43, 62, 85, 109, 141, 173, 211, 255,
-    308, 351, 400, 458, 511, 512, 513, 513, 627, 785, 884, 977, 977,
-)  # fmt: skip
-MULTI_TENANT_RANK_CORRELATION = 0.264
 MULTI_TENANT_CYCLE_S = 600.0
 # One stay of a client: its number, requests in a cycle, and from when to when of a cycle it is there.
 MULTI_TENANT_STAYS = (
@@ -172,54 +184,30 @@ _MAX_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """A built-in workload: how many requests it has unless told, and how to draw them."""
+    """A built-in workload: its default number of requests, and how to draw them."""
 
     num_requests: int
     draw: Callable[[int, int], Workload]  # (num_requests, seed)
 
 
-def azure_conv(num_requests: int, seed: int) -> Workload:
-    """Chat requests as in the Azure 2023 conversation trace (Splitwise): 5.5 a second, rate swings slowly."""
-    prompt_len, output_len = draw_lengths(
-        num_requests,
-        seed,
-        AZURE_CONV_PROMPT,
-        AZURE_CONV_OUTPUT,
-        AZURE_CONV_RANK_CORRELATION,
-    )
-    return _single("azure-conv", AZURE_CONV_ARRIVALS.draw(num_requests, seed), prompt_len, output_len)
+def _independent(
+    name: str,
+    lengths: Callable[[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]],
+    arrivals: ArrivalProcess,
+) -> Callable[[int, int], Workload]:
+    """Requests of one tenant whose lengths and arrivals do not depend on each other."""
 
+    def draw(num_requests: int, seed: int) -> Workload:
+        arrival_s = arrivals.draw(num_requests, seed)
+        return Workload.of_one_tenant(name, arrival_s, *lengths(num_requests, seed))
 
-def azure_code(num_requests: int, seed: int) -> Workload:
-    """Code completion as in the Azure 2023 code trace (Splitwise): short outputs, bursts, long silences.
-
-    Fitted to the statistics of the published trace (8,819 requests in 57 minutes, prompts of 2,048 tokens in
-    the mean and 1,469 in the median, outputs of 28 and 13, as its paper reports too).
-    """
-    prompt_len, output_len = draw_lengths(
-        num_requests,
-        seed,
-        AZURE_CODE_PROMPT,
-        AZURE_CODE_OUTPUT,
-        AZURE_CODE_RANK_CORRELATION,
-    )
-    return _single("azure-code", AZURE_CODE_ARRIVALS.draw(num_requests, seed), prompt_len, output_len)
+    return draw
 
 
 def mooncake(num_requests: int, seed: int) -> Workload:
     """Long chats in sessions as in the Mooncake conversation trace, with the ids of shared prompt blocks."""
     arrival_s = MOONCAKE_ARRIVALS.draw(num_requests, seed)
-    conversations = draw_conversations(MOONCAKE_SESSIONS, arrival_s, seed)
-    return Workload(
-        name="mooncake",
-        arrival_s=arrival_s,
-        prompt_len=conversations.prompt_len,
-        output_len=conversations.output_len,
-        tenant=np.zeros(num_requests, dtype=np.int32),
-        tenants=DEFAULT_TENANTS,
-        prefix_ids=conversations.block_ids,
-        prefix_block=MOONCAKE_SESSIONS.block,
-    )
+    return draw_conversations("mooncake", MOONCAKE_SESSIONS, arrival_s, seed)
 
 
 def multi_tenant(num_requests: int, seed: int) -> Workload:
@@ -242,13 +230,7 @@ def multi_tenant(num_requests: int, seed: int) -> Workload:
     chance = stream(seed, RandomStream.TENANT).random(num_requests)
     # The number of clients whose cumulative share lies below the draw is the client drawn.
     tenant = (shares[slots, :-1] <= chance[:, None]).sum(axis=1).astype(np.int32)
-    prompt_len, output_len = draw_lengths(
-        num_requests,
-        seed,
-        MULTI_TENANT_PROMPT,
-        MULTI_TENANT_OUTPUT,
-        MULTI_TENANT_RANK_CORRELATION,
-    )
+    prompt_len, output_len = MULTI_TENANT_LENGTHS(num_requests, seed)
     return Workload(
         name="multi-tenant",
         arrival_s=arrival_s,
@@ -256,16 +238,18 @@ def multi_tenant(num_requests: int, seed: int) -> Workload:
         output_len=output_len,
         tenant=tenant,
         tenants=tuple(str(client) for client in range(rates.shape[1])),
-        prefix_ids=None,
-        prefix_block=0,
     )
 
 
 GENERATORS: dict[str, Generator] = {
-    "azure-conv": Generator(num_requests=AZURE_CONV_REQUESTS, draw=azure_conv),
-    "azure-code": Generator(num_requests=AZURE_CODE_REQUESTS, draw=azure_code),
-    "mooncake": Generator(num_requests=MOONCAKE_REQUESTS, draw=mooncake),
-    "multi-tenant": Generator(num_requests=MULTI_TENANT_REQUESTS, draw=multi_tenant),
+    "azure-conv": Generator(
+        num_requests=19_366, draw=_independent("azure-conv", AZURE_CONV_LENGTHS, AZURE_CONV_ARRIVALS)
+    ),
+    "azure-code": Generator(
+        num_requests=8_819, draw=_independent("azure-code", AZURE_CODE_LENGTHS, AZURE_CODE_ARRIVALS)
+    ),
+    "mooncake": Generator(num_requests=12_031, draw=mooncake),
+    "multi-tenant": Generator(num_requests=1_500, draw=multi_tenant),
 }
 
 
@@ -277,21 +261,6 @@ def find_generator(source: str) -> Generator | None:
     if colon and kind in ("fixed", "uniform"):
         return _shape_generator(source, kind, shape)
     return None
-
-
-def _single(
-    name: str, arrival_s: Floats, prompt_len: NDArray[np.int32], output_len: NDArray[np.int32]
-) -> Workload:
-    return Workload(
-        name=name,
-        arrival_s=arrival_s,
-        prompt_len=prompt_len,
-        output_len=output_len,
-        tenant=np.zeros(len(arrival_s), dtype=np.int32),
-        tenants=DEFAULT_TENANTS,
-        prefix_ids=None,
-        prefix_block=0,
-    )
 
 
 def _client_rates() -> tuple[float, Floats]:
@@ -321,7 +290,7 @@ def _shape_generator(source: str, kind: str, shape: str) -> Generator:
             )
 
     def draw(num_requests: int, seed: int) -> Workload:
-        return _single(
+        return Workload.of_one_tenant(
             source,
             np.zeros(num_requests, dtype=np.float64),
             _between(prompt, num_requests, stream(seed, RandomStream.PROMPT)),

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.lab.workload.arrivals import (
+    NORMAL,
     Floats,
     QuantileTable,
     RandomStream,
     normal_correlation,
-    normal_level,
     normal_levels,
     stream,
 )
+from paceline.lab.workload.workload import Workload
 
 SYSTEM_BLOCK = 0
 Steps = tuple[tuple[int, float], ...]  # (from this length on, value), ascending
@@ -48,16 +48,7 @@ class SessionModel:
     rewrite_kept: QuantileTable  # share of the blocks before that a rewritten prompt keeps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversations:
-    """Columns of the requests, in the order of the arrivals they were made for."""
-
-    prompt_len: NDArray[np.int32]
-    output_len: NDArray[np.int32]
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-def draw_conversations(model: SessionModel, arrival_s: Floats, seed: int) -> Conversations:
+def draw_conversations(name: str, model: SessionModel, arrival_s: Floats, seed: int) -> Workload:
     """Give every arrival to the session whose next turn has waited longest, or else to a new session."""
     writer = _Writer(model, len(arrival_s), seed)
     waiting: list[tuple[float, int, _Turn]] = []  # due, request, its turn
@@ -71,10 +62,12 @@ def draw_conversations(model: SessionModel, arrival_s: Floats, seed: int) -> Con
         gap_s = writer.gap_before_next(request, turn)
         if gap_s is not None:
             heapq.heappush(waiting, (now_s + gap_s, request, turn))
-    return Conversations(
-        prompt_len=np.array([turn.prompt_len for turn in turns], dtype=np.int32),
-        output_len=np.array([turn.output_len for turn in turns], dtype=np.int32),
-        block_ids=tuple(turn.block_ids for turn in turns),
+    prompt_len = np.array([turn.prompt_len for turn in turns], dtype=np.int32)
+    output_len = np.array([turn.output_len for turn in turns], dtype=np.int32)
+    return replace(
+        Workload.of_one_tenant(name, arrival_s, prompt_len, output_len),
+        prefix_ids=tuple(turn.block_ids for turn in turns),
+        prefix_block=model.block,
     )
 
 
@@ -161,7 +154,7 @@ class _Writer:
         num_new = math.ceil(prompt_len / self._model.block) - len(kept)
         fresh = tuple(range(self._next_id, self._next_id + num_new))
         self._next_id += max(num_new, 0)
-        output_len = max(1, round(self._model.output.at_one(normal_level(output_normal))))
+        output_len = max(1, round(self._model.output.at_one(NORMAL.cdf(output_normal))))
         return _Turn(
             number=number,
             prompt_len=prompt_len,

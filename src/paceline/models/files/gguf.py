@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.models.files.config_fields import CheckpointError, shown
-from paceline.models.files.stored import StoredTensor, decode_blocks, decode_float, map_file
+from paceline.models.files.stored import Entry, StoredTensor, decode_blocks, decode_float, map_file
 
 # Values out of the header of a GGUF file, one behind the other, none taken before it is known to be there.
 #
@@ -47,9 +47,6 @@ class GgufReader:
 
     def type_number(self) -> int:
         return int(self._take(_TYPE)[0])
-
-    def length(self) -> int:
-        return int(self._take(_LENGTH)[0])
 
     def lengths(self, count: int) -> tuple[int, ...]:
         return tuple(self._take(struct.Struct(f"<{count}Q")))
@@ -192,16 +189,6 @@ FIELD_BYTES = 13
 TENSOR_BYTES = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufTensor:
-    """One line of the tensor table. The shape is the usual one, rows first; offsets count from the file's start."""
-
-    shape: tuple[int, ...]
-    type: GgmlType
-    begin: int
-    end: int
-
-
 class GgufFile:
     """One open file."""
 
@@ -211,21 +198,13 @@ class GgufFile:
         reader = GgufReader(self._bytes.data, str(path))
         num_tensors, num_fields = _read_head(reader, bytes(self._bytes[:8]), str(path))
         self.fields: Mapping[str, object] = _read_fields(reader, num_fields)
-        self.tensors: Mapping[str, GgufTensor] = _read_table(
+        self.entries: Mapping[str, Entry] = _read_table(
             reader, num_tensors, _alignment(self.fields, str(path)), self._bytes.size
         )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def types(self) -> Iterator[tuple[str, str, int]]:
-        """Name, type and bytes of every tensor."""
-        for name, tensor in self.tensors.items():
-            yield name, tensor.type.name, tensor.end - tensor.begin
-
     def tensor(self, name: str) -> StoredTensor:
-        entry = self.tensors[name]
-        dtype = entry.type.name
+        entry = self.entries[name]
+        dtype = entry.dtype
         if dtype in NOT_WEIGHTS:
             raise CheckpointError(f"{self.path}: {name} is of type {dtype}, which weights cannot have")
         decode = decode_float if dtype in FLOATS else decode_blocks
@@ -269,7 +248,7 @@ def _alignment(fields: Mapping[str, object], where: str) -> int:
     return value
 
 
-def _read_table(reader: GgufReader, count: int, alignment: int, size: int) -> dict[str, GgufTensor]:
+def _read_table(reader: GgufReader, count: int, alignment: int, size: int) -> dict[str, Entry]:
     entries: dict[str, tuple[tuple[int, ...], GgmlType, int]] = {}
     for _ in range(count):
         name = reader.string()
@@ -286,7 +265,7 @@ def _read_table(reader: GgufReader, count: int, alignment: int, size: int) -> di
             )
         if end > size:
             raise reader.broken(f"{shown(name)} at offset {offset} reaches beyond the end of the file")
-        tensors[name] = GgufTensor(shape=shape, type=kind, begin=start + offset, end=end)
+        tensors[name] = Entry(shape=shape, dtype=kind.name, begin=start + offset, end=end)
     _check_overlap(reader, tensors)
     return tensors
 
@@ -296,7 +275,7 @@ def _read_entry(reader: GgufReader, name: str) -> tuple[tuple[int, ...], GgmlTyp
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise reader.broken(f"{shown(name)} claims {num_dimensions} dimensions")
     dimensions = reader.lengths(num_dimensions)
-    number, offset = reader.type_number(), reader.length()
+    number, (offset,) = reader.type_number(), reader.lengths(1)
     kind = TYPES.get(number)
     if kind is None:
         raise CheckpointError(
@@ -308,7 +287,7 @@ def _read_entry(reader: GgufReader, name: str) -> tuple[tuple[int, ...], GgmlTyp
     return tuple(reversed(dimensions)), kind, offset
 
 
-def _check_overlap(reader: GgufReader, tensors: Mapping[str, GgufTensor]) -> None:
+def _check_overlap(reader: GgufReader, tensors: Mapping[str, Entry]) -> None:
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
         if tensor.begin < at:

@@ -45,7 +45,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
             "split.count", "says that this is one of several parts; join them with gguf-split --merge"
         )
     own = _own_fields(general, file, architecture)
-    embedding = file.tensors.get("token_embd.weight")
+    embedding = file.entries.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] > MAX_VOCABULARY:
         raise CheckpointError(
             f"{file.path}: has no token_embd.weight of two dimensions, so it holds no model"
@@ -68,7 +68,7 @@ def _spec(file: GgufFile, own: Fields, architecture: str, vocab_size: int, gener
     rope = _rope(own, file, architecture, head_dim)
     ropes, layer_ropes = _per_layer(rope, own, windows, gemma=gemma)
     experts = _experts(file, own, architecture, layers)
-    biases = [f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "output")]
+    biases = [f"blk.0.attn_{part}.bias" in file.entries for part in ("q", "output")]
     width = own.integer(
         "feed_forward_length", experts.intermediate_size if experts else None, maximum=MAX_WIDTH
     )
@@ -91,11 +91,11 @@ def _spec(file: GgufFile, own: Fields, architecture: str, vocab_size: int, gener
         activation="gelu_tanh" if gemma else "silu",
         qkv_bias=biases[0],
         output_bias=biases[1],
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.entries,
         sandwich_norms=gemma,
         embed_scale=math.sqrt(hidden) if gemma else 1.0,
         attention_scale=_gemma_scale(own, hidden, heads, head_dim, layers) if gemma else 0.0,
-        tied_embeddings="output.weight" not in file.tensors,
+        tied_embeddings="output.weight" not in file.entries,
         experts=experts,
         bos_token_id=general.optional_integer("tokenizer.ggml.bos_token_id", minimum=0),
         eos_token_ids=_end_tokens(general),
@@ -133,7 +133,7 @@ def _windows(own: Fields, layers: int, *, gemma: bool) -> tuple[int | None, ...]
 def _per_layer(
     rope: RopeSpec, own: Fields, windows: tuple[int | None, ...], *, gemma: bool
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
-    """Gemma's layers with a window turn by a theta of their own and are not stretched."""
+    """Gemma's layers with a window turn by a separate theta and are not stretched."""
     if not gemma:
         return (rope,), (0,) * len(windows)
     theta = own.number("rope.freq_base_swa", GEMMA_LOCAL_THETA, above=0)
@@ -149,9 +149,9 @@ def _rope(own: Fields, file: GgufFile, architecture: str, head_dim: int) -> Rope
     rotary_dim = own.integer("rope.dimension_count", head_dim, maximum=head_dim)
     if rotary_dim % 2 or (architecture == "llama" and rotary_dim != head_dim):
         own.refuse("rope.dimension_count", f"of {rotary_dim} is not supported for heads of {head_dim}")
-    if any(name.startswith("rope_factors_") for name in file.tensors):
+    if any(name.startswith("rope_factors_") for name in file.entries):
         raise CheckpointError(f"{file.path}: has long-context factors (longrope), which are not supported")
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.entries:
         return _llama3(own, file, theta, rotary_dim)
     kind = own.text("rope.scaling.type", "none")
     factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0, above=0), above=0)
@@ -225,7 +225,7 @@ def _experts(file: GgufFile, own: Fields, architecture: str, layers: int) -> Exp
         per_token=own.integer("expert_used_count", maximum=count),
         intermediate_size=own.integer(width_name, maximum=MAX_WIDTH),
         normalize=own.flag("expert_weights_norm", True),
-        layers=tuple(layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors),
+        layers=tuple(layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in file.entries),
     )
 
 

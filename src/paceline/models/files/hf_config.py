@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
@@ -43,21 +43,11 @@ def rope_for(config: Fields, layer_type: str, head_dim: int) -> RopeSpec:
         factor = config.integer("max_position_embeddings") / trained
     else:
         factor = group.number("factor", above=0)
+    rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, factor=factor, trained_positions=trained)
     if kind == "llama3":
-        return RopeSpec(
-            rotary_dim=rotary_dim,
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            trained_positions=trained,
-            low_freq_factor=group.number("low_freq_factor", above=0),
-            high_freq_factor=group.number("high_freq_factor", above=0),
-        )
-    if kind == "yarn":
-        return _yarn(
-            group, RopeSpec(rotary_dim=rotary_dim, theta=theta, factor=factor, trained_positions=trained)
-        )
-    return RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, factor=factor, trained_positions=trained)
+        low, high = (group.number(name, above=0) for name in ("low_freq_factor", "high_freq_factor"))
+        return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return _yarn(group, rope) if kind == "yarn" else rope
 
 
 def longest(rope: RopeSpec, max_positions: int, *, stretched: bool) -> int:
@@ -79,7 +69,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, all_dim: f
 
 
 def _group(config: Fields, layer_type: str) -> Fields:
-    """The fields for one kind of layer; those of the model itself where a file has none of its own."""
+    """The fields for one kind of layer; those of the model itself where a file has none for it."""
     parameters = config.group("rope_parameters")
     if parameters is not None and parameters.names() & {FULL, SLIDING}:
         return parameters.group(layer_type) or Fields({}, parameters.where)
@@ -125,12 +115,8 @@ def _yarn(group: Fields, plain: RopeSpec) -> RopeSpec:
             group.optional_number("mscale", above=NEGATIVE),
             group.optional_number("mscale_all_dim", above=NEGATIVE),
         )
-    return RopeSpec(
-        rotary_dim=plain.rotary_dim,
-        theta=plain.theta,
-        kind="yarn",
-        factor=plain.factor,
-        trained_positions=plain.trained_positions,
+    return replace(
+        plain,
         beta_fast=group.number("beta_fast", 32.0, above=NEGATIVE) or 32.0,
         beta_slow=group.number("beta_slow", 1.0, above=NEGATIVE) or 1.0,
         truncate=group.flag("truncate", True),
@@ -138,6 +124,7 @@ def _yarn(group: Fields, plain: RopeSpec) -> RopeSpec:
     )
 
 
+TIED = "tie_word_embeddings"  # beside a vision model it may stand in either part
 MAX_LAYERS = 1024
 MAX_EXPERTS = 2**17  # in all layers together
 MAX_VOCABULARY = 2**24
@@ -224,7 +211,8 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
     """The model that a config.json describes; end tokens come from `generation` (generation_config.json) first."""
     family = _family(values, where)
     outer = Fields(values, where, family.defaults)
-    config = _text_part(outer, family)
+    # The fields of the language model lie one level down where there is a vision model beside it.
+    config = outer.group("text_config", family.defaults) or outer
     _refuse_unsupported(config)
     heads = config.integer("num_attention_heads", maximum=MAX_WIDTH)
     hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
@@ -250,7 +238,9 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_max_positions(config, ropes[layer_ropes[-1]], gemma=gemma),
+        max_positions=longest(
+            ropes[layer_ropes[-1]], config.integer("max_position_embeddings"), stretched=gemma
+        ),
         windows=_windows(config, types),
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -264,7 +254,7 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
         # The reference rounds this to the type it computes in; the decoder does that, we keep the number.
         embed_scale=math.sqrt(hidden) if gemma else 1.0,
         attention_scale=config.number("query_pre_attn_scalar", above=0) ** -0.5 if gemma else 0.0,
-        tied_embeddings=_tied(outer, config),
+        tied_embeddings=(outer if outer.has(TIED) else config).flag(TIED, False),
         experts=_experts(config, family, layers) if family.experts else None,
         bos_token_id=next(iter(_token_ids("bos_token_id", generation, outer, config)), None),
         eos_token_ids=_token_ids("eos_token_id", generation, outer, config),
@@ -291,11 +281,6 @@ def _family(values: Mapping[str, object], where: str) -> Family:
         )
     what = ", ".join(shown(name) for name in names[:4])
     raise CheckpointError(f"{where}: architectures: {what} is not supported; {supported}")
-
-
-def _text_part(outer: Fields, family: Family) -> Fields:
-    """The fields of the language model, which lie one level down where there is a vision model beside it."""
-    return outer.group("text_config", family.defaults) or outer
 
 
 def _refuse_unsupported(config: Fields) -> None:
@@ -347,21 +332,12 @@ def _ropes(
     return ropes, tuple(ropes.index(by_type[kind]) for kind in types)
 
 
-def _max_positions(config: Fields, rope: RopeSpec, *, gemma: bool) -> int:
-    return longest(rope, config.integer("max_position_embeddings"), stretched=gemma)
-
-
 def _activation(config: Fields) -> str:
     name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     given = config.text(name, "silu")
     if given not in ACTIVATION_NAMES:
         config.refuse(name, f"{shown(given)} is not supported; supported are {', '.join(ACTIVATION_NAMES)}")
     return ACTIVATION_NAMES[given]
-
-
-def _tied(outer: Fields, config: Fields) -> bool:
-    source = outer if outer.has("tie_word_embeddings") else config
-    return source.flag("tie_word_embeddings", False)
 
 
 def _experts(config: Fields, family: Family, layers: int) -> ExpertsSpec:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, some_of
 from paceline.models.files.gguf import GgufFile
-from paceline.models.files.stored import StoredTensor, tensor_names
+from paceline.models.files.stored import Entry, StoredTensor, tensor_names
 from paceline.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -62,7 +62,7 @@ class Piece:
 
 def locate(
     wanted: Iterable[tuple[str, Shape]],
-    stored: Mapping[str, Shape],
+    stored: Mapping[str, Entry],
     places: Callable[[str], Iterable[Piece]],
     ignored: Callable[[str], bool],
     where: str,
@@ -82,23 +82,15 @@ def locate(
             continue
         used.add(piece.source)
         pieces[name] = piece
-        if piece.shape(stored[piece.source]) != shape:
-            misshapen.append(f"{piece.source} {list(stored[piece.source])} (for {name} {list(shape)})")
+        found = stored[piece.source].shape
+        if piece.shape(found) != shape:
+            misshapen.append(f"{piece.source} {list(found)} (for {name} {list(shape)})")
     extra = [name for name in stored if name not in used and not ignored(name)]
-    _refuse(missing, misshapen, extra, where)
+    faults = {"missing": missing, "of another shape": misshapen, "not part of the model": extra}
+    problems = [f"{len(names)} {fault}: {some_of(names)}" for fault, names in faults.items() if names]
+    if problems:
+        raise CheckpointError(f"{where}: the tensors do not fit the model described; {'; '.join(problems)}")
     return pieces
-
-
-def _refuse(missing: list[str], misshapen: list[str], extra: list[str], where: str) -> None:
-    faults = []
-    if missing:
-        faults.append(f"{len(missing)} missing: {some_of(missing)}")
-    if misshapen:
-        faults.append(f"{len(misshapen)} of another shape: {some_of(misshapen)}")
-    if extra:
-        faults.append(f"{len(extra)} not part of the model: {some_of(extra)}")
-    if faults:
-        raise CheckpointError(f"{where}: the tensors do not fit the model described; {'; '.join(faults)}")
 
 
 def _halves_apart(raw: NDArray[np.uint8], rows: int, heads: int) -> NDArray[np.uint8]:
@@ -128,7 +120,7 @@ _BUFFER = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq")
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def locate_in_folder(spec: ModelSpec, stored: Mapping[str, Shape], where: str) -> dict[str, Piece]:
+def locate_in_folder(spec: ModelSpec, stored: Mapping[str, Entry], where: str) -> dict[str, Piece]:
     """The piece for every tensor of `spec`; `Piece.source` is the name in the files."""
     plain = _plain_names(stored, where)
     pieces = locate(
@@ -144,7 +136,7 @@ def locate_in_folder(spec: ModelSpec, stored: Mapping[str, Shape], where: str) -
 def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
     yield Piece(source=name)
     if match := _ATTENTION.fullmatch(name):
-        yield _fused_attention(match, spec)
+        yield _fused_attention(f"{match[1]}qkv_proj.{match[3]}", match[2], spec)
     elif match := _DENSE.fullmatch(name):
         yield _half(f"{match[1]}gate_up_proj.weight", match[2], spec.intermediate_size)
     elif match := _ROUTER.fullmatch(name):
@@ -153,13 +145,12 @@ def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
         yield from _expert(match, spec)
 
 
-def _fused_attention(match: re.Match[str], spec: ModelSpec) -> Piece:
+def _fused_attention(source: str, part: str, spec: ModelSpec) -> Piece:
+    """Queries, keys and values lie one behind the other."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    start = {"q": 0, "k": queries, "v": queries + keys}[match[2]]
-    width = queries if match[2] == "q" else keys
-    return Piece(
-        source=f"{match[1]}qkv_proj.{match[3]}", rows=(start, start + width), of_rows=queries + 2 * keys
-    )
+    start = {"q": 0, "k": queries, "v": queries + keys}[part]
+    width = queries if part == "q" else keys
+    return Piece(source=source, rows=(start, start + width), of_rows=queries + 2 * keys)
 
 
 def _expert(match: re.Match[str], spec: ModelSpec) -> Iterator[Piece]:
@@ -179,7 +170,7 @@ def _half(source: str, part: str, width: int, entry: int | None = None) -> Piece
     return Piece(source=source, entry=entry, rows=(start, start + width), of_rows=2 * width)
 
 
-def _plain_names(stored: Mapping[str, Shape], where: str) -> dict[str, str]:
+def _plain_names(stored: Mapping[str, Entry], where: str) -> dict[str, str]:
     """Stored names by the name they have without a prefix for the language model."""
     plain: dict[str, str] = {}
     for source in stored:
@@ -238,6 +229,7 @@ SANDWICH_PARTS = {
 IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _GGUF_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_GGUF_FUSED = re.compile(r"(?:self_attn\.([qkv])|mlp\.(gate|up))_proj")
 
 
 def locate_in_gguf(spec: ModelSpec, file: GgufFile) -> dict[str, Piece]:
@@ -245,7 +237,7 @@ def locate_in_gguf(spec: ModelSpec, file: GgufFile) -> dict[str, Piece]:
     interleaved = file.fields.get("general.architecture") == "llama"
     return locate(
         tensor_names(spec),
-        file.shapes(),
+        file.entries,
         lambda name: _gguf_places(name, spec, interleaved),
         lambda name: IGNORED.fullmatch(name) is not None,
         str(file.path),
@@ -265,29 +257,11 @@ def _gguf_places(name: str, spec: ModelSpec, interleaved: bool) -> Iterator[Piec
         return
     heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}.get(part, 0)
     names = SANDWICH_PARTS if spec.sandwich_norms else PARTS
-    fused = _fused(prefix, part, ending, spec) if spec.architecture == "phi3" else None
-    if fused is not None:
-        yield fused
-    if fused is None or part.startswith("self_attn."):
-        source = f"{prefix}{names[part]}.{ending}"
-        yield Piece(source=source, interleaved_heads=heads if interleaved else 0)
-
-
-def _fused(prefix: str, part: str, ending: str, spec: ModelSpec) -> Piece | None:
-    """Phi-3's attention in one matrix, and its gate and up in one that is called `ffn_up`."""
-    queries, keys, inner = (
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-        spec.intermediate_size,
-    )
-    ranges = {
-        "self_attn.q_proj": ("attn_qkv", 0, queries, queries + 2 * keys),
-        "self_attn.k_proj": ("attn_qkv", queries, queries + keys, queries + 2 * keys),
-        "self_attn.v_proj": ("attn_qkv", queries + keys, queries + 2 * keys, queries + 2 * keys),
-        "mlp.gate_proj": ("ffn_up", 0, inner, 2 * inner),
-        "mlp.up_proj": ("ffn_up", inner, 2 * inner, 2 * inner),
-    }
-    if part not in ranges:
-        return None
-    source, start, stop, total = ranges[part]
-    return Piece(source=f"{prefix}{source}.{ending}", rows=(start, stop), of_rows=total)
+    # Phi-3 has attention in one matrix, and gate and up in one that is called `ffn_up`.
+    if spec.architecture == "phi3" and (fused := _GGUF_FUSED.fullmatch(part)):
+        if fused[2]:
+            yield _half(f"{prefix}ffn_up.{ending}", fused[2], spec.intermediate_size)
+            return
+        yield _fused_attention(f"{prefix}attn_qkv.{ending}", fused[1], spec)
+    source = f"{prefix}{names[part]}.{ending}"
+    yield Piece(source=source, interleaved_heads=heads if interleaved else 0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from paceline.models.files.sampling_defaults import (
     generation_defaults,
     gguf_generation,
 )
-from paceline.models.files.stored import StoredTensor, tensor_names
+from paceline.models.files.stored import Entry, StoredTensor, tensor_names
 from paceline.models.spec import ModelSpec
 
 # Weights made up from a tensor's name: the same name gives the same values, on every machine and in any order.
@@ -40,11 +41,7 @@ MADE_UP = "MADE-UP"  # type of a tensor whose values are made when they are aske
 
 def dummy_tensors(spec: ModelSpec) -> dict[str, Callable[[], StoredTensor]]:
     """A maker for each tensor of `spec`; nothing is held in between."""
-
-    def maker(name: str, shape: tuple[int, ...]) -> Callable[[], StoredTensor]:
-        return lambda: _make(name, shape, spec)
-
-    return {name: maker(name, shape) for name, shape in tensor_names(spec)}
+    return {name: partial(_make, name, shape, spec) for name, shape in tensor_names(spec)}
 
 
 def _make(name: str, shape: tuple[int, ...], spec: ModelSpec) -> StoredTensor:
@@ -70,33 +67,23 @@ class StoredType:
     num_bytes: int = 0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Checkpoint:
     """A model on disk: what it is, its tensors by canonical name, and what text needs. A `TensorSource`."""
 
-    def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        path: Path,
-        kind: str,
-        tensors: Mapping[str, Callable[[], StoredTensor]],
-        generation: GenerationDefaults,
-        text: TextParts,
-        stored: Mapping[str, StoredType] | None = None,
-    ) -> None:
-        self.spec = spec
-        self.path = path  # the folder or the file
-        self.kind = kind  # safetensors, gguf or dummy
-        self.generation = generation
-        self.text = text
-        self.stored: Mapping[str, StoredType] = stored or {}  # by type: what the files hold
-        self._tensors = tensors
+    spec: ModelSpec
+    path: Path  # the folder or the file
+    kind: str  # safetensors, gguf or dummy
+    tensors: Mapping[str, Callable[[], StoredTensor]]
+    generation: GenerationDefaults
+    text: TextParts
+    stored: Mapping[str, StoredType] = field(default_factory=dict)  # by type: what the files hold
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        return frozenset(self.tensors)
 
     def tensor(self, name: str) -> StoredTensor:
-        return self._tensors[name]()
+        return self.tensors[name]()
 
 
 def open_checkpoint(path: Path | str, *, load_format: str = "auto") -> Checkpoint:
@@ -128,7 +115,7 @@ def _open(path: Path, load_format: str) -> Checkpoint:
 def _open_folder(path: Path) -> Checkpoint:
     folder = ModelFolder(path)
     files = folder.weights()
-    pieces = locate_in_folder(folder.spec, files.shapes(), str(path))
+    pieces = locate_in_folder(folder.spec, files.entries, str(path))
     return Checkpoint(
         spec=folder.spec,
         path=path,
@@ -136,7 +123,7 @@ def _open_folder(path: Path) -> Checkpoint:
         tensors=_cut_from(files.tensor, pieces),
         generation=FALLBACK if folder.generation is None else generation_defaults(folder.generation),
         text=text_of_folder(folder),
-        stored=_by_type(files.types()),
+        stored=_by_type(files.entries.values()),
     )
 
 
@@ -154,7 +141,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors=_cut_from(file.tensor, locate_in_gguf(spec, file)),
         generation=gguf_generation(fields, str(path)) or recommended,
         text=text_of_gguf(fields, str(path)),
-        stored=_by_type(file.types()),
+        stored=_by_type(file.entries.values()),
     )
 
 
@@ -166,7 +153,7 @@ def _open_dummy(path: Path) -> Checkpoint:
         path=path,
         kind="dummy",
         tensors=dummy_tensors(folder.spec),
-        # Made-up weights are measured, not talked to: neutral sampling adds no work of its own to a step.
+        # Made-up weights are measured, not talked to: neutral sampling adds no work to a step.
         generation=GenerationDefaults()
         if folder.generation is None
         else generation_defaults(folder.generation),
@@ -180,18 +167,20 @@ def _only_gguf(folder: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def _by_type(tensors: Iterable[tuple[str, str, int]]) -> dict[str, StoredType]:
+def _by_type(entries: Iterable[Entry]) -> dict[str, StoredType]:
     found: dict[str, StoredType] = {}
-    for _, dtype, num_bytes in tensors:
-        before = found.get(dtype, StoredType())
-        found[dtype] = StoredType(num_tensors=before.num_tensors + 1, num_bytes=before.num_bytes + num_bytes)
+    for entry in entries:
+        before, num_bytes = found.get(entry.dtype, StoredType()), entry.end - entry.begin
+        found[entry.dtype] = StoredType(
+            num_tensors=before.num_tensors + 1, num_bytes=before.num_bytes + num_bytes
+        )
     return found
 
 
 def _cut_from(
     stored: Callable[[str], StoredTensor], pieces: Mapping[str, Piece]
 ) -> dict[str, Callable[[], StoredTensor]]:
-    def cut(name: str, piece: Piece) -> Callable[[], StoredTensor]:
-        return lambda: piece.cut(name, stored(piece.source))
+    def cut(name: str, piece: Piece) -> StoredTensor:
+        return piece.cut(name, stored(piece.source))
 
-    return {name: cut(name, piece) for name, piece in pieces.items()}
+    return {name: partial(cut, name, piece) for name, piece in pieces.items()}

@@ -7,15 +7,14 @@ can be opened without trusting it. Owns nothing about models: names are whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, parse_json, shown, some_of
-from paceline.models.files.stored import StoredTensor, decode_float, map_file
+from paceline.models.files.stored import Entry, StoredTensor, decode_float, map_file
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -30,16 +29,6 @@ TYPE_BYTES = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
 WEIGHT_TYPES = ("F32", "F16", "BF16", "F64")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What the header says of one tensor; offsets count from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class SafetensorsFile:
@@ -124,34 +113,17 @@ def _check_order(entries: Mapping[str, Entry], start: int, size: int, where: str
 
 
 class SafetensorsFiles:
-    """Several files that together hold a model. `owners` says which file each tensor is taken from."""
+    """Several files that together hold a model. `weight_map` says which file each tensor is taken from."""
 
-    def __init__(self, owners: Mapping[str, SafetensorsFile]) -> None:
-        self._owners = owners
-
-    @classmethod
-    def single(cls, path: Path) -> SafetensorsFiles:
-        file = SafetensorsFile(path)
-        return cls(dict.fromkeys(file.entries, file))
-
-    @classmethod
-    def sharded(cls, weight_map: Mapping[str, Path], where: str) -> SafetensorsFiles:
+    def __init__(self, weight_map: Mapping[str, Path], where: str) -> None:
         files = {path: SafetensorsFile(path) for path in dict.fromkeys(weight_map.values())}
         absent = [name for name, path in weight_map.items() if name not in files[path].entries]
         if absent:
             raise CheckpointError(
                 f"{where}: {len(absent)} tensors are not in the file named for them: {some_of(absent)}"
             )
-        return cls({name: files[path] for name, path in weight_map.items()})
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: file.entries[name].shape for name, file in self._owners.items()}
-
-    def types(self) -> Iterator[tuple[str, str, int]]:
-        """Name, type and bytes of every tensor."""
-        for name, file in self._owners.items():
-            entry = file.entries[name]
-            yield name, entry.dtype, entry.end - entry.begin
+        self._owners = {name: files[path] for name, path in weight_map.items()}
+        self.entries: Mapping[str, Entry] = {name: file.entries[name] for name, file in self._owners.items()}
 
     def tensor(self, name: str) -> StoredTensor:
         return self._owners[name].tensor(name)

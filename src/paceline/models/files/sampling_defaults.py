@@ -1,7 +1,7 @@
 """The sampling a model recommends, and the one rule for models that recommend none.
 
 A Hugging Face folder recommends by generation_config.json, a GGUF file by its fields general.sampling.*. What such a
-model leaves out is neutral, as in vLLM. A model without settings of its own gets `FALLBACK`.
+model leaves out is neutral, as in vLLM. A model without settings gets `FALLBACK`.
 """
 
 from __future__ import annotations

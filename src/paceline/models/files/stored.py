@@ -53,6 +53,16 @@ def check_finite(values: NDArray[np.float32], name: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a file's header says of one tensor; offsets count from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]  # rows first
+    begin: int
+    end: int
+
+
 class TensorSource(Protocol):
     """Where a model's tensors come from."""
 

@@ -2,25 +2,32 @@
 
 KV blocks get what is free once the weights are loaded, less the buffers of the largest step. Whatever the user gave
 stays as given; what cannot fit is refused with the options that would make it fit.
+
+A checkpoint's matrices are kept in the type the model computes in; those of the same type go over as they lie in the
+file. Made-up weights are made up on the device: filling eight billion values on the host would take longer than
+everything else a start does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.config.engine import EngineConfig, ModelConfig
+from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
-from paceline.models.files.open import Checkpoint
+from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
+from paceline.models.files.stored import StoredTensor
+from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
-from paceline.runner.gpu.runner import GPUOptions, GPURunner
-from paceline.runner.gpu.weights import DeviceStorage
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
@@ -95,19 +102,6 @@ def choose_gpu_sizes(
     return sizes
 
 
-def make_runner(
-    model: ModelConfig,
-    config: EngineConfig,
-    spec: ModelSpec,
-    parts: Parts,
-    eos_token_ids: tuple[int, ...],
-    device: torch.device,
-    kv_dtype: torch.dtype,
-) -> GPURunner:
-    options = GPUOptions(graphs=not model.enforce_eager)
-    return GPURunner(config, spec, parts, eos_token_ids, device=device, options=options, kv_dtype=kv_dtype)
-
-
 def _longest(spec: ModelSpec) -> int:
     """Dynamic rotation changes with the length of a sequence beyond the trained one; the kernels have one table."""
     trained = [rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"]
@@ -125,3 +119,38 @@ def _buffer_bytes(spec: ModelSpec, sizes: Mapping[str, Any], longest: int, dtype
     rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
     steps: int = (tokens * per_token + logits) * dtype.itemsize
     return rows + steps
+
+
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class DeviceStorage:
+    """Every matrix on `device` as `dtype`. A matrix that serves as embedding and as output is kept once."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._tables: dict[str, Tensor] = {}
+
+    def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+        if len(weights) == 1 and weights[0].name in self._tables:
+            return DenseLinear(self._tables[weights[0].name])
+        parts = [self._moved(weight) for weight in weights]
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return DenseLinear(matrix, None if bias is None else bias.to(self._device, self._dtype))
+
+    def embedding(self, weight: StoredTensor) -> Linear:
+        # Only its table is used: `forward` picks rows of it.
+        return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
+
+    def _moved(self, stored: StoredTensor) -> Tensor:
+        if stored.dtype == MADE_UP:
+            seed = hashlib.blake2b(stored.name.encode(), digest_size=7).digest()
+            generator = torch.Generator(self._device).manual_seed(int.from_bytes(seed, "little"))
+            made = torch.empty(stored.shape, dtype=self._dtype, device=self._device)
+            return made.normal_(0.0, SPREAD, generator=generator)
+        kind = _STORED.get(stored.dtype)
+        if kind is None or not stored.raw.size:
+            values = np.ascontiguousarray(stored.to_float32())
+            return torch.from_numpy(values).to(self._device, self._dtype)
+        raw = torch.from_numpy(stored.raw if stored.raw.flags.writeable else np.array(stored.raw))
+        return raw.view(kind).view(stored.shape).to(self._device, self._dtype)

@@ -12,18 +12,26 @@ import torch
 from torch import Tensor
 
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.kernels.attention_merge import merge_attention
+from paceline.runner.gpu.kernels import PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
+    DecodePlan,
     DecodeTuning,
     Partials,
     allocate_partials,
+    allocate_plan,
     decode_attention,
     decode_tuning,
+    plan_decode,
 )
-from paceline.runner.gpu.kernels.decode_plan import DecodePlan, allocate_plan, plan_decode
-from paceline.runner.gpu.kernels.paged_kv import PagedKV
-from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning, prefill_attention
-from paceline.runner.gpu.kernels.prefill_plan import PrefillPlan, Spans, allocate_prefill_plan, plan_prefill
+from paceline.runner.gpu.kernels.prefill_attention import (
+    PrefillPlan,
+    PrefillTuning,
+    Spans,
+    allocate_prefill_plan,
+    merge_attention,
+    plan_prefill,
+    prefill_attention,
+)
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kv_pools import KVPools
 
@@ -75,7 +83,8 @@ class DeviceAttention:
         self._multiprocessors = 1
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._plans = [self._largest_plan(max_slots) for _ in self._windows]
+        chunks = max(self._target(decode_tuning(slots)) for slots in (1, max_slots))
+        self._plans = [allocate_plan(max_slots, chunks, device=device) for _ in self._windows]
         self._partials: Partials = allocate_partials(
             max(self._plans, key=lambda plan: plan.max_partials),
             heads=self._heads,
@@ -104,11 +113,13 @@ class DeviceAttention:
         """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
         plans = []
-        if shape.num_slots:
+        slots, chunks = shape.num_slots, self._target(tuning)
+        if slots:
             for window, largest in zip(self._windows, self._plans, strict=True):
-                plan = self._cut(largest, shape.num_slots, tuning)
+                items = largest.items[: slots + chunks]
+                plan = replace(largest, num_slots=slots, target_chunks=chunks, items=items)
                 shared = prefix.tokens if prefix is not None and not window else None
-                plan_decode(plan, slot_rows[: shape.num_slots], visible, window=window, shared=shared)
+                plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared)
                 plans.append(plan)
         tiles = None
         if spans is not None:
@@ -116,10 +127,10 @@ class DeviceAttention:
             plan_prefill(tiles, spans)
         shared_tiles = None
         if prefix is not None:
-            most = -(-shape.num_slots // self.tile_tokens) + 1
+            most = -(-slots // self.tile_tokens) + 1
             shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
             plan_prefill(shared_tiles, prefix.span)
-            self._shared_log_sum[: shape.num_slots].fill_(float("-inf"))  # of rows that share nothing
+            self._shared_log_sum[:slots].fill_(float("-inf"))  # of rows that share nothing
         return StepPlans(shape, tuning, plans, tiles, shared_tiles)
 
     def attend(
@@ -170,16 +181,8 @@ class DeviceAttention:
         prefill_attention(other, other_log_sum, query, kv, tiles, scale=scale, tuning=tuning)
         merge_attention(out, log_sum, other, other_log_sum)
 
-    def _largest_plan(self, max_slots: int) -> DecodePlan:
-        chunks = max(self._target(decode_tuning(slots)) for slots in (1, max_slots))
-        return allocate_plan(max_slots, chunks, device=self._query.device)
-
     def _target(self, tuning: DecodeTuning) -> int:
         return tuning.target_chunks(self._multiprocessors, self._kv_heads)
-
-    def _cut(self, plan: DecodePlan, slots: int, tuning: DecodeTuning) -> DecodePlan:
-        chunks = self._target(tuning)
-        return replace(plan, num_slots=slots, target_chunks=chunks, items=plan.items[: slots + chunks])
 
 
 @dataclass(frozen=True, slots=True)

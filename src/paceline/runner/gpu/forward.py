@@ -25,10 +25,11 @@ from paceline.runner.gpu.kernels.expert_product import (
     allocate_expert_buffers,
     expert_product,
 )
-from paceline.runner.gpu.kernels.gated_activation import Activation, gated_activation
 from paceline.runner.gpu.kernels.gated_product import (
     SHARED_BYTES,
+    Activation,
     can_be_gated,
+    gated_activation,
     gated_product,
     is_worth_gating,
 )
@@ -45,8 +46,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     skinny_product,
     wide_tuning,
 )
-from paceline.runner.gpu.kernels.step_inputs import StepTokens
-from paceline.runner.gpu.weights import Embedding
+from paceline.runner.gpu.kernels.step_rows import StepTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class DeviceDecoder:
         self, spec: ModelSpec, parts: Parts, *, max_tokens: int, max_logits: int, device: torch.device
     ) -> None:
         self.spec = spec
-        self._embedding = cast(Embedding, parts.embedding).table
+        self._embedding = cast(DenseLinear, parts.embedding).weight
         self._head = cast(DenseLinear, parts.head)
         self.dtype = self._embedding.dtype
         self._norm = parts.norm.weight.to(device)

@@ -157,8 +157,8 @@ class HostRows:
         memory.put("max_length", at, joins.limit)
         memory.put("active", at, np.ones(len(at), np.int32))
         for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
-            asked = params.prompt_logprobs
-            self.prompt_logprobs[row] = -2 if asked is None else asked
+            wanted = params.prompt_logprobs
+            self.prompt_logprobs[row] = -2 if wanted is None else wanted
             memory.put_tokens(row, joins.tokens[index])
 
     def _copy_tokens(self, plan: StepPlan) -> None:
@@ -183,7 +183,7 @@ class HostRows:
         """The slots of the batch follow the rows that decode, in order; slots without a row point to the dummy row."""
         rows = np.flatnonzero(self.decoding)
         self.sharing, length = self._find_sharing(rows)
-        self._tell_sharing(length)
+        self._send_sharing(length)
         if len(self.sharing):
             rows = np.concatenate([self.sharing, np.setdiff1d(rows, self.sharing)])
         self.decode = rows
@@ -216,7 +216,7 @@ class HostRows:
             return no_rows, 0
         return group, length
 
-    def _tell_sharing(self, length: int) -> None:
+    def _send_sharing(self, length: int) -> None:
         memory, group = self.memory, self.sharing
         column = memory["shared"].host[:, 0]
         wanted = np.zeros_like(column)

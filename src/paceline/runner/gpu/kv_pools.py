@@ -19,8 +19,7 @@ from paceline.config.engine import KVConfig
 from paceline.core.plan import EMPTY, BlockCopies, Swaps
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
-from paceline.runner.gpu.kernels import BLOCK_SIZE
-from paceline.runner.gpu.kernels.paged_kv import PagedKV
+from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -65,11 +64,11 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
     return pinned.to(where.device, non_blocking=True)
 
 
-# Blocks that are swapped out: pinned host memory, and a stream of its own in which they come and go.
+# Blocks that are swapped out: pinned host memory, and a separate stream in which they come and go.
 #
 # Steps go on beside the copies. A swap begins when everything queued before it is done, so what it reads has been
 # written; its ticket is reported when its last byte has arrived, and until then the scheduler gives neither its
-# blocks nor its places to anybody. In host memory a block's layers lie behind one another: they are gathered on the
+# blocks nor its places away. In host memory a block's layers lie behind one another: they are gathered on the
 # device, and places that lie behind one another are one copy.
 
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import Capacity, EngineConfig
-from paceline.runner.gpu.kernels.row_update import MAX_STOP_IDS, RowColumns
-from paceline.runner.gpu.kernels.step_inputs import write_words
+from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -105,15 +104,15 @@ class RowMemory:
         """A section of one word per entry, flat."""
         return self._sections[name].device.view(-1)
 
-    def put(self, name: str, at: I64 | slice, values: object, *, first: int = 0) -> None:
-        """Entries `at` become `values`: a word each, or a row of words from word `first` of the entry on."""
+    def put(self, name: str, at: I64 | slice, values: object) -> None:
+        """Entries `at` become `values`: a word each, or a row of words."""
         section = self._sections[name]
         if isinstance(at, slice):
             at = np.arange(at.start, at.stop)
         words = np.asarray(values, np.int32)
         if words.ndim < 2:
             words = words.reshape(-1, 1)
-        columns = np.arange(first, first + words.shape[1])
+        columns = np.arange(words.shape[1])
         section.host[at[:, None], columns] = words
         self._changed.append((section.start + at[:, None] * section.width + columns).ravel())
 

@@ -40,12 +40,11 @@ from paceline.runner.gpu.graphs import (
     slot_bucket,
 )
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
-from paceline.runner.gpu.kernels.prefill_plan import Spans
-from paceline.runner.gpu.kernels.row_update import NOT_FINITE
-from paceline.runner.gpu.kernels.step_inputs import StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kernels.prefill_attention import Spans
+from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.token_sampling import DeviceSampler
-from paceline.runner.sampling import prompt_logprobs
+from paceline.runner.sampling.sampler import prompt_logprobs
 
 # What comes back from the device: a step's tokens and codes, as the columns of a `StepResult`.
 
@@ -53,27 +52,23 @@ from paceline.runner.sampling import prompt_logprobs
 _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GPUPending:
-    """A submitted step. `swapped` tells, when the step is done, the tickets of swaps that are done too."""
+    """A submitted step."""
 
-    def __init__(
-        self,
-        seq: int,
-        batch: DeviceBatch,
-        ring: NDArray[np.int32],
-        done: Mark,
-        swapped: Callable[[], NDArray[np.int32]],
-        logprobs: tuple[RowLogprobs, ...],
-        started_s: float,
-    ) -> None:
-        self._seq, self._batch, self._ring, self._done = seq, batch, ring, done
-        self._swapped, self._logprobs, self._started_s = swapped, logprobs, started_s
+    seq: int
+    batch: DeviceBatch
+    ring: NDArray[np.int32]
+    done: Mark
+    swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
+    logprobs: tuple[RowLogprobs, ...]
+    started_s: float
 
     def wait(self) -> StepResult:
-        self._done.wait()
-        batch = self._batch
+        self.done.wait()
+        batch = self.batch
         slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
-        token, code = self._ring[0, :drawn].copy(), self._ring[1, :drawn]
+        token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
         took_part = code >= 0
         known = np.where(took_part, code, 0)
         finite, finished = known != NOT_FINITE, _CODES[known]
@@ -87,16 +82,16 @@ class GPUPending:
             finished = _spread(finished, at, len(rows))
             finite = _spread(finite, at, len(rows), True)
         return StepResult(
-            seq=self._seq,
+            seq=self.seq,
             rows=rows,
             generation=batch.generation,
             tokens=token[:, None],
             count=count,
             finished=finished,
             finite=finite,
-            copies_done=self._swapped(),
-            logprobs=self._logprobs,
-            times=StepTimes(start_s=self._started_s, end_s=time.perf_counter()),
+            copies_done=self.swapped(),
+            logprobs=self.logprobs,
+            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
         )
 
 
@@ -112,14 +107,6 @@ _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the sta
 LONG_S = 0.01  # a step that takes longer is measured once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPUOptions:
-    """How steps are run. Output does not depend on it."""
-
-    graphs: bool = True
-    overlapped: bool = True  # kernels of small steps may start before the one before them has ended
-
-
 class GPURunner:
     """Computes plans on one GPU."""
 
@@ -131,10 +118,10 @@ class GPURunner:
         eos_token_ids: tuple[int, ...],
         *,
         device: torch.device,
-        options: GPUOptions = GPUOptions(),  # noqa: B008 - frozen
+        graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
     ) -> None:
-        self._config, self._options, self._device = config, options, device
+        self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
         self._queue = DeviceQueue(device)
         self._rows = HostRows(config, device)
@@ -153,7 +140,16 @@ class GPURunner:
             dtype=self._decoder.dtype,
         )
         self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device)
-        self._tokens, self._visible = self._allocate(max_tokens)
+
+        def column(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        self._tokens = StepTokens(
+            ids=column(max_tokens, torch.int32),
+            positions=column(max_tokens, torch.int32),
+            slots=[column(max_tokens, torch.int64) for _ in memory.tables],
+        )
+        self._visible = column(memory.num_rows + 1, torch.int32)
         self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
@@ -168,7 +164,7 @@ class GPURunner:
                 with compiling_only():
                     self._warm_up()
             self._warm_up()
-            if options.graphs and self._queue.stream is not None:
+            if graphs and self._queue.stream is not None:
                 self._graphs.capture(self._steps(), self._queue.stream)
         self._queue.drain()
         watch_compilations()
@@ -255,19 +251,6 @@ class GPURunner:
             seconds = timed(1)
             return seconds if seconds > LONG_S else timed(3)
 
-    def _allocate(self, max_tokens: int) -> tuple[StepTokens, Tensor]:
-        memory = self._rows.memory
-
-        def column(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=self._device)
-
-        tokens = StepTokens(
-            ids=column(max_tokens, torch.int32),
-            positions=column(max_tokens, torch.int32),
-            slots=[column(max_tokens, torch.int64) for _ in memory.tables],
-        )
-        return tokens, column(memory.num_rows + 1, torch.int32)
-
     # -- the runner seam -------------------------------------------------------------------------------------
 
     def reset(self, full: StepPlan) -> None:
@@ -290,22 +273,21 @@ class GPURunner:
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             logprobs = self._compute(batch)
-            return self._computing(plan.seq, batch, logprobs, started_s)
-
-    def _computing(
-        self,
-        seq: int,
-        batch: DeviceBatch,
-        logprobs: tuple[RowLogprobs, ...],
-        started_s: float,
-    ) -> GPUPending:
-        count = len(batch.decode) + len(batch.finishing)
-        ring = self._ring[seq % len(self._ring)]
-        if count:
-            ring.copy_(self._sampler.drawn, non_blocking=True)  # whole: torch waits for a copy that has gaps
-        # A step without tokens has nothing to do but to wait for a swap.
-        swapped = partial(self._swap_pool.completed, wait=not batch.num_tokens)
-        return GPUPending(seq, batch, ring.numpy(), self._queue.mark(), swapped, logprobs, started_s)
+            ring = self._ring[plan.seq % len(self._ring)]
+            if len(batch.decode) + len(batch.finishing):
+                ring.copy_(
+                    self._sampler.drawn, non_blocking=True
+                )  # whole: torch waits for a copy that has gaps
+            return GPUPending(
+                seq=plan.seq,
+                batch=batch,
+                ring=ring.numpy(),
+                done=self._queue.mark(),
+                # A step without tokens has nothing to do but to wait for a swap.
+                swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
+                logprobs=logprobs,
+                started_s=started_s,
+            )
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -361,7 +343,7 @@ class GPURunner:
         """A step in which all rows decode."""
         memory, slots, kind = self._rows.memory, key.slots, key.kind
         slot_rows = memory.column("slot_rows")[:slots]
-        overlapped = self._options.overlapped and self._queue.is_gpu and slots <= FEW_ROWS
+        overlapped = self._queue.is_gpu and slots <= FEW_ROWS
         shape = LaunchShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
         prefix = None
@@ -447,11 +429,10 @@ class GPURunner:
             targets = rows.memory["tokens"].host[row, positions].astype(np.int64)
             for begin in range(0, end - start, self._config.scheduler.max_num_seqs):
                 part = slice(begin, min(begin + self._config.scheduler.max_num_seqs, end - start))
-                logits = (
-                    self._decoder.logits(hidden[first + part.start : first + part.stop], None).float().cpu()
-                )
+                states = hidden[first + part.start : first + part.stop]
+                logits = self._decoder.logits(states, None).float().cpu()
                 found += prompt_logprobs(
-                    logits, targets[part], positions[part], row, int(rows.prompt_logprobs[row])
+                    logits.numpy(), targets[part], positions[part], row, int(rows.prompt_logprobs[row])
                 )
         return tuple(found)
 

@@ -17,8 +17,8 @@ from paceline.runner.gpu.graphs import TOKEN_BUCKETS
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
 FEWEST = 256  # tokens of prompts a step carries at least
-HELD_BEYOND = 1.3  # of a target between tokens: a controller may try steps that are so much longer
-MARGIN = 1.25  # steps that take so much longer than any should are not measured
+HELD_BEYOND = 1.3  # of a target between tokens: a controller may try steps that are longer by this factor
+MARGIN = 1.25  # steps that take longer than any should by this factor are not measured
 ROWS, MORE_ROWS = 64, 256
 SPAN = 1024  # tokens of the step that tells what a long prompt costs
 
@@ -42,8 +42,8 @@ def with_pace(
         return scheduler
     pace_ms = target_ms or PACE * runner.decode_seconds(min(ROWS, runner.max_slots)) * 1e3
     target_ms = pace_ms if target_ms is None else target_ms
-    asked_ms = max(pace_ms * scheduler.step_stretch, (scheduler.target_itl_p99_ms or 0.0) * HELD_BEYOND)
-    longest_s = asked_ms / 1e3 * MARGIN
+    longest_ms = max(pace_ms * scheduler.step_stretch, (scheduler.target_itl_p99_ms or 0.0) * HELD_BEYOND)
+    longest_s = longest_ms / 1e3 * MARGIN
     costs = measured_costs(runner, spec, item_bytes, scheduler, longest_s)
     most = min(scheduler.max_num_batched_tokens, costs.sizes[-1])
     return replace(scheduler, step_target_ms=target_ms, step_costs=costs, max_num_batched_tokens=most)

@@ -33,7 +33,7 @@ from paceline.runner.gpu.kernels.logit_rules import (
     fill_seen,
     note_drawn,
 )
-from paceline.runner.gpu.kernels.row_update import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
+from paceline.runner.gpu.kernels.step_rows import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
 from paceline.runner.gpu.kernels.truncation import (
     MAX_VOCABULARY,
     TruncationColumns,
@@ -41,9 +41,9 @@ from paceline.runner.gpu.kernels.truncation import (
     truncate,
 )
 from paceline.runner.gpu.row_memory import RowMemory
-from paceline.runner.sampling import Sampler
 from paceline.runner.sampling.noise import key_of
 from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
+from paceline.runner.sampling.sampler import Sampler
 
 I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -203,7 +203,7 @@ class DeviceSampler:
         if not len(which):
             return ()
         places = torch.from_numpy(which).to(self._device)
-        values = logits.index_select(0, places).float().cpu()
+        values = logits.index_select(0, places).float().cpu().numpy()
         drawn = self.host.sample(values, rows[which], positions[which])
         finite = np.where(drawn.finite, np.where(drawn.stopped, FORCED_STOP, 1), 0).astype(np.uint8)
         tokens = np.where(drawn.finite, drawn.tokens, 0).astype(np.int32)

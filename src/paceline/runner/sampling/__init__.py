@@ -3,8 +3,3 @@
 The definitions are in docs/reference/sampling.md. They are stated over one row's logits, so that a row gets
 the same token alone, in any batch, in any row, and on any device that follows them.
 """
-
-from paceline.runner.sampling.logprobs import prompt_logprobs
-from paceline.runner.sampling.sampler import Sampled, Sampler
-
-__all__ = ["Sampled", "Sampler", "prompt_logprobs"]

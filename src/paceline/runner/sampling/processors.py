@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline.core.sampling import SamplingParams
@@ -172,7 +171,7 @@ def floors(logits: F32, temperature: F64, top_k: I64, top_p: F64, min_p: F64) ->
         return floor
     top = logits.max(axis=1).astype(np.float64)
     some = np.flatnonzero(cut_min)
-    floor[some] = _smallest_from(top[some] + temperature[some] * np.log(min_p[some]))
+    floor[some] = smallest_from(top[some] + temperature[some] * np.log(min_p[some]))
     some = np.flatnonzero(cut_k)
     if len(some):
         floor[some] = _top_k_floors(
@@ -183,7 +182,7 @@ def floors(logits: F32, temperature: F64, top_k: I64, top_p: F64, min_p: F64) ->
     return floor
 
 
-def _smallest_from(bound: F64) -> F32:
+def smallest_from(bound: F64) -> F32:
     """The smallest float32 that is not below each bound."""
     near = bound.astype(np.float32)
     return np.where(near < bound, np.nextafter(near, np.float32(np.inf)), near)
@@ -213,8 +212,8 @@ def _top_k_floors(logits: F32, floor: F32, top: F64, temperature: F64, top_k: I6
 def _largest(logits: F32, count: int) -> F32:
     """The largest values of each row, in descending order."""
     if count <= SELECT_AT_MOST:
-        values: F32 = torch.from_numpy(logits).topk(count, dim=1).values.numpy()
-        return values
+        largest = np.partition(logits, logits.shape[1] - count, axis=1)[:, logits.shape[1] - count :]
+        return np.sort(largest, axis=1)[:, ::-1]
     return np.sort(logits, axis=1)[:, ::-1][:, :count]
 
 

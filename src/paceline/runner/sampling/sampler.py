@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling.logprobs import token_logprobs
 from paceline.runner.sampling.noise import LANES, MAX_NOISE, gumbel, key_of, lane_words, token_words
 from paceline.runner.sampling.processors import LogitRules, always_needs_rules, floors
 
@@ -47,6 +46,8 @@ class RowParameters:
         self.min_p: NDArray[np.float64] = np.zeros(num_rows)
         self.num_logprobs: NDArray[np.int64] = np.full(num_rows, NO_LOGPROBS, dtype=np.int64)
         self.has_rules: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
+        # Neither rules nor log-probabilities.
+        self.is_plain: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
         self.stop_from: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # first position that may stop
         self.stops: NDArray[np.int32] = np.full((num_rows, 1), NO_TOKEN, dtype=np.int32)
 
@@ -60,6 +61,7 @@ class RowParameters:
         self.min_p[row] = params.min_p
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.has_rules[row] = has_rules
+        self.is_plain[row] = not has_rules and params.logprobs is None
         self.stop_from[row] = num_prompt + params.min_tokens
         self._write_stops(row, params.stop_token_ids + (() if params.ignore_eos else self._eos))
 
@@ -212,6 +214,32 @@ _logger = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """What rows that get a token ask for, for a step that draws: an entry for each row.
+
+    As long as the same rows ask for the same, all but the positions are the same arrays.
+    """
+
+    rows: I64
+    is_plain: Bool  # nothing but the logits and the columns below decides
+    random: Bool  # False: greedy
+    temperature: F64
+    top_k: I64  # 0: off
+    top_p: F64
+    min_p: F64
+    key: U64
+    position: I64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Settled:
+    """Tokens that a step has drawn, where it could: those that `Sampler.sample` would have given."""
+
+    tokens: I64
+    is_settled: Bool  # False: the row is left to the sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
     """What one call gave; entry i of each array belongs to the i-th row sampled."""
 
@@ -230,27 +258,63 @@ class Sampler:
         self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._parameters = RowParameters(num_rows, self._eos)
         self._rules: dict[int, LogitRules] = {}
+        self._last_wanted: Wanted | None = None
 
     def join(self, row: int, params: SamplingParams, tokens: I32, num_prompt: int) -> None:
         """The row starts anew with all tokens it knows, of which the first `num_prompt` are its prompt.
 
         After a preemption the others are the output so far: they count as output here too.
         """
+        self._last_wanted = None
         has_rules = always_needs_rules(params)
         self._parameters.write(row, params, num_prompt, has_rules)
         self._rules.pop(row, None)
         if has_rules or params.min_tokens > 0:
             self._rules[row] = LogitRules(params, tokens, num_prompt, self._eos)
 
-    def sample(self, logits: torch.Tensor, rows: I64, positions: I64) -> Sampled:
+    def wanted(self, rows: I64, positions: I64) -> Wanted:
+        """The parameters of rows that are about to get a token; `positions` as in `sample`."""
+        columns, last = self._parameters, self._last_wanted
+        is_plain = columns.is_plain[rows] & (positions >= columns.stop_from[rows])
+        if last is not None and np.array_equal(rows, last.rows) and np.array_equal(is_plain, last.is_plain):
+            return replace(last, position=positions)
+        self._last_wanted = Wanted(
+            rows=rows,
+            is_plain=is_plain,
+            random=columns.random[rows],
+            temperature=columns.temperature[rows],
+            top_k=columns.top_k[rows],
+            top_p=columns.top_p[rows],
+            min_p=columns.min_p[rows],
+            key=columns.key[rows],
+            position=positions,
+        )
+        return self._last_wanted
+
+    def sample(self, logits: F32, rows: I64, positions: I64, settled: Settled | None = None) -> Sampled:
         """The next token of each row; `positions[i]` is its index in the row's sequence.
 
-        `logits` is float32 of shape [len(rows), vocabulary] and may be changed.
+        `logits` is float32 of shape [len(rows), vocabulary] and may be changed. Rows that are `settled` keep the token
+        they have.
         """
-        assert logits.dtype == torch.float32 and logits.shape == (len(rows), self._vocab_size)
+        assert logits.dtype == np.float32 and logits.shape == (len(rows), self._vocab_size)
         # Logits near the largest float overflow to infinities that mean what they say: a token far out of reach.
         with np.errstate(over="ignore"):
-            return self._sample(logits.numpy(), rows, positions)
+            if settled is None:
+                return self._sample(logits, rows, positions)
+            left = np.flatnonzero(~settled.is_settled)
+            tokens, finite = settled.tokens.astype(np.int32), np.ones(len(rows), np.bool_)
+            logprobs: tuple[RowLogprobs, ...] = ()
+            if len(left):
+                others = self._sample(logits[left], rows[left], positions[left])
+                tokens[left], finite[left], logprobs = others.tokens, others.finite, others.logprobs
+            return Sampled(
+                tokens=tokens, finite=finite, stopped=self._stopped(tokens, finite, rows), logprobs=logprobs
+            )
+
+    def _stopped(self, tokens: NDArray[np.integer[Any]], finite: Bool, rows: I64) -> Bool:
+        stopped: Bool = finite & (self._parameters.stops[rows] == tokens[:, None]).any(axis=1)
+        return stopped
 
     def _sample(self, values: F32, rows: I64, positions: I64) -> Sampled:
         columns = self._parameters
@@ -284,9 +348,11 @@ class Sampler:
                 )
             except Exception:
                 finite[i] = _given_up(row)
-        stopped = finite & (columns.stops[rows] == tokens[:, None]).any(axis=1)
         return Sampled(
-            tokens=tokens.astype(np.int32), finite=finite, stopped=stopped, logprobs=tuple(logprobs)
+            tokens=tokens.astype(np.int32),
+            finite=finite,
+            stopped=self._stopped(tokens, finite, rows),
+            logprobs=tuple(logprobs),
         )
 
     def _draw(self, values: F32, best: I64, rows: I64, positions: I64, drawn: I64) -> I64:
@@ -311,3 +377,52 @@ def _given_up(row: int) -> bool:
     """What one row asks for has raised: it ends alone. Never finite."""
     _logger.exception("row %d cannot be sampled", row)
     return False
+
+
+# Log-probabilities: the log-softmax of the raw logits, before any rule or temperature.
+#
+# For one token, its own value and rank (1 + the number of likelier tokens, so equals share a rank) and the
+# likeliest tokens in order, lower ids first among equals. The same number stands for the same token in both.
+
+
+ALL = -1
+
+
+def prompt_logprobs(raw: F32, targets: I64, positions: I64, row: int, top: int) -> tuple[RowLogprobs, ...]:
+    """How likely each target was, where `raw[i]` predicts `targets[i]`, the token at `positions[i]`.
+
+    A position whose logits are not finite numbers is left out: there is nothing true to say about it.
+    """
+    finite = np.isfinite(raw.max(axis=1, initial=-np.inf))
+    return tuple(
+        token_logprobs(raw[i], int(targets[i]), row, int(positions[i]), top)
+        for i in np.flatnonzero(finite).tolist()
+    )
+
+
+def token_logprobs(raw: F32, token: int, row: int, position: int, top: int) -> RowLogprobs:
+    """What is reported of one token; `top` is how many of the likeliest tokens, -1 for all."""
+    wide = raw.astype(np.float64)
+    wide -= wide.max()
+    log_total = np.log(np.exp(wide).sum())
+    likeliest = _likeliest(raw, len(raw) if top == ALL else min(top, len(raw)))
+    return RowLogprobs(
+        row=row,
+        position=position,
+        token=token,
+        logprob=float(wide[token] - log_total),
+        rank=1 + int(np.count_nonzero(raw > raw[token])),
+        top_tokens=tuple(likeliest.tolist()),
+        top_logprobs=tuple((wide[likeliest] - log_total).tolist()),
+    )
+
+
+def _likeliest(raw: F32, count: int) -> I64:
+    """The tokens with the largest logits, largest first, lower ids first among equals."""
+    if count == 0:
+        return np.zeros(0, dtype=np.int64)
+    if count == len(raw):
+        return np.argsort(-raw, kind="stable")
+    smallest = np.partition(raw, len(raw) - count)[len(raw) - count]
+    candidates = np.flatnonzero(raw >= smallest)  # in order of id
+    return candidates[np.argsort(-raw[candidates], kind="stable")][:count]

@@ -23,11 +23,11 @@ from paceline.core.dial import DialWord
 
 
 ROWS_PART = 0.25  # of the dial; above it all rows may run
-ROWS_SPAN = 8.0  # at 0 there is one row for so many of those that may run at a quarter
+ROWS_SPAN = 8.0  # at 0 there is one row for each 8 that may run at a quarter
 SMALLEST_SHARE = 0.25  # of a step's tokens for one prompt while others wait, at 0; all of them at 1
-TOKENS_SPAN = 16  # without step costs: the largest step has so many times the tokens of the smallest
-FEWEST_TOKENS = 8  # and at least so many: fewer take hardly less time
-HEADROOM = 1.5  # the longest step: so much longer than the largest size of the table, for what its rows read
+TOKENS_SPAN = 16  # without step costs: the largest step has 16 times the tokens of the smallest
+FEWEST_TOKENS = 8  # of the smallest step: fewer take hardly less time
+HEADROOM = 1.5  # the longest step over that of the largest size of the table, for what its rows read
 # How the logarithm of the rows grows with the position, in their part.
 ROWS_SLOPE = math.log(ROWS_SPAN) / ROWS_PART
 TYPICAL_CONTEXT = 256  # tokens that a row reads, where it is guessed what one more costs
@@ -44,7 +44,7 @@ class DialLimits:
     rows: int
 
     def step_tokens(self, rows: int, fewest: int, most: int) -> int:
-        """Most tokens of a step with so many decoding rows: prompts go on, however many rows there are."""
+        """Most tokens of a step with this number of decoding rows: prompts continue, however many rows there are."""
         return min(max(self.tokens, rows + fewest), most)
 
 
@@ -78,7 +78,7 @@ class Range:
         return min(max(int((target_s - self.low) / self._row_s), 1), self.rows)
 
     def at(self, position: float, most_rows: int | None = None) -> DialLimits:
-        """What a place means where at most so many rows may run; None: as many as there are."""
+        """What a position means where at most this number of rows may run; None: as many as there are."""
         turned = max(0.0, position - ROWS_PART) / (1.0 - ROWS_PART)
         length = self.low * math.exp(turned * self._span)
         missing = max(0.0, ROWS_PART - position) / ROWS_PART
@@ -173,7 +173,7 @@ class Controller:
     def _tighten(self, position: float, error: float, *, settled: bool) -> float:
         law = self.law
         end = law.low if law.tightens < 0 else law.high
-        # Rows are dear: they are not taken away for what is nearly held.
+        # Rows are expensive: they are not taken away for what is nearly held.
         is_last_resort = law.tightens < 0 and position <= ROWS_PART
         if error <= MISSED and (position == end or is_last_resort):
             self.word, self._at_end = DialWord.HOLDING, 0

@@ -1,8 +1,8 @@
-"""The dial of one engine: what it is set to, where it stands, what it has seen, and the limits that follow.
+"""The dial of one engine: its setting, its position, what it observed, and the limits that follow.
 
-Told of every delivery of tokens while it is on, and asked once a step whether it is time to move. Knows times only as
-numbers it is given: the engine's clock, so that a replay sees and moves the same. Who puts a move on record, and who
-keeps the limits, is the business of `steer` and of those that compose steps.
+Gets every delivery of tokens while it is on, and is asked once a step whether it is time to move. Knows times only as
+numbers it is given: the engine's clock, so that a replay moves in the same way. Recording a move and applying
+the limits is the business of `steering` and of `step`.
 Decision: docs/decisions/0024-the-dial.md.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
-from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, setting_of, told_time
+from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, format_time, setting_of
 from paceline.scheduler.dial.control import ROWS_PART, Controller, DialLimits, Law, Range
 from paceline.scheduler.step_sizes import StepSizes
 
@@ -48,7 +48,7 @@ class Window:
         self.total = 0
 
     def add(self, seconds: Seconds, *, marked: bool = False) -> None:
-        """Add values, one at least; `marked` ones are counted by themselves too."""
+        """Add values, one at least; `marked` ones are also counted separately."""
         first = seconds[0]
         if (seconds == first).all():  # rows that decode side by side all have the same gap
             place = int(np.searchsorted(_BOUNDS, first))
@@ -301,7 +301,7 @@ class Dial:
         if setting.kind is DialKind.TTFT:
             tightens, low = 1, ROWS_PART
         else:
-            # Fewer rows do not help where the shortest step with prompts is too long by itself.
+            # Fewer rows do not help where the shortest step with prompts is already too long.
             hopeless = self._range.by_time and self._range.low >= target_s
             tightens, low = -1, ROWS_PART if hopeless else 0.0
         return Law(
@@ -318,13 +318,13 @@ class Dial:
     def _reason(self, seen_s: float) -> str:
         limits = self.limits
         assert limits is not None
-        seen = f"the p99 seen is {told_time(seen_s)}"
+        seen = f"the p99 seen is {format_time(seen_s)}"
         if self.setting.kind is DialKind.TTFT:
             return (
                 f"{seen} although every step gives prompts all it may ({limits.tokens:,} tokens); "
                 "send fewer requests, add an engine or raise the target"
             )
-        shortest = "" if limits.target_s is None else f" ({told_time(limits.target_s)} with prompts)"
+        shortest = "" if limits.target_s is None else f" ({format_time(limits.target_s)} with prompts)"
         return (
             f"{seen} although steps are as short as they can be{shortest} and no more than {limits.rows:,} "
             "rows may run; raise the target or take a smaller model"

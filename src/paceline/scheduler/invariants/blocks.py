@@ -124,7 +124,7 @@ def nothing_is_written_where_others_read(frames: Frames) -> Findings:
 
 
 @invariant("S10", moment=CHANGES)
-def who_does_not_run_owns_nothing(context: CheckContext) -> str | None:
+def requests_without_a_row_own_nothing(context: CheckContext) -> str | None:
     for request in context.scheduler.state.requests.values():
         if request.host_places and request.state not in _MAY_HAVE_PLACES:
             return f"request {request.id} is {request.state.value} and keeps host places"

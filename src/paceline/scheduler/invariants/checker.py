@@ -269,7 +269,7 @@ def _places(scheduler: Scheduler) -> object:
 
 
 def _host_places(scheduler: Scheduler) -> object:
-    """Which host places are free, and who keeps the others."""
+    """Which host places are free, and which requests keep the others."""
     state = scheduler.state
     tickets = [(number, ticket.free_places) for number, ticket in state.kv.tickets.open.items()]
     owners = [request.id for request in state.requests.values() if request.host_places]
@@ -277,7 +277,7 @@ def _host_places(scheduler: Scheduler) -> object:
 
 
 class SampledChecker:
-    """For production: one full check every so many steps; a violation is counted and told, never raised."""
+    """For production: one full check every `every` steps; a violation is counted and logged, never raised."""
 
     def __init__(
         self, scheduler: Scheduler, every: int, on_violation: Callable[[InvariantViolation], None]
@@ -298,11 +298,11 @@ class SampledChecker:
         try:
             self._checker.after_update(result)
         except InvariantViolation as violation:
-            self._tell(violation)
+            self._report(violation)
         except Exception as error:  # a state too broken to be looked at must not end a service either
-            self._tell(InvariantViolation("unreadable", repr(error)))
+            self._report(InvariantViolation("unreadable", repr(error)))
 
-    def _tell(self, violation: InvariantViolation) -> None:
+    def _report(self, violation: InvariantViolation) -> None:
         self._checker.first = None  # it goes on looking
         self.violations[violation.name] += 1
         self._on_violation(violation)

@@ -35,7 +35,7 @@ class Backlog:
 
 
 @invariant("F5", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_was_served_least_is_admitted_first(context: CheckContext) -> str | None:
+def the_tenant_served_least_is_admitted_first(context: CheckContext) -> str | None:
     """No tenant that waits for room had a lower counter than the tenant of a request that was admitted."""
     state, policy = context.scheduler.state, context.scheduler.state.policy
     if not isinstance(policy, FairShare) or not context.decisions or not len(state.queue):
@@ -68,8 +68,8 @@ def who_was_served_least_is_admitted_first(context: CheckContext) -> str | None:
 
 
 @invariant("F6", moment=PLANNED)
-def nobody_saves_up_service(context: CheckContext) -> str | None:
-    """Who comes to wait is not behind all who waited before it."""
+def no_tenant_saves_up_service(context: CheckContext) -> str | None:
+    """A tenant that comes to wait has a counter not below all that waited before it."""
     state, policy = context.scheduler.state, context.scheduler.state.policy
     if not isinstance(policy, FairShare) or not context.backlog:
         return None
@@ -77,7 +77,7 @@ def nobody_saves_up_service(context: CheckContext) -> str | None:
     for tenant in state.queue.tenants:
         is_new = tenant not in context.backlog and not state.accounting.is_unsettled(tenant)
         if is_new and policy.counter(tenant) < least - ROUNDING:
-            return f"tenant {tenant} came with {policy.counter(tenant)} tokens, those who waited had {least}"
+            return f"tenant {tenant} came with {policy.counter(tenant)} tokens, those that waited had {least}"
     return None
 
 
@@ -104,7 +104,7 @@ def place_takings(decisions: Sequence[Decision]) -> list[Decision]:
 
 
 @invariant("P1", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_takes_a_place_goes_before(context: CheckContext) -> str | None:
+def a_displacing_request_goes_before(context: CheckContext) -> str | None:
     """No request gives its place to a request that comes after it, or under priority to one of no higher class."""
     state, policy = context.scheduler.state, context.scheduler.state.policy
     for decision in place_takings(context.decisions):
@@ -113,7 +113,7 @@ def who_takes_a_place_goes_before(context: CheckContext) -> str | None:
             continue  # it failed on its way off or onto a row
         if isinstance(policy, PriorityWithAgeing) and other.priority >= victim.priority:
             return f"request {victim.id} gave its place to {other.id}, whose class is no higher"
-        if isinstance(policy, FairShare):  # scores say what tenants were served, not who came first
+        if isinstance(policy, FairShare):  # scores say what tenants were served, not which request came first
             if victim.tenant == other.tenant:
                 return f"request {victim.id} gave its place to {other.id} of the same tenant"
         elif not goes_first(context, other, victim, as_waited=True):
@@ -123,7 +123,7 @@ def who_takes_a_place_goes_before(context: CheckContext) -> str | None:
 
 @invariant("P2", moment=PLANNED, modes=CONTINUOUS_ONLY)
 def progress_is_not_lost_twice(context: CheckContext) -> str | None:
-    """Who gave its place does so again only beyond where it was, and not once it is protected."""
+    """A displaced request is displaced again only beyond where it was, and not once it is protected."""
     most = context.scheduler.state.config.max_preemptions
     seen: set[RequestId] = set()
     for decision in place_takings(context.decisions):
@@ -137,12 +137,12 @@ def progress_is_not_lost_twice(context: CheckContext) -> str | None:
             )
         victim = context.scheduler.state.requests.get(decision.request)
         if victim is not None and victim.preemptions > most > 0:
-            return f"request {victim.id} gave way {victim.preemptions} times, {most} are allowed"
+            return f"request {victim.id} was preempted {victim.preemptions} times, {most} are allowed"
     return None
 
 
 @invariant("P3", moment=CHANGES)
-def who_is_paused_holds_nothing(context: CheckContext) -> str | None:
+def paused_requests_hold_nothing(context: CheckContext) -> str | None:
     """A paused request has no row and does not wait for one."""
     state = context.scheduler.state
     for request in state.requests.values():

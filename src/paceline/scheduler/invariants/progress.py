@@ -15,7 +15,7 @@ from paceline.scheduler.step.preemption import first_in_order
 from paceline.scheduler.view_columns import view_of_requests, waiting_values
 from paceline.scheduler.waiting_queue import first
 
-_LET_IN = (DecisionKind.ADMIT, DecisionKind.RESUME)
+_ADMITTED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 
 
 @invariant("L1", moment=PLANNED)
@@ -38,7 +38,7 @@ def work_is_done_when_there_is_any(context: CheckContext) -> str | None:
 
 
 @invariant("L1w", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def who_fits_is_in_the_plan(context: CheckContext) -> str | None:
+def a_request_that_fits_is_in_the_plan(context: CheckContext) -> str | None:
     """Bounded waiting: the first waiting request is admitted unless a row, tokens or blocks are missing."""
     state = context.scheduler.state
     composer = context.scheduler.composer
@@ -53,12 +53,14 @@ def who_fits_is_in_the_plan(context: CheckContext) -> str | None:
 
 
 @invariant("F1", moment=PLANNED)
-def the_last_in_order_gives_way(context: CheckContext) -> str | None:
+def the_last_in_order_is_preempted(context: CheckContext) -> str | None:
     if not context.decisions:
         return None
     state = context.scheduler.state
-    gave_way = [d for d in context.decisions if d.reason.startswith("blocks:")]
-    victims = [d.request for d in gave_way if d.kind is DecisionKind.PREEMPT and d.request in state.requests]
+    for_blocks = [d for d in context.decisions if d.reason.startswith("blocks:")]
+    victims = [
+        d.request for d in for_blocks if d.kind is DecisionKind.PREEMPT and d.request in state.requests
+    ]
     if not victims:
         return None
     joined = set(context.plan.joins.row.tolist()) if context.plan is not None else set()
@@ -76,23 +78,23 @@ def the_last_in_order_gives_way(context: CheckContext) -> str | None:
         for victim in victims:
             if request.is_spot != state.requests[victim].is_spot:
                 if request.is_spot:
-                    return f"request {victim} gave way although {request.id} is spot work"
+                    return f"request {victim} was preempted although {request.id} is spot work"
                 continue
             if goes_first(context, state.requests[victim], request):
-                return f"request {victim} gave way although {request.id} comes after it"
+                return f"request {victim} was preempted although {request.id} comes after it"
     return None
 
 
 @invariant("F2", moment=PLANNED, modes=CONTINUOUS_ONLY)
-def nobody_is_passed_over(context: CheckContext) -> str | None:
+def no_request_is_passed_over(context: CheckContext) -> str | None:
     """No request is admitted past an earlier request, unless that one waits for a prefix under way.
 
-    Who came earlier is what was seen at arrival: a request that gave way has not lost its place.
+    The order is that of arrival: a preempted request has not lost its place.
     """
     state = context.scheduler.state
     if not context.decisions or not len(state.queue) or state.policy.relative:
         return None
-    admitted = [d.request for d in context.decisions if d.kind in _LET_IN]
+    admitted = [d.request for d in context.decisions if d.kind in _ADMITTED]
     runners = [state.requests[a] for a in admitted if a in state.requests]
     if not runners:
         return None
@@ -166,8 +168,8 @@ def _tenants_admitted(context: CheckContext) -> set[str]:
 
 
 def _head(context: CheckContext) -> Request | None:
-    """Who is first of those that wait. None if that is not who was first when the plan was made: where scores depend
-    on who else waits, they change when a request fails on the way in."""
+    """The first waiting request. None if another was first when the plan was made: where scores depend
+    on other waiting requests, they change when a request fails on the way in."""
     state = context.scheduler.state
     if state.policy.relative and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None

@@ -213,7 +213,7 @@ def times_are_in_order(context: CheckContext) -> str | None:
 
 @invariant("L5", moment=CHANGES)
 def preemptions_are_bounded(context: CheckContext) -> str | None:
-    """A request that was preempted often enough runs with its full length reserved, and never again gives way."""
+    """A request that was preempted often enough runs with its full length reserved, and is not preempted again."""
     state = context.scheduler.state
     if not state.config.max_preemptions:
         return None
@@ -221,7 +221,7 @@ def preemptions_are_bounded(context: CheckContext) -> str | None:
         if request.preemptions < state.config.max_preemptions:
             continue
         if request.preemptions > state.config.max_preemptions:
-            return f"request {request.id} gave way {request.preemptions} times"
+            return f"request {request.id} was preempted {request.preemptions} times"
         if request.state is RUNNING and not request.reserved:
             return f"request {request.id} runs unreserved after {request.preemptions} preemptions"
     return None

@@ -40,6 +40,6 @@ class ShortestFirst(Policy):
         return given
 
     def _length_s(self, view: RequestView) -> NDArray[np.float64]:
-        asked = view.max_total - view.num_prompt
-        length_s: NDArray[np.float64] = self._prompt_s * view.num_prompt + self._output_s * asked
+        output_len = view.max_total - view.num_prompt
+        length_s: NDArray[np.float64] = self._prompt_s * view.num_prompt + self._output_s * output_len
         return length_s

@@ -1,1 +1,1 @@
-"""One step: which rows compute how many tokens, who joins, and who is preempted when blocks are short."""
+"""One step: which rows compute how many tokens, which requests join, and which are preempted when blocks are short."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.core.events import NO_NUMBER, DecisionKind, Rule
+from paceline.core.fast import make_tuple
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
@@ -21,7 +22,7 @@ from paceline.scheduler.step.draft import StepDraft
 
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
-_ADMIT, _FITS = DecisionKind.ADMIT, Rule.FITS  # see core.fast
+_ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
 # A request that waits for a prefix or for its own copy waits for no room, and one that leaves room leaves it to
 # others: requests behind it may be admitted.
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE))
@@ -65,6 +66,7 @@ class Admission:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._from_nothing = CachedStart(0, state.kv.match((), 1))
         self._deferred: dict[RequestId, Rule] = {}  # the rule each waiting request was last deferred by
 
     def may_be_passed(self, rule: Rule, num_sparing: int) -> bool:
@@ -88,11 +90,11 @@ class Admission:
         if request.host_places:
             if kv.is_moving(request.id):
                 return Verdict(BEHIND_SWAP, ahead)
-            return self._judge_room(request, kv.cost(kv.match((), 1), request.num_tokens), ahead, None)
+            return self._judge_blocks(request, kv.cost(kv.match((), 1), request.num_tokens), ahead, None)
         start = self._cached_start(request)
         if not isinstance(start, CachedStart):
             return Verdict(BEHIND_PREFIX, compared_with=start)
-        return self._judge_room(request, self._cost(request, start), ahead, start)
+        return self._judge_blocks(request, self._cost(request, start), ahead, start)
 
     def defer(self, request: Request, verdict: Verdict, draft: StepDraft) -> None:
         """Record that a request has to wait, once for each rule in turn."""
@@ -115,25 +117,25 @@ class Admission:
             self._bring_back(request, verdict.figures(budget_left))
             return verdict
         state, start = self._state, verdict.start
-        fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
-        source = start.parent_row if fresh_branch else NO_ROW
-        row = self._give_row(request, start.num_computed, source)
-        if start.parent_row != NO_ROW:
+        if start.parent_row == NO_ROW:
+            row = self._give_row(request, start.num_computed, NO_ROW)
+            state.kv.adopt(row, start.match)
+        else:
+            fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
+            row = self._give_row(request, start.num_computed, start.parent_row if fresh_branch else NO_ROW)
             state.kv.share(start.parent_row, row, start.num_computed)
             state.rows.share([row, start.parent_row])
             state.counters.forked += 1
             assert request.parent is not None
             figures = (budget_left, verdict.free, verdict.needed, request.parent)
             state.decide(DecisionKind.FORK, request, Rule.SHARES, start.num_computed, figures)
-        else:
-            state.kv.adopt(row, start.match)
         self._after_joining(request, start.num_computed, verdict.figures(budget_left))
         return verdict
 
     def admit_padded(self, request: Request, shape: BatchShape, budget_left: int) -> Verdict:
         """Give a request its row in a padded batch: all slots of the rectangle are taken at once."""
         state, kv, rows = self._state, self._state.kv, self._state.rows
-        ahead, needed, free = state.ahead_of(request), kv.blocks_for(shape.slots), kv.room()
+        ahead, needed, free = state.ahead_of(request), kv.blocks_for(shape.slots), kv.free_for()
         row = self._give_row(request, 0, NO_ROW)
         rows.pad[row] = rows.pad_left[row] = shape.padded_len - request.num_tokens
         kv.extend(row, shape.slots)
@@ -158,7 +160,7 @@ class Admission:
         state = self._state
         state.hooks.admit(request)  # may raise: nothing has been taken yet
         state.queue.remove(request)
-        request.move(RequestState.RUNNING)
+        request.move(_RUNNING)
         return state.take_row(request, num_computed, source)
 
     def _after_joining(self, request: Request, num_computed: int, figures: Figures) -> None:
@@ -201,7 +203,7 @@ class Admission:
             owner = self._computes_next(request, match.num_blocks)
             if owner is not None:
                 return owner
-        return CachedStart(cached, match)
+        return CachedStart(cached, match) if cached else self._from_nothing
 
     def _computes_next(self, request: Request, num_blocks: int) -> RequestId | None:
         """The request that is computing the block after the first `num_blocks`, if it could be shared."""
@@ -233,7 +235,7 @@ class Admission:
         spare = self._spare(request)
         return Rule.SPARE if spare and left <= int(spare * self._state.most_rows) else None
 
-    def _judge_room(
+    def _judge_blocks(
         self, request: Request, cost: Needs, ahead: RequestId, start: CachedStart | None
     ) -> Verdict:
         """Whether there is room for the whole prompt, beside what running prompts still need and what is reserved."""
@@ -243,7 +245,7 @@ class Admission:
         if self._protects(request):
             return self._judge_full_length(request, promised, ahead, start)
         kept_share = state.config.watermark if rows.num_live else 0.0
-        spare = self._spare(request)
+        spare = self._spare(request) if state.policy.keeps_room else 0.0
         if spare > kept_share:
             kept_share = spare
         least, shortest = 1 << 62, (NO_NUMBER, NO_NUMBER, 0)
@@ -258,7 +260,8 @@ class Admission:
                     return Verdict(Rule.RESERVE, ahead, most, left, 0)
             if need + kept > free:
                 return Verdict(Rule.SPARE if spare else Rule.BLOCKS, ahead, *shortest)
-        return Verdict(None, ahead, *shortest, start)
+        verdict: Verdict = make_tuple(Verdict, (None, ahead, *shortest, start))
+        return verdict
 
     def _full_length_beside_reserved(self, request: Request, group: LayerGroup) -> tuple[int, int]:
         """Blocks a request may come to need, and those left beside the full length of all that is reserved."""

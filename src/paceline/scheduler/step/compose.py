@@ -42,16 +42,17 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
-        self._promote()
+        if state.promoted:
+            self._promote()
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
         if len(state.queue):
             self.displacement.make_places(draft)
         if state.prefilling or len(state.queue):
-            draft.held = self.displacement.held_back(self._prompt_room)
+            draft.held = self.displacement.held_back(self._prompt_tokens_free)
         mask = self._decode(draft)
-        prompts = self._prompts()
+        prompts = self._prompts() if state.prefilling else []
         if prompts or len(state.queue):
             draft.budget = step_budget(state, self.pace, mask, prompts)
             draft.left = draft.budget - draft.num_decoding
@@ -107,7 +108,7 @@ class Composer:
         state = self._state
         rows, kv = state.rows, state.kv
         mask, crossing, shared = self._decode_needs(draft)
-        if len(crossing) + len(shared) + self._prompt_need() > kv.room():
+        if len(crossing) + len(shared) + self._prompt_need() > kv.free_for():
             mask, crossing, shared = self._make_room(draft)
         for row in shared:
             kv.copy_on_write(row, int(rows.scheduled[row]))
@@ -146,7 +147,7 @@ class Composer:
         crossing = full.nonzero()[0]
         return mask, crossing, shortage.shared_writes(self._state, mask) if rows.any_sharing else []
 
-    def _prompt_room(self) -> int:
+    def _prompt_tokens_free(self) -> int:
         """Tokens a step has for prompts if all rows decode."""
         mask = self._state.rows.decoding[: self._state.rows.high]
         return step_budget(self._state, self.pace, mask, self._prompts()) - int(np.count_nonzero(mask))
@@ -172,7 +173,7 @@ class Composer:
             remark = shortage.worth_waiting(state, chosen[0], needy, short)
             if remark:
                 break
-            figures = (draft.left, kv.room(), short, shortage.first_to_gain(state, chosen[0], needy))
+            figures = (draft.left, kv.free_for(), short, shortage.first_to_gain(state, chosen[0], needy))
             preempt(state, chosen[0], swap=chosen[1], reason="blocks", figures=figures)
         kept = self._prompt_need() if shortage.prompt_goes_first(state) else 0
         needy = {*crossing.tolist(), *shared}
@@ -247,24 +248,24 @@ class Composer:
         scheduled = rows.scheduled.item(row)
         count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
         if count > 0:
-            count = self._give_room(draft, row, scheduled, count)
+            count = self._give_blocks(draft, row, scheduled, count)
         if count > 0:
             self._advance(draft, row, scheduled, count, wanted, limit - pad)
 
-    def _give_room(self, draft: StepDraft, row: int, scheduled: int, count: int) -> int:
+    def _give_blocks(self, draft: StepDraft, row: int, scheduled: int, count: int) -> int:
         """Blocks for up to `count` tokens of a row from `scheduled` on; how many there is room for."""
         state = self._state
         rows, kv = state.rows, state.kv
         try:
-            room = kv.room(row)
+            free = kv.free_for(row)
             if rows.sharing[row]:
                 if kv.shared_writes(np.array([row]), np.array([scheduled]))[0]:
-                    if room < 1:
+                    if free < 1:
                         return 0
                     kv.copy_on_write(row, scheduled)
-                    room -= 1
+                    free -= 1
                 rows.sharing[row] = False
-            fitting = (kv.table_len.item(row) + (room if room > 0 else 0)) * kv.block_size - scheduled
+            fitting = (kv.table_len.item(row) + (free if free > 0 else 0)) * kv.block_size - scheduled
             count = count if count < fitting else fitting
             if count > 0:
                 kv.extend(row, scheduled + count)
@@ -293,7 +294,7 @@ class Composer:
             reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
             figures = (
                 draft.left,
-                state.kv.room(row),
+                state.kv.free_for(row),
                 state.kv.missing(row, rows.num_known.item(row)),
                 NO_REQUEST,
             )
@@ -396,7 +397,7 @@ class Composer:
 
     def _rectangle_fits(self, count: int, slots: int) -> bool:
         kv = self._state.kv
-        return count * kv.blocks_for(slots) <= kv.room()
+        return count * kv.blocks_for(slots) <= kv.free_for()
 
     # -- the plan ------------------------------------------------------------------------------------------
 

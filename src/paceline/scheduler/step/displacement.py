@@ -1,6 +1,6 @@
-"""Places for urgent requests: who waits first may take the place of a running request that it clearly outranks.
+"""Places for urgent requests: the first waiting request may take the place of a running one that it clearly outranks.
 
-Looked at before a plan is begun, for policies that have `yields`. The last in order give way, and only as many as are
+Checked before a plan is begun, for policies that have `yields`. The last in order are preempted, only as many as are
 enough; none does when all that may would not be, or when those that end will sooner give back what is short. No request
 gives its place a second time before it has got further than it ever was.
 """
@@ -39,28 +39,28 @@ class Displacement:
         given: Index = live[policy.yields(state.row_view(live), state.queue.view_of(request, state.now_s))]
         return given
 
-    def held_back(self, prompt_room: Callable[[], int]) -> Index:
-        """Decoding rows that leave this step to prompts that outrank them and want more tokens than there is room for.
+    def held_back(self, prompt_tokens_free: Callable[[], int]) -> Index:
+        """Decoding rows that leave this step to prompts that outrank them and want more tokens than are free.
 
-        Most policies hold no row back: then the room is not computed.
+        Most policies hold no row back: then the free tokens are not counted.
         They keep what they hold and lose nothing but time, so that nothing bounds it but the order itself.
         """
         state = self._state
         rows, none = state.rows, np.zeros(0, np.int64)
         if not state.policy.pauses_rows or state.mode.keeps_finished:
             return none
-        room = prompt_room()
+        free_tokens = prompt_tokens_free()
         prompts = state.in_order(np.array([request.row for request in state.prefilling.values()], np.int64))
         urgent, wanted = None, 0
         if len(prompts):
             urgent = state.row_view(prompts[:1])
             wanted = int((rows.num_known[prompts] - rows.scheduled[prompts]).sum())
-        if len(state.queue) and wanted <= room:
+        if len(state.queue) and wanted <= free_tokens:
             head = state.waiting_in_order(1)[0]
             if self._admission.judge(head).rule is None:
                 wanted += head.num_tokens
                 urgent = state.queue.view_of(head, state.now_s) if urgent is None else urgent
-        if urgent is None or wanted <= room:
+        if urgent is None or wanted <= free_tokens:
             return none
         decoding = rows.decoding[: rows.high].nonzero()[0]
         held: Index = decoding[state.policy.holds_back(state.row_view(decoding), urgent)]
@@ -96,12 +96,12 @@ class Displacement:
             victim = state.rows.requests[row]
             assert victim is not None
             victim.displaced_at = max(state.rows.peak_computed.item(row), state.rows.computed.item(row))
-            figures = (NO_NUMBER, state.kv.room(), verdict.needed, request.id)
+            figures = (NO_NUMBER, state.kv.free_for(), verdict.needed, request.id)
             preempt(state, victim, reason="place", figures=figures)
         return bool(chosen)
 
     def _choose(self, draft: StepDraft, request: Request, num_rows: int, num_blocks: int) -> list[int]:
-        """The rows that give way: the last in order, just enough; none if that is not enough or not worth it."""
+        """The rows to preempt: the last in order, just enough; none if that is not enough or not worth it."""
         rows = self._eligible(request)
         chosen: list[int] = []
         given = 0

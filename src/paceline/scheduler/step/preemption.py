@@ -1,7 +1,7 @@
-"""Taking a running request off its row: who gives way, and what happens to its KV.
+"""Taking a running request off its row: which one is preempted, and what happens to its KV.
 
-Spot work goes first, then the last in order, the first in order never does, and a request that has given way
-`max_preemptions` times is reserved its full length and left alone from then on. A victim's KV is recomputed
+Spot work is preempted first, then the last in order, never the first in order. A request that was preempted
+`max_preemptions` times gets its full length reserved and is not preempted again. A victim's KV is recomputed
 later, or swapped to host places when these are configured and free, whichever is cheaper unless the config says one.
 Decision: docs/decisions/0020-preemption.md.
 """
@@ -63,7 +63,7 @@ def swaps(state: SchedulerState, cost: CostEstimate) -> bool:
 
 
 def seconds_until(state: SchedulerState, num_blocks: int, num_rows: int, *, certain: bool = False) -> float:
-    """How long until rows that reach their length have given back so many blocks and rows.
+    """Seconds until rows that reach their length have given back these numbers of blocks and rows.
 
     An output may end earlier than at its length: it is the longest wait, not the likeliest. `certain`: count only rows
     that need no further block for it.
@@ -104,7 +104,7 @@ def preempt(
     swap: bool | None = None,
     figures: Figures = NO_FIGURES,
 ) -> None:
-    """A running request gives way; it comes back at its old place in the order. `swap` None: what is cheaper."""
+    """Preempt a running request; it comes back at its old place in the order. `swap` None: what is cheaper."""
     put_aside(state, request, swap=swap, reason=reason, figures=figures)
     state.kv.settle()
     if not request.is_terminal:

@@ -1,7 +1,7 @@
-"""When decoding rows need more blocks or tokens than there are: who stalls, who gains by it, and whether to wait.
+"""When decoding rows need more blocks or tokens than there are: which rows stall, which gain, and whether to wait.
 
-The composer asks; who gives way is the policy's choice. A row that stalls keeps what it has and decodes again when
-there is a block for it.
+The composer asks; which request is preempted is the policy's choice. A row that stalls keeps its blocks and continues
+when there is a block for it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ def stall(
     Those in `copying` need one for a copy, which nothing is set aside for. `kept` blocks are for a prompt before them.
     """
     kv, rows = state.kv, state.rows
-    room = [group.free_for(None) - kept for group in kv.groups]
+    free = [group.free_for(None) - kept for group in kv.groups]
     served = NO_REQUEST
     for row in state.in_order(np.array(sorted(needy), np.int64)).tolist():
         # In some groups a block may be set aside for it; what slid out of a window is not set aside again.
         own = [row not in copying and int(group.reserved_for[row]) > 0 for group in kv.groups]
-        if all(mine or left > 0 for mine, left in zip(own, room, strict=True)):
-            room = [left - (not mine) for mine, left in zip(own, room, strict=True)]
+        if all(mine or left > 0 for mine, left in zip(own, free, strict=True)):
+            free = [left - (not mine) for mine, left in zip(own, free, strict=True)]
             served = RequestId(rows.request_id.item(row))
             continue
         mask[row] = False
         request = rows.requests[row]
         assert request is not None
-        figures = (tokens_left, max(0, min(room)), 1, served)
+        figures = (tokens_left, max(0, min(free)), 1, served)
         scheduled = int(rows.scheduled[row])
         state.decide(DecisionKind.STALL, request, Rule.BLOCKS, scheduled, figures, detail=remark)
 
 
 def first_to_gain(state: SchedulerState, victim: Request, needy: set[int]) -> RequestId:
-    """The first in order of those who need a block: the victim gives way to it."""
+    """The first in order of the rows that need a block: the victim is preempted for it."""
     ordered = state.in_order(np.array(sorted(needy - {victim.row}), np.int64))
     return RequestId(state.rows.request_id.item(ordered[0])) if len(ordered) else NO_REQUEST
 
@@ -59,7 +59,7 @@ def worth_waiting(state: SchedulerState, victim: Request, needy: set[int], short
     Only rows that need no more blocks are waited for, and only while the first in order goes on.
     """
     foremost = first_in_order(state)
-    if state.config.preemption != "auto" or (foremost in needy and state.kv.room(foremost) < 1):
+    if state.config.preemption != "auto" or (foremost in needy and state.kv.free_for(foremost) < 1):
         return ""
     wait_s = seconds_until(state, short - state.kv.coming(), 0, certain=True)
     cost = estimate(state, [victim.row], wait_s)
@@ -73,7 +73,7 @@ def trim(state: SchedulerState, mask: NDArray[np.bool_], limit: int) -> None:
         oldest = first_in_order(state)
         limit -= 1 if oldest is not None and not mask[oldest] else 0
     ordered = state.in_order(np.flatnonzero(mask))
-    if state.mode.keeps_finished:  # who has nothing left to say must not keep the others from it
+    if state.mode.keeps_finished:  # a row that only pads must not keep the others waiting
         ordered = ordered[np.argsort(state.rows.padding[ordered], kind="stable")]
     mask[ordered[limit:]] = False
 

@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.server.access.caller import DEFAULT_CLASS, FREE, Caller, Prices
+from paceline.server.access.caller import Caller
 from paceline.server.errors import Refusal
 from paceline.server.http.request_headers import RawHeaders, presented_key
 
@@ -20,34 +20,11 @@ DEFAULT_CALLER = Caller(is_admin=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One key: its hash, and what it allows."""
+class Key(Caller):
+    """One key: its hash, and the caller whose requests bring it."""
 
-    name: str
     sha256: bytes
     enabled: bool = True
-    service_class: str = DEFAULT_CLASS
-    weight: float = 1.0
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrency: int | None = None
-    lowest_priority_number: int | None = None
-    prices: Prices = FREE
-    is_admin: bool = False
-
-    @property
-    def caller(self) -> Caller:
-        return Caller(
-            tenant=self.name,
-            service_class=self.service_class,
-            weight=self.weight,
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
-            max_concurrency=self.max_concurrency,
-            lowest_priority_number=self.lowest_priority_number,
-            prices=self.prices,
-            is_admin=self.is_admin,
-        )
 
 
 class Keyring:
@@ -55,7 +32,6 @@ class Keyring:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._keys = tuple(keys)
-        self._callers = [key.caller for key in keys]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -63,12 +39,12 @@ class Keyring:
     @property
     def callers(self) -> Sequence[Caller]:
         """The callers of all enabled keys."""
-        return [caller for key, caller in zip(self._keys, self._callers, strict=True) if key.enabled]
+        return [key for key in self._keys if key.enabled]
 
     @property
     def weights(self) -> dict[str, float]:
         """The share of each tenant: what a policy that shares fairly between tenants goes by."""
-        return {key.name: key.weight for key in self._keys}
+        return {key.tenant: key.weight for key in self._keys}
 
     def caller_of(self, tenant: str) -> Caller | None:
         """The caller of a tenant; None without an enabled key."""
@@ -81,12 +57,12 @@ class Keyring:
             return DEFAULT_CALLER
         presented = presented_key(headers)
         digest = hashlib.sha256(presented or b"").digest()
-        found: int | None = None
-        for index, key in enumerate(self._keys):  # all of them, always: time tells nothing
+        found: Key | None = None
+        for key in self._keys:  # all of them, always: time tells nothing
             if hmac.compare_digest(digest, key.sha256):
-                found = index
+                found = key
         if presented is None or found is None:
             raise Refusal("invalid_api_key")
-        if not self._keys[found].enabled:
+        if not found.enabled:
             raise Refusal("key_disabled")
-        return self._callers[found]
+        return found

@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 
-from paceline.core.service_class import BATCH, CLASSES, DEFAULT_CLASS
+from paceline.core.service_class import DEFAULT_CLASS
 
-__all__ = ["BATCH_CLASS", "BOUNDS", "CLASSES", "DEFAULT_CLASS", "FREE", "LIMITS", "Prices"]
-
-BATCH_CLASS = BATCH
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
 CONCURRENCY, PRIORITY = "max_concurrency", "lowest_priority_number"
 LIMITS = (REQUESTS, TOKENS, CONCURRENCY, PRIORITY)  # by the names they have in the keys file

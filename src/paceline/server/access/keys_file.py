@@ -19,19 +19,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import InputError
 from paceline.server.access.auth import Key, Keyring
-from paceline.server.access.caller import (
-    BOUNDS,
-    CLASSES,
-    DEFAULT_CLASS,
-    FREE,
-    LARGEST_PRICE,
-    LARGEST_WEIGHT,
-    LEAST_WEIGHT,
-    Prices,
-)
-from paceline.server.billing.money import BLOCK_DECIMALS, TOKEN_DECIMALS, decimal_of, scaled
+from paceline.server.access.caller import BOUNDS, FREE, LARGEST_PRICE, LARGEST_WEIGHT, LEAST_WEIGHT, Prices
+from paceline.server.billing.pricing import BLOCK_DECIMALS, TOKEN_DECIMALS, decimal_of, scaled
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
@@ -71,15 +63,16 @@ def read_entry(entry: Any, where: str) -> Key:
     weight = _number(entry, "weight", 1.0, LARGEST_WEIGHT, where)
     if weight < LEAST_WEIGHT:
         raise BadKeysFile(f"{where}: weight must be a number from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:,.0f}")
+    limits: dict[str, Any] = {name: _whole(entry, name, *bounds, where) for name, bounds in BOUNDS.items()}
     return Key(
-        name=name,
+        tenant=name,
         sha256=bytes.fromhex(digest),
         enabled=flags["enabled"],
         is_admin=flags["admin"],
         service_class=service_class,
         weight=weight,
         prices=_prices(entry.get("prices"), where),
-        **{name: _whole(entry, name, *bounds, where) for name, bounds in BOUNDS.items()},
+        **limits,
     )
 
 
@@ -135,16 +128,6 @@ def _whole(entry: Mapping[str, Any], name: str, low: int, high: int, where: str)
 # The file holds hashes, never keys, and only its owner may read it. What an entry may say is declared above.
 
 
-__all__ = [
-    "ADMIN_KEY_VARIABLE",
-    "KEY_VARIABLE",
-    "BadKeysFile",
-    "is_json_lines",
-    "parse_keys",
-    "read_keys",
-    "read_text",
-]
-
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "PACELINE_API_KEY", "PACELINE_ADMIN_KEY"
 MAX_FILE_BYTES = 4 * 2**20
 
@@ -157,7 +140,7 @@ def read_keys(path: str | None, environment: Mapping[str, str] = os.environ) -> 
         given = environment.get(variable, "")
         if given:
             is_admin = variable == ADMIN_KEY_VARIABLE
-            key = Key(name=name, sha256=hashlib.sha256(given.encode()).digest(), is_admin=is_admin)
+            key = Key(tenant=name, sha256=hashlib.sha256(given.encode()).digest(), is_admin=is_admin)
             if any(each.sha256 == key.sha256 and each.is_admin >= is_admin for each in keys):
                 continue  # the file has it, and with more to say about it
             keys.append(key)
@@ -190,7 +173,7 @@ def read_text(path: Path, place: str) -> str:
 
 
 def is_json_lines(text: str) -> bool:
-    """Whether the entries of a file are lines of their own; also true of a file without entries."""
+    """Whether the entries of a file are separate lines; also true of a file without entries."""
     lines = _lines(text)
     return not lines or lines[0].lstrip().startswith("{")
 
@@ -200,8 +183,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_distinct(keys: list[Key], place: str) -> None:
-    for field in ("name", "sha256"):
-        seen = [getattr(key, field) for key in keys]
+    for field, seen in (("name", [key.tenant for key in keys]), ("sha256", [key.sha256 for key in keys])):
         if len(set(seen)) != len(seen):
             raise BadKeysFile(f"{place}: two keys have the same {field}")
 
@@ -308,7 +290,7 @@ def _change(path: Path, change: Callable[[list[str]], None]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Be the only writer. The lock is a file of its own, because the keys file itself is replaced."""
+    """Be the only writer. The lock is a separate file, because the keys file itself is replaced."""
     lock = path.with_name(path.name + ".lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
     try:

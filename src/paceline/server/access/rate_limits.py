@@ -22,58 +22,43 @@ ROUNDING = 1e-6  # what sums of fractions may be off by
 class LeakyBucket:
     """What was spent of one limit, as far as time has not made up for it."""
 
-    __slots__ = ("_at_s", "_per_minute", "_spent")
+    __slots__ = ("_at_s", "_spent", "per_minute")
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        self._per_minute = per_minute
+        self.per_minute = per_minute
         self._spent = 0.0
         self._at_s = now_s
-
-    @property
-    def per_minute(self) -> int:
-        return self._per_minute
 
     def change_limit(self, per_minute: int, now_s: float) -> None:
         """Another limit from now on; what was spent stays spent."""
         self.spent(now_s)
-        self._per_minute = per_minute
+        self.per_minute = per_minute
 
     def spent(self, now_s: float) -> float:
-        drained = max(0.0, now_s - self._at_s) * self._per_minute / MINUTE_S
+        drained = max(0.0, now_s - self._at_s) * self.per_minute / MINUTE_S
         self._spent = max(0.0, self._spent - drained)
         self._at_s = max(self._at_s, now_s)
         return self._spent
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until so much more fits; 0 when it does now."""
-        over = self.spent(now_s) + amount - self._per_minute
-        return over * MINUTE_S / self._per_minute if over > ROUNDING else 0.0
+        over = self.spent(now_s) + amount - self.per_minute
+        return over * MINUTE_S / self.per_minute if over > ROUNDING else 0.0
 
     def add(self, amount: float, now_s: float) -> None:
         """Spend so much; less than nothing gives back."""
         self._spent = max(0.0, self.spent(now_s) + amount)
 
     def remaining(self, now_s: float) -> int:
-        return max(0, math.floor(self._per_minute - self.spent(now_s) + ROUNDING))
+        return max(0, math.floor(self.per_minute - self.spent(now_s) + ROUNDING))
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until nothing is spent any more."""
-        return self.spent(now_s) * MINUTE_S / self._per_minute
+        return self.spent(now_s) * MINUTE_S / self.per_minute
 
 
-class Account:
-    """The buckets of one tenant; None where there is no limit."""
-
-    __slots__ = ("requests", "tokens")
-
-    def __init__(self) -> None:
-        self.requests: LeakyBucket | None = None
-        self.tokens: LeakyBucket | None = None
-
-    def follow(self, caller: Caller, now_s: float) -> None:
-        """Have the limits that the caller's key has now."""
-        self.requests = _following(self.requests, caller.requests_per_minute, now_s)
-        self.tokens = _following(self.tokens, caller.tokens_per_minute, now_s)
+# The buckets of one tenant by the names of its limits; none where there is no limit.
+Account = dict[str, LeakyBucket]
 
 
 class Allowance:
@@ -91,7 +76,7 @@ class Allowance:
 
     def count_request(self) -> None:
         """Count the request itself. Raises RateLimited when it has to wait."""
-        bucket = self._account.requests
+        bucket = self._account.get(REQUESTS)
         if bucket is not None:
             now_s = self._clock()
             _check(bucket, 1, REQUESTS, now_s)
@@ -100,7 +85,7 @@ class Allowance:
 
     def check_tokens(self, at_least: int, about: int) -> None:
         """Refuse what cannot fit now, before anything is tokenised for it; how long to wait is a guess by `about`."""
-        bucket = self._account.tokens
+        bucket = self._account.get(TOKENS)
         if bucket is None:
             return
         now_s = self._clock()
@@ -113,7 +98,7 @@ class Allowance:
         An answer that could be longer than a whole minute's worth is let in when nothing else is spent: its length
         is only a bound, which most requests leave to the model's context. What it does use is charged at its end.
         """
-        bucket = self._account.tokens
+        bucket = self._account.get(TOKENS)
         if bucket is not None:
             charge = self.check_charge(num_prompt, num_answer)
             bucket.add(charge, self._clock())
@@ -121,7 +106,7 @@ class Allowance:
 
     def check_charge(self, num_prompt: int, num_answer: int) -> int:
         """What `charge_tokens` would charge; raises what it would, and charges nothing."""
-        bucket = self._account.tokens
+        bucket = self._account.get(TOKENS)
         if bucket is None:
             return 0
         if num_prompt > bucket.per_minute:  # would be refused for ever: nothing to try again
@@ -139,16 +124,19 @@ class Allowance:
             bucket.add(used - self._charged, self._clock())
 
     def take_back(self) -> None:
-        """The request was told to come again: it does not count."""
+        """The request was answered with Retry-After: it does not count."""
         bucket, self._counted_in = self._counted_in, None
         if bucket is not None:
             bucket.add(-1, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """What a client is told of its limits, under the names of the OpenAI API."""
+        """A client's limits as headers, under the names of the OpenAI API."""
         now_s = self._clock()
         found: dict[str, str] = {}
-        for name, bucket in (("requests", self._account.requests), ("tokens", self._account.tokens)):
+        for name, bucket in (
+            ("requests", self._account.get(REQUESTS)),
+            ("tokens", self._account.get(TOKENS)),
+        ):
             if bucket is not None:
                 found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
                 found[f"x-ratelimit-remaining-{name}"] = str(bucket.remaining(now_s))
@@ -170,8 +158,15 @@ class RateLimits:
         """What a request of this caller counts against; None for one without limits."""
         if caller.requests_per_minute is None and caller.tokens_per_minute is None:
             return None
-        account = self._accounts.setdefault(caller.tenant, Account())
-        account.follow(caller, self._clock())
+        account = self._accounts.setdefault(caller.tenant, {})
+        for name in (REQUESTS, TOKENS):
+            per_minute, bucket = getattr(caller, name), account.get(name)
+            if per_minute is None:
+                account.pop(name, None)
+            elif bucket is None:
+                account[name] = LeakyBucket(per_minute, self._clock())
+            elif bucket.per_minute != per_minute:
+                bucket.change_limit(per_minute, self._clock())
         return Allowance(account, self._clock)
 
     def keep_only(self, tenants: Iterable[str]) -> None:
@@ -188,16 +183,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(thousandths, 60_000)
     text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     return f"{minutes}m{text}" if minutes else text
-
-
-def _following(bucket: LeakyBucket | None, per_minute: int | None, now_s: float) -> LeakyBucket | None:
-    if per_minute is None:
-        return None
-    if bucket is None:
-        return LeakyBucket(per_minute, now_s)
-    if bucket.per_minute != per_minute:
-        bucket.change_limit(per_minute, now_s)
-    return bucket
 
 
 def _check(bucket: LeakyBucket, amount: int, limit: str, now_s: float) -> None:

@@ -16,64 +16,55 @@ from paceline.config.engine import LEAST_TARGET_MS, MOST_TARGET_MS, POLICIES
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, chosen_setting, status_sentences
 from paceline.errors import InvalidRequest
 from paceline.process.client import PolicyChange, Steering
-from paceline.server.api.fields import Choice, Field, FieldTable, Flag, Number, Shaped, operation, read_query
-from paceline.server.api.route import Route
+from paceline.server.api.fields import FLAG, Field, FieldTable, choice, number, read_query, shaped
+from paceline.server.api.route import Route, described
 from paceline.server.billing.usage_report import read_by, read_time, read_usage
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service
 
 DIAL_ROUTE, POLICY_ROUTE = "/v1/admin/dial", "/v1/admin/policy"
-_TARGET = Number(LEAST_TARGET_MS, MOST_TARGET_MS)
+_TARGET = number(LEAST_TARGET_MS, MOST_TARGET_MS)
 DIAL_FIELDS = FieldTable(
     DIAL_ROUTE,
     (
-        Field(name="position", kind=Number(0.0, 1.0), help="0 is least latency, 1 most throughput."),
-        Field(name="itl_p99_ms", kind=_TARGET, help="Milliseconds between tokens to hold the p99 to."),
-        Field(name="ttft_p99_ms", kind=_TARGET, help="Milliseconds to the first token to hold the p99 to."),
-        Field(name="off", kind=Flag(), help="true: back to the limits of the start."),
+        Field("position", number(0.0, 1.0), "0 is least latency, 1 most throughput."),
+        Field("itl_p99_ms", _TARGET, "Milliseconds between tokens to hold the p99 to."),
+        Field("ttft_p99_ms", _TARGET, "Milliseconds to the first token to hold the p99 to."),
+        Field("off", FLAG, "true: back to the limits of the start."),
     ),
 )
-_OPTIONS = Shaped((dict,), "an object with options of the policy, such as ageing_s", {"type": "object"})
+_OPTIONS = shaped((dict,), "an object with options of the policy, such as ageing_s", {"type": "object"})
 POLICY_FIELDS = FieldTable(
     POLICY_ROUTE,
     (
-        Field(name="policy", kind=Choice(POLICIES), required=True, help="Who goes first from now on."),
-        Field(name="options", kind=_OPTIONS, help="Options of policies; those not named stay as they are."),
+        Field("policy", choice(POLICIES), "The policy from now on.", required=True),
+        Field("options", _OPTIONS, "Options of policies; those not named stay as they are."),
     ),
 )
 
 
 def admin_routes(service: Service) -> list[Route]:
-    async def steered(dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
-        return await service.client.steer(dial=dial, policy=policy)
-
     async def get_dial(call: Call) -> Answer:
-        return _json(dial_values((await steered()).dial))
+        return _json(dial_values((await service.client.steer()).dial))
 
     async def put_dial(call: Call) -> Answer:
-        return _json(dial_values((await steered(dial=read_dial(call.body))).dial))
+        return _json(dial_values((await service.client.steer(dial=read_dial(call.body))).dial))
 
     async def get_policy(call: Call) -> Answer:
-        return _json(policy_values(await steered()))
+        return _json(policy_values(await service.client.steer()))
 
     async def put_policy(call: Call) -> Answer:
-        return _json(policy_values(await steered(policy=read_policy(call.body))))
+        return _json(policy_values(await service.client.steer(policy=read_policy(call.body))))
 
-    shown = (("GET", DIAL_ROUTE, get_dial, "Where the dial stands", None),)
-    turned = (("PUT", DIAL_ROUTE, put_dial, "Turn the dial, or give it a target to hold", DIAL_FIELDS),)
-    named = (("GET", POLICY_ROUTE, get_policy, "Who goes first", None),)
-    changed = (("PUT", POLICY_ROUTE, put_policy, "Change who goes first", POLICY_FIELDS),)
+    turned = "Turn the dial, or give it a target to hold"
     return [
-        Route(
-            methods=(method,),
-            path=path,
-            handler=handler,
-            takes_body=fields is not None,
-            openapi=operation(summary, None if fields is None else fields.schema()),
-            needs_admin=True,
-        )
-        for method, path, handler, summary, fields in (*shown, *turned, *named, *changed)
+        described("GET", DIAL_ROUTE, get_dial, "Where the dial stands", needs_admin=True),
+        described("PUT", DIAL_ROUTE, put_dial, turned, DIAL_FIELDS, needs_admin=True),
+        described("GET", POLICY_ROUTE, get_policy, "The scheduling policy", needs_admin=True),
+        described(
+            "PUT", POLICY_ROUTE, put_policy, "Change the scheduling policy", POLICY_FIELDS, needs_admin=True
+        ),
     ]
 
 
@@ -146,10 +137,10 @@ def usage_routes(service: Service) -> list[Route]:
         ledger = service.billing.ledger
         if ledger is None:
             raise UnsupportedRoute("this server keeps no ledger; start it with --ledger FILE")
-        asked = read_query(call.query, ("by", "since", "until"))
-        by = read_by(asked.get("by", "key"))
+        query = read_query(call.query, ("by", "since", "until"))
+        by = read_by(query.get("by", "key"))
         since, until = (
-            read_time(asked[name], name) if name in asked else None for name in ("since", "until")
+            read_time(query[name], name) if name in query else None for name in ("since", "until")
         )
         # A ledger may be long: it is read beside the event loop.
         rows = await asyncio.get_running_loop().run_in_executor(
@@ -158,13 +149,5 @@ def usage_routes(service: Service) -> list[Route]:
         body = {"object": "usage", "by": by, "since_ms": since, "until_ms": until, "data": rows}
         return Answer(body=msgspec.json.encode(body))
 
-    return [
-        Route(
-            methods=("GET",),
-            path=USAGE,
-            handler=usage,
-            takes_body=False,
-            needs_admin=True,
-            openapi=operation("Sum up the ledger: by=key,class,model,day, since=24h, until=DATE"),
-        )
-    ]
+    summary = "Sum up the ledger: by=key,class,model,day, since=24h, until=DATE"
+    return [described("GET", USAGE, usage, summary, needs_admin=True)]

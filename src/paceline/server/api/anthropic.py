@@ -9,55 +9,47 @@ from typing import Any
 import msgspec
 
 from paceline.errors import InvalidRequest
-from paceline.llm.outputs import CompletionOutput
+from paceline.llm.outputs import CompletionOutput, RequestOutput
+from paceline.models.files.sampling_defaults import chat_sampling
 from paceline.server.api.fields import (
+    FLAG,
     Field,
     FieldTable,
-    Flag,
-    Group,
-    ListOf,
-    MapOf,
-    Number,
-    Shaped,
-    Text,
-    Whole,
     ignored_header,
-    operation,
+    list_of,
+    number,
+    only,
+    shaped,
+    stop_text,
+    unsupported,
+    whole,
+    without_effect,
 )
+from paceline.server.api.generation_route import GenerationRoute
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
-    MESSAGE_SCHEMA,
-    MESSAGES_MUST,
+    messages_kind,
+    metadata_kind,
     model_field,
-    price_field,
+    objective_fields,
+    sampling_fields,
+    service_level_fields,
     tool_fields,
-    urgency_fields,
-    wish_fields,
 )
 from paceline.server.api.openai_requests import (
-    ModelFacts,
     ParsedBody,
-    Streaming,
-    TemplateOptions,
     checked_messages,
-    checked_model,
-    conversation_sampling,
-    ends_with_assistant,
-    extra_sampling_fields,
-    read_price,
+    common_values,
+    given_sampling,
     without_idle_tools,
 )
 from paceline.server.api.openai_responses import with_receipt
-from paceline.server.api.route import ANTHROPIC_ERRORS, Route
-from paceline.server.api.sse import anthropic_error_frame, stream_events
-from paceline.server.call import Answer, Call, Events
-from paceline.server.errors import UnsupportedModality
+from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
+from paceline.server.call import Answer, Call
+from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
-
-# Bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic's shape).
-
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 SYSTEM_MUST = "a text or a list of text blocks"
@@ -65,74 +57,37 @@ ROLES = ("user", "assistant")
 
 
 def messages_table(limits: RequestLimits) -> FieldTable:
-    stop = Text(1, max_bytes=limits.stop_bytes, no_nul=True)
-    metadata = MapOf(Text(0, limits.metadata_chars), limits.metadata_entries)
+    stops = list_of(stop_text(limits.stop_bytes), limits.stops)
     return FieldTable(
         MESSAGES,
         [
             *_conversation_fields(limits),
-            Field(
-                name="max_tokens",
-                kind=Whole(1, limits.answer_tokens),
-                help="tokens of the answer",
-                required=True,
-            ),
-            Field(name="stop_sequences", kind=ListOf(stop, limits.stops), help="texts that end the answer"),
-            Field(name="temperature", kind=Number(0, 2)),
-            Field(name="top_p", kind=Number(0, 1, above=True)),
-            Field(name="top_k", kind=Whole(-1, LARGEST)),
-            Field(name="stream", kind=Flag(), help="send the answer as it is made"),
-            *urgency_fields(),
-            price_field(),
-            *extra_sampling_fields(limits, "temperature", "top_p", "top_k", "stop"),
-            *wish_fields(),
-            Field(name="metadata", kind=metadata, group=Group.WITHOUT_EFFECT),
+            Field("max_tokens", whole(1, limits.answer_tokens), "tokens of the answer", required=True),
+            Field("stop_sequences", stops, "texts that end the answer"),
+            Field("temperature", number(0, 2)),
+            Field("top_p", number(0, 1, above=True)),
+            Field("top_k", whole(-1, LARGEST)),
+            Field("stream", FLAG, "send the answer as it is made"),
+            *service_level_fields(),
+            *sampling_fields(limits, "n", "temperature", "top_p", "top_k", "stop"),
+            *objective_fields(),
+            without_effect("metadata", metadata_kind(limits)),
         ],
     )
 
 
-def count_table(limits: RequestLimits) -> FieldTable:
-    return FieldTable(COUNT, _conversation_fields(limits))
-
-
 def _conversation_fields(limits: RequestLimits) -> list[Field]:
-    described = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": limits.messages}
     return [
         model_field(),
-        Field(name="messages", kind=Shaped((list,), MESSAGES_MUST, described), required=True),
-        Field(name="system", kind=Shaped((str, list), SYSTEM_MUST), help="what the model is told first"),
+        Field("messages", messages_kind(limits, minItems=1), required=True),
+        Field(
+            "system", shaped((str, list), SYSTEM_MUST), "instructions for the model, before the conversation"
+        ),
         *tool_fields({"type": "none"}, {"type": "auto"}, '{"type": "none"}'),
-        Field(name="thinking", group=Group.ONLY, only=({"type": "disabled"},)),
-        Field(name="mcp_servers", group=Group.ONLY, only=([],)),
-        Field(name="container", group=Group.UNSUPPORTED),
-        Field(name="context_management", group=Group.UNSUPPORTED),
-        Field(name="output_format", group=Group.UNSUPPORTED),
+        only("thinking", {"type": "disabled"}),
+        only("mcp_servers", []),
+        *unsupported("container", "context_management", "output_format"),
     ]
-
-
-def parse_messages(
-    table: FieldTable, body: Mapping[str, Any], facts: ModelFacts, limits: RequestLimits, *, strict: bool
-) -> ParsedBody:
-    """A conversation; the last message of the assistant, if it is the last, is gone on with."""
-    read = table.read(without_idle_tools(body), strict=strict)
-    given = read.fields
-    messages = checked_messages(given["messages"], limits, param="messages")
-    turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    goes_on = ends_with_assistant(turns)
-    if "system" in given:
-        turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
-    stops = tuple(given.get("stop_sequences", ()))
-    return ParsedBody(
-        model=checked_model(given.get("model"), facts),
-        sampling=conversation_sampling(given, facts, given.get("max_tokens"), stop=stops),
-        messages=turns,
-        template=TemplateOptions(add_generation_prompt=not goes_on, continue_final_message=goes_on),
-        streaming=Streaming(wanted=given.get("stream", False)),
-        priority=given.get("priority"),
-        service_tier=given.get("service_tier"),
-        max_price=read_price(given),
-        ignored=read.ignored,
-    )
 
 
 def _turn(message: Any, place: str) -> dict[str, str]:
@@ -207,70 +162,67 @@ class MessageEvents:
         usage = _usage(self._generation.usage)
         return _END + _event("message_delta", {"delta": delta, "usage": usage}) + _STOP
 
+    def error_frame(self, error: BaseException) -> bytes:
+        return b"event: error\ndata: %b\n\n" % anthropic_body(problem_of(error))
 
-class MessageRoutes:
-    """Both routes, over one service."""
+
+class MessagesRoute(GenerationRoute):
+    """Conversations, answered or only counted."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self.table = messages_table(service.settings.limits)
-        self.count_table = count_table(service.settings.limits)
+        limits = service.settings.limits
+        super().__init__(service, messages_table(limits))
+        self.count_table = FieldTable(COUNT, _conversation_fields(limits))
 
-    async def answer(self, call: Call) -> Answer | Events:
-        service = self._service
-        service.check_ready(call)
-        settings = service.settings
-        body = parse_messages(
-            self.table, call.body, service.facts, settings.limits, strict=settings.strict_fields
-        )
-        generation = await service.start(call, body)
-        headers = ignored_header(body.ignored)
-        if body.streaming.wanted:
-            return stream_events(
-                generation,
-                lambda: MessageEvents(generation, body, call.id),
-                lambda _: anthropic_error_frame,
-                headers,
-            )
-        try:
-            (output,) = (await generation.complete())[0].outputs
-            content = [{"type": "text", "text": output.text}]
-            message = _encode(_message(call.id, body.model, content, output, generation.usage))
-            generation.release()
-        finally:
-            generation.close()
-        return Answer(body=message, headers=generation.headers(headers))
+    def parse(self, given: Mapping[str, Any]) -> ParsedBody:
+        return self._parsed(self.table, given)
 
-    async def count(self, call: Call) -> Answer | Events:
-        service, settings = self._service, self._service.settings
-        body = parse_messages(
-            self.count_table, call.body, service.facts, settings.limits, strict=settings.strict_fields
+    def _parsed(self, table: FieldTable, body: Mapping[str, Any]) -> ParsedBody:
+        """A conversation; the last message of the assistant, if it is the last, is gone on with."""
+        settings, facts = self.service.settings, self.service.facts
+        read = table.read(without_idle_tools(body), strict=settings.strict_fields)
+        given = read.fields
+        messages = checked_messages(given["messages"], settings.limits, param="messages")
+        turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        goes_on = turns[-1]["role"] == "assistant"
+        if "system" in given:
+            turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
+        common = common_values(read, facts)
+        sampling = {**given_sampling(given), "stop": tuple(given.get("stop_sequences", ()))}
+        return ParsedBody(
+            sampling=chat_sampling(facts.generation, facts.max_model_len, **sampling),
+            messages=turns,
+            template={"add_generation_prompt": not goes_on, "continue_final_message": goes_on},
+            **common,
         )
-        size = check_prompt(body, service.facts.max_model_len, settings.limits)
+
+    def writer(self, call: Call, body: ParsedBody, generation: Generation) -> MessageEvents:
+        return MessageEvents(generation, body, call.id)
+
+    def whole(
+        self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
+    ) -> dict[str, Any]:
+        (output,) = outputs[0].outputs
+        content = [{"type": "text", "text": output.text}]
+        return _message(call.id, body.model, content, output, generation.usage)
+
+    async def count(self, call: Call) -> Answer:
+        service = self.service
+        body = self._parsed(self.count_table, call.body)
+        size = check_prompt(body, service.facts.max_model_len, service.settings.limits)
         ids = await service.work(lambda: service.prompt_ids(body), inline=size <= INLINE_CHARS)
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))
 
 
 def anthropic_routes(service: Service) -> list[Route]:
-    routes = MessageRoutes(service)
+    route = MessagesRoute(service)
+    summary, count = "Answer a conversation (Anthropic)", "Count the tokens of a conversation"
+    shape = ANTHROPIC_ERRORS
     return [
-        Route(
-            methods=("POST",),
-            path=MESSAGES,
-            handler=routes.answer,
-            takes_body=True,
-            is_generation=True,
-            error_shape=ANTHROPIC_ERRORS,
-            openapi=operation("Answer a conversation (Anthropic)", routes.table.schema(), streams=True),
+        described(
+            "POST", MESSAGES, route.answer, summary, route.table, is_generation=True, error_shape=shape
         ),
-        Route(
-            methods=("POST",),
-            path=COUNT,
-            handler=routes.count,
-            takes_body=True,
-            error_shape=ANTHROPIC_ERRORS,
-            openapi=operation("Count the tokens of a conversation", routes.count_table.schema()),
-        ),
+        described("POST", COUNT, route.count, count, route.count_table, error_shape=shape),
     ]
 
 

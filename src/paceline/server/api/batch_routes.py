@@ -3,147 +3,227 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from paceline.config.server import BatchConfig
 from paceline.errors import InvalidRequest
 from paceline.server.api.fields import (
-    Choice,
     Field,
     FieldTable,
-    MapOf,
-    Shaped,
-    Text,
+    choice,
     choice_of,
     ignored_header,
-    operation,
     read_query,
+    shaped,
+    text,
     whole_of,
 )
 from paceline.server.api.limits import RequestLimits
-from paceline.server.api.route import Route
-from paceline.server.batches.batch_api import BatchApi, Wanted
-from paceline.server.batches.records import PURPOSES, WINDOW, shown_list
-from paceline.server.batches.upload import MAX_EXPIRY_S, MIN_EXPIRY_S
-from paceline.server.call import Answer, Call, Download, Events
+from paceline.server.api.openai_fields import metadata_kind
+from paceline.server.api.route import Route, described
+from paceline.server.batches.batches import ENDPOINTS, Batches
+from paceline.server.batches.records import (
+    CANCELLED,
+    CANCELLING,
+    IN_PROGRESS,
+    INPUT_PURPOSE,
+    PURPOSES,
+    VALIDATING,
+    WINDOW,
+    WINDOW_S,
+    Batch,
+    FileInUse,
+    StoredFile,
+    TooManyBatches,
+    UnknownBatch,
+    UnknownFile,
+    new_batch_id,
+    shown_list,
+)
+from paceline.server.batches.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, Upload
+from paceline.server.call import Answer, Call, Download
 from paceline.server.errors import Refusal, UnsupportedRoute
 
-BATCHES = "/v1/batches"
+FILES, BATCHES = "/v1/files", "/v1/batches"
+DISABLED = (FILES, f"{FILES}/{{rest:path}}", BATCHES, f"{BATCHES}/{{rest:path}}")
+FORM_BYTES = 64 * 1024  # of a form, beside its file
+MAX_FILES_LISTED = 10_000
 MAX_LISTED, DEFAULT_LISTED = 100, 20
+MAX_OPEN_BATCHES = 64  # of one key, that are not over
 EXPIRY = "output_expires_after"
 EXPIRY_MUST = f"an object with anchor created_at and seconds from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-DISABLED = ("/v1/files", "/v1/files/{rest:path}", BATCHES, f"{BATCHES}/{{rest:path}}")
+_UNSAFE = re.compile(r'[^\x20-\x7e]|["\\]')
+_FORM = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "one request on each line (JSONL)"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+    },
+    "required": ["file", "purpose"],
+}
 
 
-def batches_table(limits: RequestLimits, endpoints: tuple[str, ...]) -> FieldTable:
-    metadata = MapOf(Text(0, limits.metadata_chars), limits.metadata_entries)
+class BatchApi:
+    """What clients can do with files and batches, each with its own only: what is another's is not there."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._store = batches.store
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    async def upload(self, tenant: str, content_type: str, chunks: AsyncIterator[bytes]) -> Upload:
+        return await self._batches.uploads.take(tenant, content_type, chunks)
+
+    async def file(self, tenant: str, file_id: str) -> StoredFile:
+        found = await self._store.ask(lambda db: db.file(tenant, file_id))
+        if found is None:
+            raise UnknownFile
+        return found
+
+    async def content(self, tenant: str, file_id: str) -> tuple[StoredFile, Path]:
+        file = await self.file(tenant, file_id)
+        return file, self._store.folder.path_of(file.id)
+
+    async def files(
+        self, tenant: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
+    ) -> tuple[list[StoredFile], bool]:
+        """A page, and whether there is more."""
+        found = await self._store.ask(
+            lambda db: db.files(
+                tenant, after=after, limit=limit + 1, newest_first=newest_first, purpose=purpose
+            )
+        )
+        if found is None:
+            raise UnknownFile(param="after")
+        return found[:limit], len(found) > limit
+
+    async def remove_file(self, tenant: str, file_id: str) -> None:
+        if not await self._store.remove(await self.file(tenant, file_id)):
+            raise FileInUse
+
+    # -- batches -------------------------------------------------------------------------------------------
+
+    async def batch(self, tenant: str, batch_id: str) -> Batch:
+        found = await self._store.ask(lambda db: db.batch(batch_id, tenant))
+        if found is None:
+            raise UnknownBatch
+        return found
+
+    async def batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        found = await self._store.ask(lambda db: db.batches(tenant, after=after, limit=limit + 1))
+        if found is None:
+            raise UnknownBatch(param="after")
+        return found[:limit], len(found) > limit
+
+    async def begin(
+        self,
+        tenant: str,
+        *,
+        input_file_id: str,
+        endpoint: str,
+        metadata: str = "null",
+        output_expires_s: int | None = None,
+    ) -> Batch:
+        """`metadata` is JSON."""
+        file = await self._store.ask(lambda db: db.file(tenant, input_file_id))
+        if file is None:
+            raise UnknownFile(param="input_file_id")
+        if file.purpose != INPUT_PURPOSE:
+            raise InvalidRequest(f"the input must have the purpose {INPUT_PURPOSE}", param="input_file_id")
+        await self._batches.uploads.check_quota(tenant)
+        if await self._store.ask(lambda db: db.num_open(tenant)) >= MAX_OPEN_BATCHES:
+            raise TooManyBatches(
+                f"this key has {MAX_OPEN_BATCHES} batches that are not over; wait, or cancel one"
+            )
+        now = self._store.now()
+        batch = Batch(
+            id=new_batch_id(),
+            tenant=tenant,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            model=self._batches.model,
+            metadata=metadata,
+            status=VALIDATING,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            output_expires_s=output_expires_s,
+        )
+        if not await self._store.ask(lambda db: db.add_batch(batch)):
+            raise UnknownFile(param="input_file_id")
+        self._batches.begin(batch)
+        return batch
+
+    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+        batch = await self.batch(tenant, batch_id)
+        now = self._store.now()
+        before = (VALIDATING, IN_PROGRESS)
+        if await self._store.ask(lambda db: db.move(batch.id, CANCELLING, now, before=before)):
+            self._batches.cancel(batch.id)
+        batch = await self.batch(tenant, batch_id)
+        if batch.status not in (CANCELLING, CANCELLED):
+            raise InvalidRequest(f"the batch is {batch.status} and cannot be cancelled any more")
+        return batch
+
+
+def batches_table(limits: RequestLimits) -> FieldTable:
+    window = "after which what is left is not run any more"
     return FieldTable(
         BATCHES,
         [
-            Field(
-                name="input_file_id",
-                kind=Text(1, limits.name_chars),
-                help="a file of the purpose batch",
-                required=True,
-            ),
-            Field(name="endpoint", kind=Choice(endpoints), help="where its requests go", required=True),
-            Field(
-                name="completion_window",
-                kind=Choice((WINDOW,)),
-                help="after which what is left is not run any more",
-                required=True,
-            ),
-            Field(name="metadata", kind=metadata, help="kept and given back"),
-            Field(
-                name=EXPIRY,
-                kind=Shaped((dict,), EXPIRY_MUST),
-                help="when the files it gives are removed",
-            ),
+            Field("input_file_id", text(1, limits.name_chars), "a file of the purpose batch", required=True),
+            Field("endpoint", choice(ENDPOINTS), "where its requests go", required=True),
+            Field("completion_window", choice((WINDOW,)), window, required=True),
+            Field("metadata", metadata_kind(limits), "kept and given back"),
+            Field(EXPIRY, shaped((dict,), EXPIRY_MUST), "when the files it gives are removed"),
         ],
     )
 
 
-class BatchRoutes:
-    def __init__(self, api: BatchApi, table: FieldTable, *, strict: bool) -> None:
-        self._api = api
-        self._table = table
-        self._strict = strict
+def batch_routes(api: BatchApi, limits: RequestLimits, *, strict: bool) -> list[Route]:
+    table = batches_table(limits)
 
-    async def create(self, call: Call) -> Answer:
-        read = self._table.read(call.body, strict=self._strict)
+    async def create(call: Call) -> Answer:
+        read = table.read(call.body, strict=strict)
         given = read.fields
-        wanted = Wanted(
+        batch = await api.begin(
+            call.caller.tenant,
             input_file_id=given["input_file_id"],
             endpoint=given["endpoint"],
             metadata=msgspec.json.encode(given.get("metadata")).decode(),
             output_expires_s=_expiry(given.get(EXPIRY)),
         )
-        batch = await self._api.begin(call.caller.tenant, wanted)
         return Answer(body=msgspec.json.encode(batch.shown()), headers=ignored_header(read.ignored))
 
-    async def all(self, call: Call) -> Answer:
+    async def list_all(call: Call) -> Answer:
         query = read_query(call.query, ("after", "limit"))
         limit = whole_of(query, "limit", default=DEFAULT_LISTED, low=1, high=MAX_LISTED)
-        batches, has_more = await self._api.batches(call.caller.tenant, after=query.get("after"), limit=limit)
+        batches, has_more = await api.batches(call.caller.tenant, after=query.get("after"), limit=limit)
         return Answer(body=msgspec.json.encode(shown_list(batches, has_more=has_more)))
 
-    async def one(self, call: Call) -> Answer:
-        batch = await self._api.batch(call.caller.tenant, call.path["id"])
+    async def show(call: Call) -> Answer:
+        return Answer(
+            body=msgspec.json.encode((await api.batch(call.caller.tenant, call.path["id"])).shown())
+        )
+
+    async def cancel(call: Call) -> Answer:
+        batch = await api.cancel(call.caller.tenant, call.path["id"])
         return Answer(body=msgspec.json.encode(batch.shown()))
 
-    async def cancel(self, call: Call) -> Answer:
-        batch = await self._api.cancel(call.caller.tenant, call.path["id"])
-        return Answer(body=msgspec.json.encode(batch.shown()))
-
-
-def batch_routes(
-    api: BatchApi, limits: RequestLimits, endpoints: tuple[str, ...], *, strict: bool
-) -> list[Route]:
-    table = batches_table(limits, endpoints)
-    routes = BatchRoutes(api, table, strict=strict)
+    summary = "Run a file of requests when no other request waits"
     return [
-        Route(
-            methods=("POST",),
-            path=BATCHES,
-            handler=routes.create,
-            takes_body=True,
-            openapi=operation("Run a file of requests when no other request waits", table.schema()),
-        ),
-        Route(
-            methods=("GET",),
-            path=BATCHES,
-            handler=routes.all,
-            takes_body=False,
-            openapi=operation("List your batches"),
-        ),
-        Route(
-            methods=("GET",),
-            path=f"{BATCHES}/{{id}}",
-            handler=routes.one,
-            takes_body=False,
-            openapi=operation("Tell how a batch goes", parameters=("id",)),
-        ),
-        Route(
-            methods=("POST",),
-            path=f"{BATCHES}/{{id}}/cancel",
-            handler=routes.cancel,
-            takes_body=False,
-            openapi=operation("Cancel a batch", parameters=("id",)),
-        ),
+        described("POST", BATCHES, create, summary, table),
+        described("GET", BATCHES, list_all, "List your batches"),
+        described("GET", f"{BATCHES}/{{id}}", show, "Tell how a batch goes"),
+        described("POST", f"{BATCHES}/{{id}}/cancel", cancel, "Cancel a batch"),
     ]
-
-
-async def _refuse(call: Call) -> Answer | Events:
-    shown = call.route.partition("/{")[0]
-    raise UnsupportedRoute(f"{shown} is off here; it needs a server that was started with --batch-dir FOLDER")
-
-
-def disabled_routes() -> list[Route]:
-    """What stands in for files and batches where they have no folder."""
-    methods = ("GET", "POST", "DELETE")
-    return [Route(methods=methods, path=path, handler=_refuse, takes_body=False) for path in DISABLED]
 
 
 def _expiry(given: Mapping[str, Any] | None) -> int | None:
@@ -156,22 +236,51 @@ def _expiry(given: Mapping[str, Any] | None) -> int | None:
     return int(seconds)
 
 
-# /v1/files: what batches are made of and what they give, in the shapes of the OpenAI API.
+def file_routes(api: BatchApi) -> list[Route]:
+    async def create(call: Call) -> Answer:
+        assert call.chunks is not None
+        check_form(call.headers)
+        kind = call.headers.get("content-type", "")
+        taken = await api.upload(call.caller.tenant, kind, call.chunks)
+        return Answer(body=msgspec.json.encode(taken.file.shown()), headers=ignored_header(taken.ignored))
 
+    async def list_all(call: Call) -> Answer:
+        query = read_query(call.query, ("after", "limit", "order", "purpose"))
+        files, has_more = await api.files(
+            call.caller.tenant,
+            after=query.get("after"),
+            limit=whole_of(query, "limit", default=MAX_FILES_LISTED, low=1, high=MAX_FILES_LISTED),
+            newest_first=choice_of(query, "order", ("asc", "desc")) != "asc",
+            purpose=choice_of(query, "purpose", PURPOSES),
+        )
+        return Answer(body=msgspec.json.encode(shown_list(files, has_more=has_more)))
 
-FILES = "/v1/files"
-MAX_FILES_LISTED = 10_000
-_UNSAFE = re.compile(r'[^\x20-\x7e]|["\\]')
-_FORM = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "one request on each line (JSONL)"},
-        "purpose": {"type": "string", "enum": ["batch"]},
-        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
-    },
-    "required": ["file", "purpose"],
-}
+    async def show(call: Call) -> Answer:
+        return Answer(body=msgspec.json.encode((await api.file(call.caller.tenant, call.path["id"])).shown()))
+
+    async def content(call: Call) -> Download:
+        file, path = await api.content(call.caller.tenant, call.path["id"])
+        name = _UNSAFE.sub("_", file.filename)
+        headers = {
+            "content-disposition": f'attachment; filename="{name}"',
+            "x-content-type-options": "nosniff",
+        }
+        return Download(path=path, size=file.bytes, headers=headers)
+
+    async def remove(call: Call) -> Answer:
+        file_id = call.path["id"]
+        await api.remove_file(call.caller.tenant, file_id)
+        return Answer(body=msgspec.json.encode({"id": file_id, "object": "file", "deleted": True}))
+
+    upload = described("POST", FILES, create, "Leave a file of requests here", takes_stream=True)
+    form = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    return [
+        replace(upload, openapi={**upload.openapi, "requestBody": form}),
+        described("GET", FILES, list_all, "List your files"),
+        described("GET", f"{FILES}/{{id}}", show, "Tell about a file"),
+        described("DELETE", f"{FILES}/{{id}}", remove, "Remove a file"),
+        described("GET", f"{FILES}/{{id}}/content", content, "Give a file back"),
+    ]
 
 
 def check_form(headers: Mapping[str, str]) -> None:
@@ -182,88 +291,18 @@ def check_form(headers: Mapping[str, str]) -> None:
         raise Refusal("unsupported_media_type", "Send the file as multipart/form-data, not encoded.")
 
 
-class FileRoutes:
-    def __init__(self, api: BatchApi) -> None:
-        self._api = api
+def large_bodies(config: BatchConfig) -> dict[bytes, int]:
+    """Where more bytes may be posted than elsewhere."""
+    return {} if config.batch_dir is None else {FILES.encode(): config.max_file_bytes + FORM_BYTES}
 
-    async def create(self, call: Call) -> Answer:
-        assert call.chunks is not None
-        check_form(call.headers)
-        taken = await self._api.uploads.take(
-            call.caller.tenant, call.headers.get("content-type", ""), call.chunks
+
+def disabled_routes() -> list[Route]:
+    """What stands in for files and batches where they have no folder."""
+
+    async def refuse(call: Call) -> Answer:
+        shown = call.route.partition("/{")[0]
+        raise UnsupportedRoute(
+            f"{shown} is off here; it needs a server that was started with --batch-dir FOLDER"
         )
-        return Answer(body=msgspec.json.encode(taken.file.shown()), headers=ignored_header(taken.ignored))
 
-    async def all(self, call: Call) -> Answer:
-        query = read_query(call.query, ("after", "limit", "order", "purpose"))
-        files, has_more = await self._api.files(
-            call.caller.tenant,
-            after=query.get("after"),
-            limit=whole_of(query, "limit", default=MAX_FILES_LISTED, low=1, high=MAX_FILES_LISTED),
-            newest_first=choice_of(query, "order", ("asc", "desc")) != "asc",
-            purpose=choice_of(query, "purpose", PURPOSES),
-        )
-        return Answer(body=msgspec.json.encode(shown_list(files, has_more=has_more)))
-
-    async def one(self, call: Call) -> Answer:
-        file = await self._api.file(call.caller.tenant, call.path["id"])
-        return Answer(body=msgspec.json.encode(file.shown()))
-
-    async def content(self, call: Call) -> Download:
-        file, path = await self._api.content(call.caller.tenant, call.path["id"])
-        name = _UNSAFE.sub("_", file.filename)
-        headers = {
-            "content-disposition": f'attachment; filename="{name}"',
-            "x-content-type-options": "nosniff",
-        }
-        return Download(path=path, size=file.bytes, headers=headers)
-
-    async def remove(self, call: Call) -> Answer:
-        file_id = call.path["id"]
-        await self._api.remove_file(call.caller.tenant, file_id)
-        return Answer(body=msgspec.json.encode({"id": file_id, "object": "file", "deleted": True}))
-
-
-def file_routes(api: BatchApi) -> list[Route]:
-    routes = FileRoutes(api)
-    upload = operation("Leave a file of requests here")
-    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
-    one = f"{FILES}/{{id}}"
-    return [
-        Route(
-            methods=("POST",),
-            path=FILES,
-            handler=routes.create,
-            takes_body=False,
-            takes_stream=True,
-            openapi=upload,
-        ),
-        Route(
-            methods=("GET",),
-            path=FILES,
-            handler=routes.all,
-            takes_body=False,
-            openapi=operation("List your files"),
-        ),
-        Route(
-            methods=("GET",),
-            path=one,
-            handler=routes.one,
-            takes_body=False,
-            openapi=operation("Tell about a file", parameters=("id",)),
-        ),
-        Route(
-            methods=("DELETE",),
-            path=one,
-            handler=routes.remove,
-            takes_body=False,
-            openapi=operation("Remove a file", parameters=("id",)),
-        ),
-        Route(
-            methods=("GET",),
-            path=f"{one}/content",
-            handler=routes.content,
-            takes_body=False,
-            openapi=operation("Give a file back", parameters=("id",)),
-        ),
-    ]
+    return [Route(methods=("GET", "POST", "DELETE"), path=path, handler=refuse) for path in DISABLED]

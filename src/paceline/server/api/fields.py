@@ -7,256 +7,146 @@ anyway, or not supported. Every field that is not required may be null, which is
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl
 
 from paceline.errors import InvalidRequest
 from paceline.server.errors import UnknownParameter, UnsupportedParameter
 
-# Kinds of JSON values that fields of requests have: each checks a value strictly and describes itself as a schema.
-#
-# Nothing is converted: true is no number, 1.0 is no whole number and "0.5" is neither. A value that is wrong raises
-# InvalidRequest whose `param` is the field.
-
-
 Schema = dict[str, Any]
-
-
-class Kind(Protocol):
-    """What a field's value has to be."""
-
-    @property
-    def must(self) -> str:
-        """The second half of "<field> must be ..."."""
-
-    def check(self, value: Any, name: str) -> None:
-        """Raises InvalidRequest when the value is wrong."""
-
-    def schema(self) -> Schema: ...
-
-
-def refuse(name: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} {what}", param=name)
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    @property
-    def must(self) -> str:
-        return "true or false"
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not bool:
-            raise refuse(name, f"must be {self.must}")
-
-    def schema(self) -> Schema:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A whole number in a range."""
-
-    low: int
-    high: int
-
-    @property
-    def must(self) -> str:
-        return f"a whole number between {self.low} and {self.high}"
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not int or not self.low <= value <= self.high:
-            raise refuse(name, f"must be {self.must}")
-
-    def schema(self) -> Schema:
-        return {"type": "integer", "minimum": self.low, "maximum": self.high}
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A finite number in a range; `above` leaves the low end out."""
-
-    low: float
-    high: float
-    above: bool = False
-
-    @property
-    def must(self) -> str:
-        if self.above:
-            return f"a number above {self.low:g} and at most {self.high:g}"
-        return f"a number between {self.low:g} and {self.high:g}"
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) not in (int, float) or not self.low <= value <= self.high:
-            raise refuse(name, f"must be {self.must}")
-        if (self.above and value == self.low) or (type(value) is float and not math.isfinite(value)):
-            raise refuse(name, f"must be {self.must}")
-
-    def schema(self) -> Schema:
-        low = "exclusiveMinimum" if self.above else "minimum"
-        return {"type": "number", low: self.low, "maximum": self.high}
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text of so many characters; `max_bytes` counts its UTF-8."""
-
-    min_chars: int = 0
-    max_chars: int | None = None
-    max_bytes: int | None = None
-    no_nul: bool = False
-
-    @property
-    def must(self) -> str:
-        if self.max_chars is not None:
-            return f"a text of {self.min_chars} to {self.max_chars} characters"
-        if self.max_bytes is not None:
-            return f"a text of {self.min_chars} to {self.max_bytes} bytes"
-        return "a text that is not empty" if self.min_chars else "a text"
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not str or len(value) < self.min_chars:
-            raise refuse(name, f"must be {self.must}")
-        if self.max_chars is not None and len(value) > self.max_chars:
-            raise refuse(name, f"must be {self.must}")
-        if self.max_bytes is not None and (
-            len(value) > self.max_bytes or len(value.encode(errors="replace")) > self.max_bytes
-        ):
-            raise refuse(name, f"must be {self.must}")
-        if self.no_nul and "\0" in value:
-            raise refuse(name, "must not hold a NUL character")
-
-    def schema(self) -> Schema:
-        schema: Schema = {"type": "string"}
-        if self.min_chars:
-            schema["minLength"] = self.min_chars
-        if (longest := self.max_chars or self.max_bytes) is not None:
-            schema["maxLength"] = longest
-        return schema
-
-
-@dataclass(frozen=True, slots=True)
-class ListOf:
-    """A list of values of one kind."""
-
-    part: Kind
-    max_items: int
-    min_items: int = 0
-
-    @property
-    def must(self) -> str:
-        return f"a list of {self.min_items} to {self.max_items} entries, each {self.part.must}"
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not list or not self.min_items <= len(value) <= self.max_items:
-            raise refuse(name, f"must be {self.must}")
-        for part in value:
-            self.part.check(part, name)
-
-    def schema(self) -> Schema:
-        return {
-            "type": "array",
-            "items": self.part.schema(),
-            "minItems": self.min_items,
-            "maxItems": self.max_items,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class OneOrMany:
-    """A text, or a list of such."""
-
-    one: Text
-    many: ListOf
-    must: str
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) not in (str, list):
-            raise refuse(name, f"must be {self.must}")
-        (self.many if type(value) is list else self.one).check(value, name)
-
-    def schema(self) -> Schema:
-        return {"anyOf": [self.one.schema(), self.many.schema()]}
-
-
-@dataclass(frozen=True, slots=True)
-class MapOf:
-    """An object with free keys, some of them null. `message` replaces the sentence for whatever is wrong in it."""
-
-    part: Kind
-    max_entries: int
-    max_key_chars: int = 64
-    message: str | None = None
-
-    @property
-    def must(self) -> str:
-        return f"an object of at most {self.max_entries} entries, each {self.part.must}"
-
-    def check(self, value: Any, name: str) -> None:
-        if not isinstance(value, Mapping) or any(len(key) > self.max_key_chars for key in value):
-            raise refuse(name, self.message or f"must be {self.must}")
-        if len(value) > self.max_entries:
-            raise refuse(name, f"takes at most {self.max_entries} entries, not {len(value)}")
-        for part in value.values():
-            try:
-                if part is not None:
-                    self.part.check(part, name)
-            except InvalidRequest:
-                raise refuse(name, self.message or f"must be {self.must}") from None
-
-    def schema(self) -> Schema:
-        return {
-            "type": "object",
-            "additionalProperties": self.part.schema(),
-            "maxProperties": self.max_entries,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of a few texts."""
-
-    values: tuple[str, ...]
-
-    @property
-    def must(self) -> str:
-        return "one of " + ", ".join(self.values)
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not str or value not in self.values:
-            raise refuse(name, f"must be {self.must}")
-
-    def schema(self) -> Schema:
-        return {"type": "string", "enum": list(self.values)}
-
-
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """A value whose parts are checked elsewhere: only its JSON type is looked at here."""
-
-    types: tuple[type, ...]
-    must: str
-    described: Schema | None = None
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) not in self.types:
-            raise refuse(name, f"must be {self.must}")
-
-    def schema(self) -> Schema:
-        return dict(self.described or {})
-
-
-ANYTHING = Shaped((str, int, float, bool, list, dict), "a JSON value")
-
-
 MAX_NAMED = 16  # unknown fields named in a header
 MAX_NAME_CHARS = 64
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a field's value has to be. Nothing is converted: true is no number, 1.0 is no whole number."""
+
+    expected: str  # the second half of "<field> must be ..."
+    schema: Schema
+    # What is wrong with a value, the second half of "<field> ..."; "" for a good one.
+    fault: Callable[[Any], str]
+
+    def check(self, value: Any, name: str) -> None:
+        """Raises InvalidRequest whose `param` is the field."""
+        if fault := self.fault(value):
+            raise InvalidRequest(f"{name} {fault}", param=name)
+
+
+def kind(expected: str, schema: Schema, accepts: Callable[[Any], bool]) -> Kind:
+    return Kind(expected, schema, lambda value: "" if accepts(value) else f"must be {expected}")
+
+
+FLAG = kind("true or false", {"type": "boolean"}, lambda value: type(value) is bool)
+
+
+def whole(low: int, high: int) -> Kind:
+    """A whole number in a range."""
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    expected = f"a whole number between {low} and {high}"
+    return kind(expected, schema, lambda value: type(value) is int and low <= value <= high)
+
+
+def number(low: float, high: float, *, above: bool = False) -> Kind:
+    """A finite number in a range; `above` leaves the low end out."""
+    expected = (
+        f"a number above {low:g} and at most {high:g}" if above else f"a number between {low:g} and {high:g}"
+    )
+    schema = {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
+
+    def accepts(value: Any) -> bool:
+        return type(value) in (int, float) and low <= value <= high and not (above and value == low)
+
+    return kind(expected, schema, accepts)
+
+
+def text(min_chars: int = 0, max_chars: int | None = None) -> Kind:
+    """A text of this number of characters."""
+    schema: Schema = {"type": "string"} | ({"minLength": min_chars} if min_chars else {})
+    expected = "a text that is not empty" if min_chars else "a text"
+    if max_chars is not None:
+        schema["maxLength"] = max_chars
+        expected = f"a text of {min_chars} to {max_chars} characters"
+
+    def accepts(value: Any) -> bool:
+        return (
+            type(value) is str and min_chars <= len(value) and (max_chars is None or len(value) <= max_chars)
+        )
+
+    return kind(expected, schema, accepts)
+
+
+def stop_text(max_bytes: int) -> Kind:
+    """A text that ends an answer; its size is that of its UTF-8."""
+    expected = f"a text of 1 to {max_bytes} bytes"
+
+    def fault(value: Any) -> str:
+        if type(value) is not str or not 1 <= len(value) <= max_bytes:
+            return f"must be {expected}"
+        if len(value.encode(errors="replace")) > max_bytes:
+            return f"must be {expected}"
+        return "must not hold a NUL character" if "\0" in value else ""
+
+    return Kind(expected, {"type": "string", "minLength": 1, "maxLength": max_bytes}, fault)
+
+
+def list_of(part: Kind, max_items: int, min_items: int = 0) -> Kind:
+    expected = f"a list of {min_items} to {max_items} entries, each {part.expected}"
+    schema = {"type": "array", "items": part.schema, "minItems": min_items, "maxItems": max_items}
+
+    def fault(value: Any) -> str:
+        if type(value) is not list or not min_items <= len(value) <= max_items:
+            return f"must be {expected}"
+        return next(filter(None, map(part.fault, value)), "")
+
+    return Kind(expected, schema, fault)
+
+
+def one_or_many(one: Kind, max_items: int, expected: str) -> Kind:
+    """A text, or a list of such."""
+    many = list_of(one, max_items)
+
+    def fault(value: Any) -> str:
+        if type(value) not in (str, list):
+            return f"must be {expected}"
+        return (many if type(value) is list else one).fault(value)
+
+    return Kind(expected, {"anyOf": [one.schema, many.schema]}, fault)
+
+
+def map_of(part: Kind, max_entries: int, max_key_chars: int = 64, message: str | None = None) -> Kind:
+    """An object with free keys, some of them null. `message` replaces the sentence for whatever is wrong in it."""
+    expected = f"an object of at most {max_entries} entries, each {part.expected}"
+    schema = {"type": "object", "additionalProperties": part.schema, "maxProperties": max_entries}
+
+    def fault(value: Any) -> str:
+        wrong = message or f"must be {expected}"
+        if not isinstance(value, Mapping) or any(len(key) > max_key_chars for key in value):
+            return wrong
+        if len(value) > max_entries:
+            return f"takes at most {max_entries} entries, not {len(value)}"
+        return wrong if any(each is not None and part.fault(each) for each in value.values()) else ""
+
+    return Kind(expected, schema, fault)
+
+
+def choice(values: tuple[str, ...]) -> Kind:
+    """One of a few texts."""
+    schema = {"type": "string", "enum": list(values)}
+    return kind("one of " + ", ".join(values), schema, lambda value: type(value) is str and value in values)
+
+
+def shaped(types: tuple[type, ...], expected: str, schema: Schema | None = None) -> Kind:
+    """A value whose parts are checked elsewhere: only its JSON type is looked at here."""
+    return kind(expected, schema or {}, lambda value: type(value) in types)
+
+
+ANYTHING = shaped((str, int, float, bool, list, dict), "a JSON value")
 
 
 class Group(Enum):
@@ -266,25 +156,42 @@ class Group(Enum):
     UNSUPPORTED = "unsupported"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Field:
     """One field of a body."""
 
     name: str
     kind: Kind = ANYTHING
     help: str = ""
+    _: KW_ONLY
+    required: bool = False
     group: Group = Group.USED
     only: tuple[object, ...] = ()  # the values a field of the group ONLY may have
-    required: bool = False
     instead: str = "leave it out"  # what to do where a value of the group ONLY is refused
 
     def schema(self) -> Schema:
-        described: Schema = {"enum": [*self.only, None]} if self.group is Group.ONLY else self.kind.schema()
+        described: Schema = (
+            {"enum": [*self.only, None]} if self.group is Group.ONLY else dict(self.kind.schema)
+        )
         if not self.required and self.group is not Group.ONLY:
             described = {"anyOf": [described, {"type": "null"}]}
         notes = {Group.WITHOUT_EFFECT: "Accepted; has no effect.", Group.ONLY: "Other values are refused."}
         text = " ".join(part for part in (self.help, notes.get(self.group, "")) if part)
         return described | ({"description": text} if text else {})
+
+
+def only(name: str, *values: object, instead: str = "leave it out") -> Field:
+    """A field that may only ask for what is done anyway."""
+    return Field(name, group=Group.ONLY, only=values, instead=instead)
+
+
+def without_effect(name: str, kind: Kind = ANYTHING) -> Field:
+    """A field that is accepted and changes nothing."""
+    return Field(name, kind, group=Group.WITHOUT_EFFECT)
+
+
+def unsupported(*names: str) -> list[Field]:
+    return [Field(name, group=Group.UNSUPPORTED) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +226,7 @@ class FieldTable:
                 used[name] = value
         for field in self._required:
             if field.name not in used:
-                raise refuse(field.name, f"must be {field.kind.must}")
+                raise InvalidRequest(f"{field.name} must be {field.kind.expected}", param=field.name)
         return Given(fields=used, ignored=tuple(ignored))
 
     def schema(self) -> Schema:
@@ -352,41 +259,6 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Names of ignored fields as a header; such as cannot stand in one are left out."""
     shown = [name for name in names if len(name) <= MAX_NAME_CHARS and _HEADER_NAME.fullmatch(name)]
     return {"x-paceline-ignored-fields": ", ".join(shown[:MAX_NAMED])} if shown else {}
-
-
-# Operation objects of OpenAPI, out of the tables of fields.
-
-
-ERROR: dict[str, Any] = {
-    "description": "The error object of the OpenAI API, or of the Anthropic API on its routes.",
-    "content": {"application/json": {"schema": {"type": "object"}}},
-}
-
-
-def operation(
-    summary: str,
-    schema: Mapping[str, Any] | None = None,
-    *,
-    streams: bool = False,
-    parameters: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """What a route takes and gives, as far as tools want to know."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    described: dict[str, Any] = {
-        "summary": summary,
-        "responses": {"200": {"description": "The answer.", "content": content}, "default": ERROR},
-    }
-    if schema is not None:
-        body = {"required": True, "content": {"application/json": {"schema": dict(schema)}}}
-        described["requestBody"] = body
-    if parameters:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in parameters
-        ]
-    return described
 
 
 # The query of a GET that lists things: a few known parameters, each given once.

@@ -11,75 +11,47 @@ import msgspec
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.models.files.sampling_defaults import described_sampling
-from paceline.server.api.fields import (
-    Field,
-    FieldTable,
-    Flag,
-    ListOf,
-    MapOf,
-    Shaped,
-    Text,
-    Whole,
-    ignored_header,
-    operation,
-)
+from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, list_of, map_of, text, whole
 from paceline.server.api.limits import RequestLimits
-from paceline.server.api.openai_fields import LARGEST, MESSAGE_SCHEMA, MESSAGES_MUST, model_field
-from paceline.server.api.openai_requests import ParsedBody, TemplateOptions, checked_model
-from paceline.server.api.route import Route
+from paceline.server.api.openai_fields import LARGEST, messages_kind, model_field, template_fields
+from paceline.server.api.openai_requests import ParsedBody, checked_model, template_options
+from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 
 
-class ModelRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def all(self, call: Call) -> Answer | Events:
-        cards = [self._card(name) for name in self._service.model.names]
+def model_routes(service: Service) -> list[Route]:
+    async def list_all(call: Call) -> Answer:
+        cards = [_card(name, service) for name in service.model.names]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
-    async def one(self, call: Call) -> Answer | Events:
-        name = checked_model(call.path["id"], self._service.facts)
-        return Answer(body=msgspec.json.encode(self._card(name)))
+    async def show(call: Call) -> Answer:
+        name = checked_model(call.path["id"], service.facts)
+        return Answer(body=msgspec.json.encode(_card(name, service)))
 
-    def _card(self, name: str) -> dict[str, Any]:
-        model = self._service.model
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.created_s,
-            "owned_by": "paceline",
-            "root": model.names[0],
-            "parent": None,
-            "max_model_len": self._service.facts.max_model_len,
-            "permission": [],
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "paceline": {"default_sampling": described_sampling(model.generation)},
-        }
-
-
-def model_routes(service: Service) -> list[Route]:
-    routes = ModelRoutes(service)
     return [
-        Route(
-            methods=("GET", "HEAD"),
-            path="/v1/models",
-            handler=routes.all,
-            takes_body=False,
-            openapi=operation("List the models"),
-        ),
-        Route(
-            methods=("GET", "HEAD"),
-            path="/v1/models/{id:path}",
-            handler=routes.one,
-            takes_body=False,
-            openapi=operation("Tell about one model", parameters=("id",)),
-        ),
+        described("GET HEAD", "/v1/models", list_all, "List the models"),
+        described("GET HEAD", "/v1/models/{id:path}", show, "Tell about one model"),
     ]
+
+
+def _card(name: str, service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "paceline",
+        "root": model.names[0],
+        "parent": None,
+        "max_model_len": service.facts.max_model_len,
+        "permission": [],
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "paceline": {"default_sampling": described_sampling(model.generation)},
+    }
 
 
 # POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count tokens.
@@ -89,29 +61,16 @@ MAX_IDS = 65_536  # in one request to /detokenize
 
 
 def tokenize_table(limits: RequestLimits) -> FieldTable:
-    described = {"type": "array", "items": MESSAGE_SCHEMA, "maxItems": limits.messages}
     return FieldTable(
         "/tokenize",
         [
             model_field(),
-            Field(name="prompt", kind=Text(), help="a text; or give messages"),
-            Field(name="messages", kind=Shaped((list,), MESSAGES_MUST, described)),
-            Field(name="add_special_tokens", kind=Flag(), help="tokens around a prompt (default)"),
-            Field(name="return_token_strs", kind=Flag(), help="give the tokens' spelling too"),
-            Field(name="add_generation_prompt", kind=Flag(), help="begin the assistant's turn (default)"),
-            Field(name="continue_final_message", kind=Flag(), help="go on with the last message"),
-            Field(name="chat_template_kwargs", kind=MapOf(Flag(), limits.switches)),
-        ],
-    )
-
-
-def detokenize_table() -> FieldTable:
-    ids = ListOf(Whole(0, LARGEST), MAX_IDS)
-    return FieldTable(
-        "/detokenize",
-        [
-            model_field(),
-            Field(name="tokens", kind=ids, help="token ids", required=True),
+            Field("prompt", text(), "a text; or give messages"),
+            Field("messages", messages_kind(limits)),
+            Field("add_special_tokens", FLAG, "tokens around a prompt (default)"),
+            Field("return_token_strs", FLAG, "give the tokens' spelling too"),
+            *template_fields(),
+            Field("chat_template_kwargs", map_of(FLAG, limits.switches)),
         ],
     )
 
@@ -120,7 +79,10 @@ class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.tokenize_table = tokenize_table(service.settings.limits)
-        self.detokenize_table = detokenize_table()
+        ids = list_of(whole(0, LARGEST), MAX_IDS)
+        self.detokenize_table = FieldTable(
+            "/detokenize", [model_field(), Field("tokens", ids, "token ids", required=True)]
+        )
 
     async def tokenize(self, call: Call) -> Answer | Events:
         service = self._service
@@ -187,37 +149,15 @@ class TokenRoutes:
         if not 1 <= len(messages) <= self._service.settings.limits.messages:
             most = self._service.settings.limits.messages
             raise InvalidRequest(f"messages must have 1 to {most} entries", param="messages")
-        goes_on = given.get("continue_final_message", False)
-        options = TemplateOptions(
-            switches=given.get("chat_template_kwargs"),
-            add_generation_prompt=given.get("add_generation_prompt", not goes_on),
-            continue_final_message=goes_on,
-        )
-        return ParsedBody(model=model, sampling=SamplingParams(), messages=messages, template=options)
+        template = template_options(given)
+        return ParsedBody(model=model, sampling=SamplingParams(), messages=messages, template=template)
 
 
 def token_routes(service: Service) -> list[Route]:
     routes = TokenRoutes(service)
+    tokens, text = "Tokens of a text or a conversation", "Text of tokens"
     return [
-        Route(
-            methods=("POST",),
-            path="/tokenize",
-            handler=routes.tokenize,
-            takes_body=True,
-            openapi=operation("Tokens of a text or a conversation", routes.tokenize_table.schema()),
-        ),
-        Route(
-            methods=("POST",),
-            path="/detokenize",
-            handler=routes.detokenize,
-            takes_body=True,
-            openapi=operation("Text of tokens", routes.detokenize_table.schema()),
-        ),
-        Route(
-            methods=("GET", "HEAD"),
-            path="/tokenizer_info",
-            handler=routes.info,
-            takes_body=False,
-            openapi=operation("The model's tokenizer"),
-        ),
+        described("POST", "/tokenize", routes.tokenize, tokens, routes.tokenize_table),
+        described("POST", "/detokenize", routes.detokenize, text, routes.detokenize_table),
+        described("GET HEAD", "/tokenizer_info", routes.info, "The model's tokenizer"),
     ]

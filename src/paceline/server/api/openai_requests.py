@@ -14,7 +14,7 @@ from typing import Any
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
-from paceline.server.api.fields import Field, FieldTable
+from paceline.server.api.fields import FieldTable, Given
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 from paceline.server.api.openai_fields import (
     CHAT,
@@ -23,9 +23,8 @@ from paceline.server.api.openai_fields import (
     PROMPT_MUST,
     chat_table,
     completions_table,
-    sampling_fields,
 )
-from paceline.server.billing.money import decimal_of
+from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
 
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
@@ -41,32 +40,6 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Echo:
-    """Whether a completion begins with its prompt, and whether it ends there too (max_tokens 0)."""
-
-    prompt: bool = False
-    nothing_else: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streaming:
-    """Whether the answer is sent as it is made, and where usage is told."""
-
-    wanted: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateOptions:
-    """How a conversation is rendered."""
-
-    switches: Mapping[str, object] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
     """One request: a conversation, or prompts that are answered side by side."""
 
@@ -74,9 +47,14 @@ class ParsedBody:
     sampling: SamplingParams
     messages: Sequence[Any] | None = None
     prompts: tuple[str | list[int], ...] = ()
-    template: TemplateOptions = field(default_factory=TemplateOptions)
-    echo: Echo = field(default_factory=Echo)
-    streaming: Streaming = field(default_factory=Streaming)
+    template: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # how it is rendered: arguments of `ChatPrompts.render`
+    echoes_prompt: bool = False  # a completion begins with its prompt
+    only_echoes: bool = False  # and ends there too (max_tokens 0)
+    is_stream: bool = False  # the answer is sent as it is made
+    includes_usage: bool = False  # in a last chunk of the stream
+    runs_usage: bool = False  # in every chunk
     shows_token_ids: bool = False
     shows_prompt_logprobs: bool = False
     priority: int | None = None  # within its class
@@ -114,35 +92,29 @@ class BodyParser:
     def parse(self, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
         """Raises InvalidRequest whose `param` names the field."""
         read = self.table.read(without_idle_tools(body), strict=self._strict)
-        given = read.fields
-        model = checked_model(given.get("model"), facts)
-        common: dict[str, Any] = {
-            "model": model,
-            "streaming": _streaming(given),
-            "shows_token_ids": given.get("return_token_ids", False),
-            "shows_prompt_logprobs": "prompt_logprobs" in given,
-            "priority": given.get("priority"),
-            "service_tier": given.get("service_tier"),
-            "max_price": read_price(given),
-            "cache_salt": checked_salt(given.get("cache_salt", "")),
-            "ignored": read.ignored,
-        }
-        if common["shows_prompt_logprobs"] and common["streaming"].wanted:
+        given, common = read.fields, common_values(read, facts)
+        shows_prompt_logprobs = "prompt_logprobs" in given
+        if shows_prompt_logprobs and common["is_stream"]:
             raise UnsupportedParameter(
                 "prompt_logprobs is not given in a stream; leave one of them out", param="prompt_logprobs"
             )
+        common["shows_token_ids"] = given.get("return_token_ids", False)
+        common["shows_prompt_logprobs"] = shows_prompt_logprobs
         if self._url == COMPLETIONS:
             return self._completion(given, facts, common)
         return self._chat(given, facts, common)
 
     def _completion(self, given: Mapping[str, Any], facts: ModelFacts, common: dict[str, Any]) -> ParsedBody:
-        echo = _echo(given)
+        echoes, only_echoes = given.get("echo", False), given.get("max_tokens") == 0
+        if only_echoes and not echoes:
+            raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
         prompts = read_prompts(given["prompt"], self._limits.prompts)
-        sampling = _sampling(self._url, {**given, "max_tokens": 1} if echo.nothing_else else given, facts)
-        if echo.prompt and sampling.logprobs is not None:
+        sampling = _sampling(self._url, {**given, "max_tokens": 1} if only_echoes else given, facts)
+        if echoes and sampling.logprobs is not None:
             most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
             sampling = replace(sampling, prompt_logprobs=most)
-        return ParsedBody(sampling=sampling, prompts=prompts, echo=echo, **common)
+        echo = {"echoes_prompt": echoes, "only_echoes": only_echoes}
+        return ParsedBody(sampling=sampling, prompts=prompts, **echo, **common)
 
     def _chat(self, given: Mapping[str, Any], facts: ModelFacts, common: dict[str, Any]) -> ParsedBody:
         messages = given["messages"]
@@ -151,14 +123,8 @@ class BodyParser:
         if len(messages) > self._limits.messages:
             message = f"messages takes at most {self._limits.messages} entries, not {len(messages)}"
             raise InvalidRequest(message, param="messages")
-        goes_on = given.get("continue_final_message", False)
-        template = TemplateOptions(
-            switches=given.get("chat_template_kwargs"),
-            add_generation_prompt=given.get("add_generation_prompt", not goes_on),
-            continue_final_message=goes_on,
-        )
         sampling = _sampling(self._url, given, facts)
-        return ParsedBody(sampling=sampling, messages=messages, template=template, **common)
+        return ParsedBody(sampling=sampling, messages=messages, template=template_options(given), **common)
 
 
 _OWN = {url: BodyParser(url, OWN_LIMITS, strict=True, serves=False) for url in (CHAT, COMPLETIONS)}
@@ -185,53 +151,68 @@ def checked_model(name: object, facts: ModelFacts) -> str:
     return str(name)
 
 
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    goes_on = given.get("continue_final_message", False)
+    return {
+        "switches": given.get("chat_template_kwargs"),
+        "add_generation_prompt": given.get("add_generation_prompt", not goes_on),
+        "continue_final_message": goes_on,
+    }
+
+
+def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
+    """Fields of a `ParsedBody` that every API gives under the same names, where it gives them."""
+    given = read.fields
+    price = given.get("max_price")
+    return {
+        "model": checked_model(given.get("model"), facts),
+        **_streaming(given),
+        "priority": given.get("priority"),
+        "service_tier": given.get("service_tier"),
+        "max_price": None if price is None else decimal_of(price),
+        "cache_salt": _checked_salt(given.get("cache_salt", "")),
+        "ignored": read.ignored,
+    }
+
+
+def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters among the fields, under their own names."""
+    found = {name: given[name] for name in PARAMETERS if name in given}
+    if "logit_bias" in given:
+        found["logit_bias"] = _bias(given["logit_bias"])
+    return found
+
+
 def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
-    changes = {name: given[name] for name in PARAMETERS if name in given}
+    changes = given_sampling(given)
     most = given.get("max_completion_tokens")
     if most is not None and changes.setdefault("max_tokens", most) != most:
         message = "max_tokens and max_completion_tokens differ; give one of them"
         raise InvalidRequest(message, param="max_completion_tokens")
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise UnsupportedParameter("best_of must equal n; leave it out", param="best_of")
-    if "logit_bias" in given:
-        changes["logit_bias"] = bias_of(given["logit_bias"])
-    changes["logprobs"] = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
     if url == CHAT:  # without a length: the rest of the context
+        changes["logprobs"] = _chat_logprobs(given)
         return chat_sampling(facts.generation, facts.max_model_len, **changes)
-    return default_sampling(facts.generation, **changes)
+    return default_sampling(facts.generation, **{**changes, "logprobs": given.get("logprobs")})
 
 
-def _echo(given: Mapping[str, Any]) -> Echo:
-    wanted = given.get("echo", False)
-    nothing_else = given.get("max_tokens") == 0
-    if nothing_else and not wanted:
-        raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
-    return Echo(prompt=wanted, nothing_else=nothing_else)
-
-
-def _streaming(given: Mapping[str, Any]) -> Streaming:
+def _streaming(given: Mapping[str, Any]) -> dict[str, bool]:
     wanted, options = given.get("stream", False), given.get("stream_options")
     if options is None:
-        return Streaming(wanted=wanted)
+        return {"is_stream": wanted}
     if not wanted:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     for name in options:
         if name not in STREAM_OPTIONS:
             message = f"stream_options takes {' and '.join(STREAM_OPTIONS)}, not {name!r:.64}"
             raise InvalidRequest(message, param="stream_options")
-    every = options.get("continuous_usage_stats")
-    return Streaming(
-        wanted=True, include_usage=bool(options.get("include_usage")), continuous_usage=bool(every)
-    )
+    usage, every = (bool(options.get(name)) for name in STREAM_OPTIONS)
+    return {"is_stream": True, "includes_usage": usage, "runs_usage": every}
 
 
-def read_price(given: Mapping[str, Any]) -> Decimal | None:
-    value = given.get("max_price")
-    return None if value is None else decimal_of(value)
-
-
-def checked_salt(value: str) -> str:
-    """Letters that can stand in a name; what was refused once made a path elsewhere."""
+def _checked_salt(value: str) -> str:
+    """Printable text without slashes, so that it can stand in a name and makes no path."""
     if not value.isprintable() or "/" in value or "\\" in value:
         message = "cache_salt must be printable text without slashes"
         raise InvalidRequest(message, param="cache_salt")
@@ -245,7 +226,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     return (count or 0) if wanted else None
 
 
-def bias_of(value: Mapping[str, float]) -> dict[int, float]:
+def _bias(value: Mapping[str, float]) -> dict[int, float]:
     """JSON has only texts as keys."""
     if not all(key.isascii() and key.isdigit() and str(int(key)) == key for key in value):
         raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
@@ -267,33 +248,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(type(part) is kind for part in value)
 
 
-# What the other APIs' requests become: a conversation and sampling, in the form chat completions have them.
-
-
-def extra_sampling_fields(limits: RequestLimits, *without: str) -> list[Field]:
-    """The sampling fields an API has no names of its own for; one answer only."""
-    return [field for field in sampling_fields(limits) if field.name not in ("n", *without)]
-
-
-def conversation_sampling(
-    given: Mapping[str, Any], facts: ModelFacts, max_tokens: int | None, **changes: Any
-) -> SamplingParams:
-    """Sampling out of fields under their own names."""
-    found = {name: given[name] for name in PARAMETERS if name in given}
-    if "logit_bias" in given:
-        found["logit_bias"] = bias_of(given["logit_bias"])
-    if max_tokens is not None:
-        found["max_tokens"] = max_tokens
-    return chat_sampling(facts.generation, facts.max_model_len, **found | changes)
-
-
 def checked_messages(messages: Any, limits: RequestLimits, *, param: str) -> list[Any]:
     if not isinstance(messages, list) or not 1 <= len(messages) <= limits.messages:
         raise InvalidRequest(f"{param} must be a list of 1 to {limits.messages} messages", param=param)
     return messages
-
-
-def ends_with_assistant(messages: list[Any]) -> bool:
-    """Whether the answer goes on with what the client began for the model."""
-    last = messages[-1]
-    return isinstance(last, Mapping) and last.get("role") == "assistant"

@@ -20,14 +20,14 @@ Receipt = Mapping[str, Any] | None  # of a server; a file of requests has none
 
 
 def chat_body(
-    asked: ParsedBody,
+    parsed: ParsedBody,
     output: RequestOutput,
     tokenizer: Tokenizer,
     *,
     id: str | None = None,
     receipt: Receipt = None,
 ) -> Json:
-    num_top = asked.sampling.logprobs
+    num_top = parsed.sampling.logprobs
     choices = []
     for part in output.outputs:
         choice: Json = {
@@ -40,20 +40,20 @@ def chat_body(
         if num_top is not None:
             entries = chat_logprob_entries(part.token_ids, part.logprobs or [], tokenizer, num_top)
             choice["logprobs"] = {"content": entries, "refusal": None}
-        if asked.shows_token_ids:
+        if parsed.shows_token_ids:
             choice["token_ids"] = part.token_ids
         choices.append(choice)
-    head = (f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", asked.model)
+    head = (f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", parsed.model)
     body = _body(*head, choices, [output], receipt)
-    if asked.shows_token_ids:
+    if parsed.shows_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
-    if asked.shows_prompt_logprobs:
+    if parsed.shows_prompt_logprobs:
         body["prompt_logprobs"] = _prompt_logprobs(output)
     return body
 
 
 def completion_body(
-    asked: ParsedBody,
+    parsed: ParsedBody,
     outputs: Sequence[RequestOutput],
     tokenizer: Tokenizer,
     *,
@@ -64,15 +64,15 @@ def completion_body(
     choices: list[Json] = []
     for output in outputs:
         for number in range(len(output.outputs)):
-            choice = _completion_choice(asked, output, number, tokenizer)
+            choice = _completion_choice(parsed, output, number, tokenizer)
             choice["index"] = len(choices)
-            if asked.shows_token_ids:
+            if parsed.shows_token_ids:
                 choice["token_ids"] = output.outputs[number].token_ids
                 choice["prompt_token_ids"] = output.prompt_token_ids
-            if asked.shows_prompt_logprobs:
+            if parsed.shows_prompt_logprobs:
                 choice["prompt_logprobs"] = _prompt_logprobs(output)
             choices.append(choice)
-    head = (f"cmpl-{id or uuid.uuid4().hex}", "text_completion", asked.model)
+    head = (f"cmpl-{id or uuid.uuid4().hex}", "text_completion", parsed.model)
     return _body(*head, choices, outputs, receipt)
 
 
@@ -154,16 +154,16 @@ def finite(value: float) -> float:
     return max(value, SMALLEST_LOGPROB)
 
 
-def _completion_choice(asked: ParsedBody, output: RequestOutput, number: int, tokenizer: Tokenizer) -> Json:
-    echo, num_top = asked.echo, asked.sampling.logprobs
+def _completion_choice(parsed: ParsedBody, output: RequestOutput, number: int, tokenizer: Tokenizer) -> Json:
+    num_top = parsed.sampling.logprobs
     part = output.outputs[number]
     text, tokens = "", []
     known: list[Entry] = []
-    if echo.prompt:
+    if parsed.echoes_prompt:
         text = tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
         tokens += output.prompt_token_ids
         known += output.prompt_logprobs or [None] * len(tokens)
-    if echo.nothing_else:  # the one token it took to read the prompt is not part of the answer
+    if parsed.only_echoes:  # the one token it took to read the prompt is not part of the answer
         part.text, part.token_ids = "", []
         part.finish_reason, part.stop_reason = "length", None
     text += part.text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from paceline.llm.outputs import RequestOutput
-from paceline.llm.prompts import PreparedRequest
-from paceline.server.api.fields import ignored_header, operation
+from paceline.server.api.generation_route import DONE, GenerationRoute
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import BodyParser, ParsedBody
 from paceline.server.api.openai_responses import (
@@ -20,9 +21,9 @@ from paceline.server.api.openai_responses import (
     completion_body,
     usage_body,
 )
-from paceline.server.api.route import Route
-from paceline.server.api.sse import DONE, openai_error_frame, stream_events
-from paceline.server.call import Answer, Call, Events
+from paceline.server.api.route import Route, described
+from paceline.server.call import Call
+from paceline.server.errors import openai_error_frame
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service
 from paceline.text.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class ChunkWriter:
     kind = ""
     before_text = b""
     after_text = b""  # closes what `before_text` opened
+    nothing = b""  # in the place of text, where a choice ends
 
     def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
         self._generation = generation
@@ -55,8 +57,8 @@ class ChunkWriter:
             "model": body.model,
         }
         self._head = b'data: %b,"choices":[' % _encode(head)[:-1]
-        self._tail = b'],"usage":null}\n\n' if body.streaming.include_usage else b"]}\n\n"
-        self._runs_usage = body.streaming.continuous_usage
+        self._tail = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
+        self._runs_usage = body.runs_usage
         num_top = body.sampling.logprobs
         self._num_top = num_top
         self._is_plain = num_top is None and not body.shows_token_ids and not self._runs_usage
@@ -65,7 +67,7 @@ class ChunkWriter:
             self._before.append(b'%b{"index":%d,%b' % (self._head, index, self.before_text))
         self._after = b'%b,"logprobs":null,"finish_reason":null}%b' % (self.after_text, self._tail)
         self._has_begun = False
-        self._echoes = body.echo.prompt
+        self._echoes = body.echoes_prompt
 
     def write(self, deltas: list[Delta]) -> bytes:
         frames: list[bytes] = []
@@ -85,10 +87,13 @@ class ChunkWriter:
         return b"".join(frames)
 
     def end(self) -> bytes:
-        if not self._body.streaming.include_usage:
+        if not self._body.includes_usage:
             return DONE
         usage = _encode(usage_body(self._usage()))
         return b'%b],"usage":%b}\n\n%b' % (self._head, usage, DONE)
+
+    def error_frame(self, error: BaseException) -> bytes:
+        return openai_error_frame(error)
 
     def _begin(self, frames: list[bytes]) -> None:
         """What comes before the first delta."""
@@ -113,7 +118,7 @@ class ChunkWriter:
             _encode(output.stop_reason),
         )
         return b'%b{"index":%d,%b,"logprobs":null,%b}%b' % (
-            *(self._head, delta.index, self._nothing(), reasons),
+            *(self._head, delta.index, self.nothing, reasons),
             self._end_of_chunk(),
         )
 
@@ -124,9 +129,6 @@ class ChunkWriter:
 
     def _usage(self) -> Usage:
         return self._generation.usage
-
-    def _nothing(self) -> bytes:
-        raise NotImplementedError
 
     def _logprobs(self, delta: Delta) -> bytes:
         raise NotImplementedError
@@ -139,6 +141,7 @@ class ChatChunks(ChunkWriter):
     kind = "chat.completion.chunk"
     before_text = b'"delta":{"content":'
     after_text = b"}"
+    nothing = b'"delta":{}'
 
     def _begin(self, frames: list[bytes]) -> None:
         ids = b""
@@ -149,9 +152,6 @@ class ChatChunks(ChunkWriter):
             frames.append(b'%b{"index":%d,%b}' % (self._head, index, role))
             end = self._end_of_chunk()
             frames.append(end if not ids else b"]%b%b" % (ids, end[1:]))
-
-    def _nothing(self) -> bytes:
-        return b'"delta":{}'
 
     def _logprobs(self, delta: Delta) -> bytes:
         entries = chat_logprob_entries(
@@ -166,6 +166,7 @@ class CompletionChunks(ChunkWriter):
     prefix = "cmpl"
     kind = "text_completion"
     before_text = b'"text":'
+    nothing = b'"text":""'
 
     def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
         super().__init__(generation, body, tokenizer, id)
@@ -173,7 +174,7 @@ class CompletionChunks(ChunkWriter):
         self._echoed: set[int] = set()
 
     def write(self, deltas: list[Delta]) -> bytes:
-        if not self._body.echo.nothing_else:
+        if not self._body.only_echoes:
             return super().write(deltas)
         frames: list[bytes] = []
         for delta in deltas:
@@ -184,14 +185,14 @@ class CompletionChunks(ChunkWriter):
         return b"".join(frames)
 
     def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
-        # With the first token everything is known of the prompt; news without one are about a part of it.
+        # With the first token everything is known of the prompt; an update without a token is about a part of it.
         if delta.index not in self._echoed and (delta.tokens or delta.has_ended):
             self._echoed.add(delta.index)
             self._echo(delta.index, frames)
 
     def _echo(self, index: int, frames: list[bytes]) -> None:
         number = index // self._body.sampling.n
-        prepared: PreparedRequest = self._generation.prompts[number]
+        prepared = self._generation.prompts[number]
         text = prepared.text
         if text is None:
             text = self._tokenizer.decode(prepared.token_ids)
@@ -207,10 +208,7 @@ class CompletionChunks(ChunkWriter):
 
     def _usage(self) -> Usage:
         usage = self._generation.usage
-        return replace(usage, num_output=0) if self._body.echo.nothing_else else usage
-
-    def _nothing(self) -> bytes:
-        return b'"text":""'
+        return replace(usage, num_output=0) if self._body.only_echoes else usage
 
     def _logprobs(self, delta: Delta) -> bytes:
         entries: list[Entry] = list(delta.logprobs or [])
@@ -222,75 +220,37 @@ class CompletionChunks(ChunkWriter):
         return self._lists[index]
 
 
-INLINE_ENTRIES = 500  # logprobs of more tokens are written beside the event loop
-
-
-class OpenAIRoute:
+class OpenAIRoute(GenerationRoute):
     """One of the two routes, over one service."""
 
     def __init__(self, service: Service, url: str) -> None:
-        self._service = service
-        self._url = url
-        settings = service.settings
-        self.parser = BodyParser(url, settings.limits, strict=settings.strict_fields)
+        self._parser = BodyParser(url, service.settings.limits, strict=service.settings.strict_fields)
+        super().__init__(service, self._parser.table)
+        self._is_chat = url == CHAT
 
-    async def answer(self, call: Call) -> Answer | Events:
-        service = self._service
-        service.check_ready(call)
-        body = self.parser.parse(call.body, service.facts)
-        generation = await service.start(call, body)
-        headers = ignored_header(body.ignored)
-        if body.streaming.wanted:
-            make = ChatChunks if self._url == CHAT else CompletionChunks
-            return stream_events(
-                generation,
-                lambda: make(generation, body, service.tokenizer, call.id),
-                lambda _: openai_error_frame,
-                headers,
-            )
-        try:
-            answer = await self._whole(call, body, generation)
-            generation.release()
-        finally:
-            generation.close()
-        return Answer(body=answer, headers=generation.headers(headers))
+    def parse(self, given: Mapping[str, Any]) -> ParsedBody:
+        return self._parser.parse(given, self.service.facts)
 
-    async def _whole(self, call: Call, body: ParsedBody, generation: Generation) -> bytes:
-        outputs = await generation.complete()
-        sampling = body.sampling
-        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        usage = generation.usage
-        is_short = not has_logprobs or usage.num_prompt + usage.num_output <= INLINE_ENTRIES
-        return await self._service.work(lambda: self._bytes(call, body, generation, outputs), inline=is_short)
+    def writer(self, call: Call, body: ParsedBody, generation: Generation) -> ChunkWriter:
+        make = ChatChunks if self._is_chat else CompletionChunks
+        return make(generation, body, self.service.tokenizer, call.id)
 
-    def _bytes(
+    def whole(
         self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
-    ) -> bytes:
+    ) -> dict[str, Any]:
         for number, output in enumerate(outputs):
             output.prompt_logprobs = generation.prompt_logprobs(number)
-        tokenizer, receipt = self._service.tokenizer, generation.usage.receipt
-        if self._url == CHAT:
-            return msgspec.json.encode(chat_body(body, outputs[0], tokenizer, id=call.id, receipt=receipt))
-        return msgspec.json.encode(completion_body(body, outputs, tokenizer, id=call.id, receipt=receipt))
+        tokenizer, receipt = self.service.tokenizer, generation.usage.receipt
+        if self._is_chat:
+            return chat_body(body, outputs[0], tokenizer, id=call.id, receipt=receipt)
+        return completion_body(body, outputs, tokenizer, id=call.id, receipt=receipt)
 
 
 def openai_routes(service: Service) -> list[Route]:
     chat, completions = OpenAIRoute(service, CHAT), OpenAIRoute(service, COMPLETIONS)
     return [
-        Route(
-            methods=("POST",),
-            path=CHAT,
-            handler=chat.answer,
-            takes_body=True,
-            is_generation=True,
-            openapi=operation("Answer a conversation", chat.parser.table.schema(), streams=True),
-        ),
-        Route(
-            methods=("POST",),
-            path=COMPLETIONS,
-            handler=completions.answer,
-            takes_body=True,
-            is_generation=True,
-            openapi=operation("Complete prompts", completions.parser.table.schema(), streams=True),
+        described("POST", CHAT, chat.answer, "Answer a conversation", chat.table, is_generation=True),
+        described(
+            "POST", COMPLETIONS, completions.answer, "Complete prompts", completions.table, is_generation=True
         ),
     ]

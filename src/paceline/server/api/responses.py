@@ -9,49 +9,42 @@ from typing import Any
 import msgspec
 
 from paceline.errors import InvalidRequest
-from paceline.llm.outputs import CompletionOutput
+from paceline.llm.outputs import CompletionOutput, RequestOutput
+from paceline.models.files.sampling_defaults import chat_sampling
 from paceline.server.api.fields import (
     Field,
     FieldTable,
-    Flag,
-    Group,
-    Shaped,
-    Text,
-    Whole,
-    ignored_header,
-    operation,
+    only,
+    shaped,
+    text,
+    unsupported,
+    whole,
+    without_effect,
 )
+from paceline.server.api.generation_route import GenerationRoute
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
     MESSAGE_SCHEMA,
+    client_fields,
     model_field,
+    sampling_fields,
     serving_fields,
     tool_fields,
-    without_effect,
 )
 from paceline.server.api.openai_requests import (
-    ModelFacts,
     ParsedBody,
-    Streaming,
     checked_messages,
-    checked_model,
-    checked_salt,
-    conversation_sampling,
-    extra_sampling_fields,
-    read_price,
+    common_values,
+    given_sampling,
     without_idle_tools,
 )
 from paceline.server.api.openai_responses import with_receipt
-from paceline.server.api.route import Route
-from paceline.server.api.sse import responses_error_frame, stream_events
-from paceline.server.call import Answer, Call, Events
-from paceline.server.errors import UnsupportedParameter
+from paceline.server.api.route import Route, described
+from paceline.server.call import Call
+from paceline.server.errors import UnsupportedParameter, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service
-
-# Bodies of POST /v1/responses, for text: an input, instructions, sampling.
-
 
 RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
@@ -64,59 +57,27 @@ TEXT_ONLY: tuple[object, ...] = (
 
 def responses_table(limits: RequestLimits) -> FieldTable:
     described = {"anyOf": [{"type": "string"}, {"type": "array", "items": MESSAGE_SCHEMA}]}
-    served = [field for field in serving_fields(limits) if field.name != "stream_options"]
     return FieldTable(
         RESPONSES,
         [
             model_field(),
-            Field(name="input", kind=Shaped((str, list), INPUT_MUST, described), required=True),
-            Field(name="instructions", kind=Text(), help="what the model is told first"),
-            Field(
-                name="max_output_tokens", kind=Whole(1, limits.answer_tokens), help="default: all that fit"
-            ),
-            *extra_sampling_fields(limits),
-            *served,
-            *without_effect(limits),
-            Field(name="stream_options", kind=Shaped((dict,), "an object"), group=Group.WITHOUT_EFFECT),
-            Field(name="parallel_tool_calls", kind=Flag(), group=Group.WITHOUT_EFFECT),
-            Field(name="max_tool_calls", kind=Whole(0, LARGEST), group=Group.WITHOUT_EFFECT),
-            Field(name="text", group=Group.ONLY, only=TEXT_ONLY),
+            Field("input", shaped((str, list), INPUT_MUST, described), required=True),
+            Field("instructions", text(), "instructions for the model, before the conversation"),
+            Field("max_output_tokens", whole(1, limits.answer_tokens), "default: all that fit"),
+            *sampling_fields(limits, "n"),
+            *(field for field in serving_fields(limits) if field.name != "stream_options"),
+            *client_fields(limits),
+            without_effect("stream_options", shaped((dict,), "an object")),
+            without_effect("max_tool_calls", whole(0, LARGEST)),
+            only("text", *TEXT_ONLY),
             *tool_fields("none", "auto", '"none"'),
-            Field(name="include", group=Group.ONLY, only=([],)),
-            Field(name="truncation", group=Group.ONLY, only=("disabled",)),
-            Field(name="background", group=Group.ONLY, only=(False,)),
-            Field(name="top_logprobs", group=Group.ONLY, only=(0,)),
-            Field(name="reasoning", group=Group.ONLY, only=({}, {"effort": "none"})),
-            *(Field(name=name, group=Group.UNSUPPORTED) for name in ("prompt", "conversation")),
-            Field(name="previous_response_id", group=Group.UNSUPPORTED),
+            only("include", []),
+            only("truncation", "disabled"),
+            only("background", False),
+            only("top_logprobs", 0),
+            only("reasoning", {}, {"effort": "none"}),
+            *unsupported("prompt", "conversation", "previous_response_id"),
         ],
-    )
-
-
-def parse_responses(
-    table: FieldTable, body: Mapping[str, Any], facts: ModelFacts, limits: RequestLimits, *, strict: bool
-) -> ParsedBody:
-    read = table.read(without_idle_tools(body), strict=strict)
-    given = read.fields
-    source = given["input"]
-    turns: list[Any]
-    if isinstance(source, str):
-        turns = [{"role": "user", "content": source}]
-    else:
-        items = checked_messages(source, limits, param="input")
-        turns = [_turn(item, f"input[{index}]") for index, item in enumerate(items)]
-    if "instructions" in given:
-        turns.insert(0, {"role": "system", "content": given["instructions"]})
-    return ParsedBody(
-        model=checked_model(given.get("model"), facts),
-        sampling=conversation_sampling(given, facts, given.get("max_output_tokens")),
-        messages=turns,
-        streaming=Streaming(wanted=given.get("stream", False)),
-        priority=given.get("priority"),
-        service_tier=given.get("service_tier"),
-        max_price=read_price(given),
-        cache_salt=checked_salt(given.get("cache_salt", "")),
-        ignored=read.ignored,
     )
 
 
@@ -141,7 +102,7 @@ class Response:
     def __init__(self, call: Call, body: ParsedBody) -> None:
         self._given = call.body
         self._body = body
-        self._created_s = int(time.time())
+        self._created_s = int(time.time() - (time.monotonic() - call.received_s))
         self.id = f"resp_{call.id}"
         self.item_id = f"msg_{call.id}"
 
@@ -198,7 +159,7 @@ class ResponseEvents:
         self._has_begun = False
         self._text: list[str] = []
         self._output: CompletionOutput | None = None
-        self.number = 0
+        self._number = 0
         place = {"item_id": response.item_id, "output_index": 0, "content_index": 0}
         self._place = place
         self._before_text = b"%b,%b" % (
@@ -214,8 +175,8 @@ class ResponseEvents:
         for delta in deltas:
             if delta.text:
                 self._text.append(delta.text)
-                number = b',"sequence_number":%d}\n\n' % self.number
-                self.number += 1
+                number = b',"sequence_number":%d}\n\n' % self._number
+                self._number += 1
                 frames += (self._before_text, _encode(delta.text), number)
             if delta.has_ended:
                 self._output = delta.output
@@ -231,7 +192,10 @@ class ResponseEvents:
         return done + closed + item + self._event(f"response.{body['status']}", {"response": body})
 
     def error_frame(self, error: BaseException) -> bytes:
-        return responses_error_frame(error, self.number)
+        problem = problem_of(error)
+        fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+        event = {"type": "error", "sequence_number": self._number, **fields}
+        return b"event: error\ndata: %b\n\n" % _encode(event)
 
     def _begin(self, frames: list[bytes]) -> None:
         response = self._response
@@ -245,58 +209,59 @@ class ResponseEvents:
         )
 
     def _event(self, name: str, fields: Json) -> bytes:
-        data = _encode({"type": name, **fields, "sequence_number": self.number})
-        self.number += 1
+        data = _encode({"type": name, **fields, "sequence_number": self._number})
+        self._number += 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-class ResponsesRoute:
+class ResponsesRoute(GenerationRoute):
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self.table = responses_table(service.settings.limits)
+        super().__init__(service, responses_table(service.settings.limits))
 
-    async def answer(self, call: Call) -> Answer | Events:
-        service, settings = self._service, self._service.settings
-        service.check_ready(call)
-        body = parse_responses(
-            self.table, call.body, service.facts, settings.limits, strict=settings.strict_fields
+    def parse(self, given: Mapping[str, Any]) -> ParsedBody:
+        settings, facts = self.service.settings, self.service.facts
+        read = self.table.read(without_idle_tools(given), strict=settings.strict_fields)
+        given = read.fields
+        source = given["input"]
+        turns: list[Any]
+        if isinstance(source, str):
+            turns = [{"role": "user", "content": source}]
+        else:
+            items = checked_messages(source, settings.limits, param="input")
+            turns = [_turn(item, f"input[{index}]") for index, item in enumerate(items)]
+        if "instructions" in given:
+            turns.insert(0, {"role": "system", "content": given["instructions"]})
+        common, sampling = common_values(read, facts), given_sampling(given)
+        if "max_output_tokens" in given:
+            sampling["max_tokens"] = given["max_output_tokens"]
+        return ParsedBody(
+            sampling=chat_sampling(facts.generation, facts.max_model_len, **sampling),
+            messages=turns,
+            **common,
         )
+
+    async def start(self, call: Call, body: ParsedBody) -> Generation:
         try:
-            generation = await service.start(call, body)
+            return await super().start(call, body)
         except InvalidRequest as error:
             if error.param == "messages":  # what a conversation is called elsewhere
                 error.param = "input"
             raise
-        headers = ignored_header(body.ignored)
-        response = Response(call, body)
-        if body.streaming.wanted:
-            return stream_events(
-                generation,
-                lambda: ResponseEvents(generation, response),
-                lambda writer: writer.error_frame,
-                headers,
-            )
-        try:
-            (output,) = (await generation.complete())[0].outputs
-            answer = _encode(response.finished(output, output.text, generation.usage))
-            generation.release()
-        finally:
-            generation.close()
-        return Answer(body=answer, headers=generation.headers(headers))
+
+    def writer(self, call: Call, body: ParsedBody, generation: Generation) -> ResponseEvents:
+        return ResponseEvents(generation, Response(call, body))
+
+    def whole(
+        self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
+    ) -> dict[str, Any]:
+        (output,) = outputs[0].outputs
+        return Response(call, body).finished(output, output.text, generation.usage)
 
 
 def responses_routes(service: Service) -> list[Route]:
     route = ResponsesRoute(service)
-    return [
-        Route(
-            methods=("POST",),
-            path=RESPONSES,
-            handler=route.answer,
-            takes_body=True,
-            is_generation=True,
-            openapi=operation("Answer an input (Responses API)", route.table.schema(), streams=True),
-        )
-    ]
+    summary = "Answer an input (Responses API)"
+    return [described("POST", RESPONSES, route.answer, summary, route.table, is_generation=True)]
 
 
 def part(text: str) -> Json:

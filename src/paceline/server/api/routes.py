@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.explain_routes import explain_routes
 from paceline.server.api.model_routes import model_routes, token_routes
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
-from paceline.server.api.request_routes import change_routes, estimate_routes
+from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.traffic_routes import traffic_routes
@@ -41,10 +40,7 @@ async def refuse_route(call: Call) -> Answer | Events:
 
 def missing_routes() -> list[Route]:
     """`openapi` stays empty: what does not exist is not described."""
-    return [Route(methods=METHODS, path=path, handler=refuse_route, takes_body=False) for path in MISSING]
-
-
-__all__ = ["Route", "routes"]
+    return [Route(methods=METHODS, path=path, handler=refuse_route) for path in MISSING]
 
 
 def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Route]:

@@ -1,9 +1,9 @@
 """POST /v1/admin/traffic: many conversations at once over one connection, for the live page. For admin keys.
 
-A browser opens six connections to a server at most, so that a page cannot send a batch of its own. Each conversation is
-an ordinary call to the route of chat completions, made in the process, with the model's default sampling and a longest
-answer of its own. The stream holds the chunks of all of them as they come, each with the id of its answer. Closing the
-connection aborts what still runs.
+A browser opens six connections to a server at most, so that a page cannot send a batch. Each conversation is
+an ordinary call to the route of chat completions, made in the process, with the model's default sampling and a limit on
+the length of an answer. The stream holds the chunks of all of them as they come, each with the id of its answer.
+Closing the connection aborts what still runs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 
-from paceline.server.api.fields import Field, FieldTable, Text, Whole, operation
+from paceline.server.api.fields import Field, FieldTable, text, whole
+from paceline.server.api.generation_route import DONE
 from paceline.server.api.openai_fields import CHAT
-from paceline.server.api.route import Route
-from paceline.server.api.sse import DONE, openai_error_frame
+from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Download, Events, Handler
-from paceline.server.errors import openai_body, problem_of
+from paceline.server.errors import openai_body, openai_error_frame, problem_of
+from paceline.server.generate.request_record import Observer
 from paceline.server.generate.service import Service
 from paceline.server.http.request_headers import new_id
 
@@ -33,25 +34,10 @@ _SPREAD = (5**0.5 - 1) / 2
 TRAFFIC_FIELDS = FieldTable(
     TRAFFIC_ROUTE,
     (
-        Field(
-            name="message",
-            kind=Text(min_chars=1, max_chars=20_000),
-            required=True,
-            help="What is said in each conversation.",
-        ),
-        Field(name="count", kind=Whole(1, MOST_AT_ONCE), help="Conversations at once; 8 if it is left out."),
+        Field("message", text(1, 20_000), "What is said in each conversation.", required=True),
+        Field("count", whole(1, MOST_AT_ONCE), "Conversations at once; 8 if it is left out."),
     ),
 )
-
-
-@runtime_checkable
-class CallLog(Protocol):
-    """What is told how calls ended that were made in the process. Each is told once."""
-
-    def call_ended(self, call: Call, status: int, code: str) -> None: ...
-
-    def call_failed(self, call: Call, error: BaseException) -> None:
-        """An error of ours, with everything the client is not told."""
 
 
 def traffic_routes(service: Service, chat: Handler) -> list[Route]:
@@ -59,21 +45,13 @@ def traffic_routes(service: Service, chat: Handler) -> list[Route]:
 
     async def send(call: Call) -> Answer | Events:
         given = TRAFFIC_FIELDS.read(call.body, strict=True).fields
-        model, log = service.model.names[0], service.observer
+        model = service.model.names[0]
         calls = [_call(call, model, given["message"], index) for index in range(given.get("count", 8))]
-        told = log if isinstance(log, CallLog) else None
-        return Events(frames=_all_frames(chat, calls, told), error_frame=openai_error_frame)
+        return Events(frames=_all_frames(chat, calls, service.observer), error_frame=openai_error_frame)
 
+    summary = "Send conversations to this server"
     return [
-        Route(
-            methods=("POST",),
-            path=TRAFFIC_ROUTE,
-            handler=send,
-            takes_body=True,
-            needs_admin=True,
-            is_generation=True,
-            openapi=operation("Send conversations to this server", TRAFFIC_FIELDS.schema(), streams=True),
-        )
+        described("POST", TRAFFIC_ROUTE, send, summary, TRAFFIC_FIELDS, needs_admin=True, is_generation=True)
     ]
 
 
@@ -94,7 +72,7 @@ def _call(call: Call, model: str, message: str, index: int) -> Call:
     )
 
 
-async def _all_frames(chat: Handler, calls: list[Call], log: CallLog | None) -> AsyncGenerator[bytes, None]:
+async def _all_frames(chat: Handler, calls: list[Call], log: Observer) -> AsyncGenerator[bytes, None]:
     """First the ids of all answers, then the chunks of each; when the reader leaves, all are ended."""
     ids = [f"chatcmpl-{call.id}" for call in calls]
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
@@ -115,8 +93,8 @@ async def _all_frames(chat: Handler, calls: list[Call], log: CallLog | None) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run(chat: Handler, call: Call, pieces: asyncio.Queue[bytes | None], log: CallLog | None) -> None:
-    """One conversation into the stream of all; an error of its own ends it alone."""
+async def _run(chat: Handler, call: Call, pieces: asyncio.Queue[bytes | None], log: Observer) -> None:
+    """One conversation into the stream of all; its error ends it alone."""
     status, code = 499, ""  # unless it ends in another way, it is cancelled
     try:
         await _pass_on(await chat(call), pieces)
@@ -124,13 +102,12 @@ async def _run(chat: Handler, call: Call, pieces: asyncio.Queue[bytes | None], l
     except Exception as error:
         problem = problem_of(error)
         status, code = problem.status, problem.code
-        if log is not None and problem.is_ours:
+        if problem.is_ours:
             log.call_failed(call, error)
-        told = msgspec.json.decode(openai_body(problem))
-        await pieces.put(_frame({"id": f"chatcmpl-{call.id}", **told}))
+        error_body = msgspec.json.decode(openai_body(problem))
+        await pieces.put(_frame({"id": f"chatcmpl-{call.id}", **error_body}))
     finally:
-        if log is not None:
-            log.call_ended(call, status, code)
+        log.call_ended(call, status, code)
     await pieces.put(None)
 
 

@@ -29,6 +29,7 @@ MAX_KEPT_BATCHES = 10_000  # of one tenant, that are over; older ones are forgot
 _FILE = tuple(spec.name for spec in fields(StoredFile))
 _BATCH = tuple(spec.name for spec in fields(Batch))
 _LINE = tuple(spec.name for spec in fields(BatchLine))
+_IS_OPEN = f"status IN ({', '.join(map(repr, OPEN_STATES))})"
 _SCHEMA = f"""
 CREATE TABLE files (seq INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE)}, UNIQUE (id));
 CREATE INDEX files_of_tenant ON files (tenant, seq);
@@ -49,40 +50,32 @@ class Database:
     """One connection. Raises sqlite3.Error where the disk does not do what it should."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
-            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # committed means on the disk
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            self.connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            self.connection.execute("PRAGMA journal_mode = WAL")
+            self.connection.execute("PRAGMA synchronous = FULL")  # committed means on the disk
+            (version,) = self.connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                self._db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+                self.connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
             elif version != VERSION:
                 raise WrongVersion(f"it has version {version}, and this program reads version {VERSION}")
         except BaseException:
-            self._db.close()
+            self.connection.close()
             raise
 
     def close(self) -> None:
-        self._db.close()
-
-    @property
-    def num_pages(self) -> int:
-        return int(self._db.execute("PRAGMA page_count").fetchone()[0])
-
-    def limit_pages(self, most: int) -> None:
-        """Let the file grow to this number of pages only, as on a full disk."""
-        self._db.execute(f"PRAGMA max_page_count = {most:d}")
+        self.connection.close()
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
+        self.connection.execute("BEGIN IMMEDIATE")
         try:
-            yield self._db
-            self._db.execute("COMMIT")
+            yield self.connection
+            self.connection.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
             raise
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -108,27 +101,26 @@ class Database:
     def remove_file(self, tenant: str, file_id: str) -> bool:
         """Forget a file; False when a batch that is not over reads it."""
         with self._change() as db:
-            states = ", ".join("?" * len(OPEN_STATES))
             used = db.execute(
-                f"SELECT 1 FROM batches WHERE tenant = ? AND input_file_id = ? AND status IN ({states})",
-                (tenant, file_id, *OPEN_STATES),
+                f"SELECT 1 FROM batches WHERE tenant = ? AND input_file_id = ? AND {_IS_OPEN}",
+                (tenant, file_id),
             ).fetchone()
             if used is None:
                 db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id))
             return used is None
 
     def file_ids(self) -> set[str]:
-        return {name for (name,) in self._db.execute("SELECT id FROM files")}
+        return {name for (name,) in self.connection.execute("SELECT id FROM files")}
 
     def expired_files(self, now: int) -> list[StoredFile]:
         return [StoredFile(**row) for row in self._select("files", _FILE, "expires_at <= ?", (now,))]
 
     def stored(self, tenant: str) -> tuple[int, int]:
         """How many files a tenant has, and the bytes of them and of results that are not files yet."""
-        number, stored = self._db.execute(
+        number, stored = self.connection.execute(
             "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", (tenant,)
         ).fetchone()
-        (under_way,) = self._db.execute(
+        (under_way,) = self.connection.execute(
             "SELECT coalesce(sum(length(data)), 0) FROM results WHERE batch_id IN "
             "(SELECT id FROM batches WHERE tenant = ? AND status = ?)",
             (tenant, IN_PROGRESS),
@@ -162,13 +154,11 @@ class Database:
 
     def open_batches(self) -> list[Batch]:
         """Those that are not over, oldest first."""
-        where = f"status IN ({', '.join('?' * len(OPEN_STATES))}) ORDER BY seq"
-        return [Batch(**row) for row in self._select("batches", _BATCH, where, OPEN_STATES)]
+        return [Batch(**row) for row in self._select("batches", _BATCH, f"{_IS_OPEN} ORDER BY seq", ())]
 
     def num_open(self, tenant: str) -> int:
-        states = ", ".join("?" * len(OPEN_STATES))
-        query = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({states})"
-        return int(self._db.execute(query, (tenant, *OPEN_STATES)).fetchone()[0])
+        query = f"SELECT count(*) FROM batches WHERE tenant = ? AND {_IS_OPEN}"
+        return int(self.connection.execute(query, (tenant,)).fetchone()[0])
 
     def move(
         self, batch_id: str, status: str, now: int, *, before: Sequence[str], errors: str = "[]"
@@ -185,31 +175,27 @@ class Database:
 
     def finish(
         self, batch_id: str, status: str, now: int, files: Sequence[StoredFile | None], errors: str
-    ) -> bool:
+    ) -> None:
         """The end of a batch, in one piece: its files are there, its lines are not needed any more."""
         output, error = files
         with self._change() as db:
             _insert(db, "files", _FILE, [file for file in files if file is not None])
-            marks = ", ".join("?" * len(OPEN_STATES))
             done = db.execute(
                 f"UPDATE batches SET status = ?, {status}_at = ?, errors = ?, output_file_id = ?, "
-                f"error_file_id = ?, failed = total - completed WHERE id = ? AND status IN ({marks})",
-                (status, now, errors, output and output.id, error and error.id, batch_id, *OPEN_STATES),
+                f"error_file_id = ?, failed = total - completed WHERE id = ? AND {_IS_OPEN}",
+                (status, now, errors, output and output.id, error and error.id, batch_id),
             )
             assert done.rowcount == 1, "a batch ends once"
             _forget_lines(db, batch_id)
-        self._db.execute("PRAGMA incremental_vacuum")
-        return True
+        self.connection.execute("PRAGMA incremental_vacuum")
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """Batches by status, and lines of batches that are not over by what became of them."""
         states = dict.fromkeys(STATES, 0)
-        states.update(self._db.execute("SELECT status, count(*) FROM batches GROUP BY status"))
-        marks = ", ".join("?" * len(OPEN_STATES))
-        total, completed, failed = self._db.execute(
+        states.update(self.connection.execute("SELECT status, count(*) FROM batches GROUP BY status"))
+        total, completed, failed = self.connection.execute(
             "SELECT coalesce(sum(total), 0), coalesce(sum(completed), 0), coalesce(sum(failed), 0) "
-            f"FROM batches WHERE status IN ({marks})",
-            OPEN_STATES,
+            f"FROM batches WHERE {_IS_OPEN}"
         ).fetchone()
         return states, {"pending": total - completed - failed, "completed": completed, "failed": failed}
 
@@ -220,13 +206,8 @@ class Database:
             _forget_lines(db, batch_id)
 
     def add_lines(self, batch_id: str, lines: Sequence[BatchLine]) -> None:
-        columns = ("batch_id", *_LINE)
-        marks = ", ".join("?" * len(columns))
         with self._change() as db:
-            db.executemany(
-                f"INSERT INTO lines ({', '.join(columns)}) VALUES ({marks})",
-                [(batch_id, *(getattr(line, name) for name in _LINE)) for line in lines],
-            )
+            _insert(db, "lines", _LINE, lines, batch_id=batch_id)
 
     def begin(self, batch_id: str, now: int, total: int) -> bool:
         """All lines are in order; False when the batch was cancelled meanwhile."""
@@ -278,7 +259,7 @@ class Database:
     def results(self, batch_id: str, *, after: int, limit: int) -> list[tuple[int, bool, bytes]]:
         """Number, success and line of the next results, in the order of the input."""
         query = "SELECT number, is_ok, data FROM results WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"
-        rows = self._db.execute(query, (batch_id, after, limit))
+        rows = self.connection.execute(query, (batch_id, after, limit))
         return [(number, bool(is_ok), bytes(data)) for number, is_ok, data in rows]
 
     # -- reading -------------------------------------------------------------------------------------------
@@ -286,7 +267,9 @@ class Database:
     def _select(
         self, table: str, columns: Sequence[str], where: str, values: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        rows = self._db.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where}", tuple(values))
+        rows = self.connection.execute(
+            f"SELECT {', '.join(columns)} FROM {table} WHERE {where}", tuple(values)
+        )
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
     def _page(
@@ -302,7 +285,7 @@ class Database:
     ) -> list[dict[str, Any]] | None:
         if after is not None:
             tenant = values[0]
-            found = self._db.execute(
+            found = self.connection.execute(
                 f"SELECT seq FROM {table} WHERE tenant = ? AND id = ?", (tenant, after)
             ).fetchone()
             if found is None:
@@ -312,20 +295,22 @@ class Database:
         return self._select(table, columns, f"{where} ORDER BY seq {order} LIMIT ?", [*values, limit])
 
 
-def _insert(db: sqlite3.Connection, table: str, columns: Sequence[str], items: Sequence[object]) -> None:
-    marks = ", ".join("?" * len(columns))
+def _insert(
+    db: sqlite3.Connection, table: str, columns: Sequence[str], items: Sequence[object], **more: str
+) -> None:
+    """Add a row for each item; `more` are columns that have the same value in all of them."""
+    names = (*more, *columns)
     db.executemany(
-        f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})",
-        [tuple(getattr(item, name) for name in columns) for item in items],
+        f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+        [(*more.values(), *(getattr(item, name) for name in columns)) for item in items],
     )
 
 
 def _forget_old(db: sqlite3.Connection, tenant: str) -> None:
-    marks = ", ".join("?" * len(OPEN_STATES))
     db.execute(
-        f"DELETE FROM batches WHERE tenant = ? AND status NOT IN ({marks}) AND seq <= "
+        f"DELETE FROM batches WHERE tenant = ? AND NOT {_IS_OPEN} AND seq <= "
         "(SELECT seq FROM batches WHERE tenant = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)",
-        (tenant, *OPEN_STATES, tenant, MAX_KEPT_BATCHES),
+        (tenant, tenant, MAX_KEPT_BATCHES),
     )
 
 

@@ -10,12 +10,13 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from paceline.server.access.caller import BATCH_CLASS, Caller
+from paceline.core.service_class import BATCH
+from paceline.server.access.caller import Caller
 from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, BatchLine, LineResult
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Problem, UnsupportedParameter, openai_body, problem_of
@@ -47,10 +48,12 @@ class Attempts:
     def __init__(self, inner: Observer) -> None:
         self._inner = inner
         self._under_way: dict[str, _Attempt] = {}
-        # Every piece of news passes these; without a stop on the way.
+        # Every update passes these checks, without a pause.
         self.started = inner.started
         self.tokens = inner.tokens
         self.finished = inner.finished
+        self.call_ended = inner.call_ended
+        self.call_failed = inner.call_failed
 
     def first_token(self, record: RequestRecord) -> None:
         if record.batch_id and record.id in self._under_way:
@@ -175,30 +178,6 @@ AGAIN = (429, 503)  # not the request's fault: it is run again
 ENGINE_LOST = "engine_unavailable"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedLine:
-    """What the log is told of a line that was run."""
-
-    id: str  # of the request
-    batch_id: str
-    number: int
-    route: str
-    tenant: str
-    status: int
-    error_code: str
-    received_s: float
-    is_again: bool  # it will be run again
-
-
-class LineLog(Protocol):
-    """Called once for each time a line was run, with how it ended."""
-
-    def line_ended(self, line: EndedLine) -> None: ...
-
-    def line_failed(self, request_id: str, batch_id: str, error: BaseException) -> None:
-        """An error of ours, with everything the client is not told."""
-
-
 class RunAgain(Exception):
     """There was no room for the request, or the engine was lost; it has to be run again."""
 
@@ -216,7 +195,7 @@ def line_caller(caller: Caller, batch_id: str) -> Caller:
     """A key on whose behalf a batch asks."""
     return replace(
         caller,
-        service_class=BATCH_CLASS,
+        service_class=BATCH,
         requests_per_minute=None,
         tokens_per_minute=None,
         max_concurrency=None,
@@ -229,10 +208,9 @@ def line_caller(caller: Caller, batch_id: str) -> Caller:
 class LineRunner:
     """Runs lines through the routes of the server."""
 
-    def __init__(self, handlers: Mapping[str, Handler], log: LineLog, attempts: Attempts) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], attempts: Attempts) -> None:
         self._handlers = handlers
         self.attempts = attempts
-        self._log = log
 
     async def run(self, batch: Batch, line: BatchLine, body: Mapping[str, Any], caller: Caller) -> LineResult:
         """The result of a line. Raises RunAgain and Withdrawn. Cancelling it stops the generation."""
@@ -256,24 +234,12 @@ class LineRunner:
             problem = problem_of(error)
             status, code, is_again = problem.status, problem.code, problem.status in AGAIN
             if problem.is_ours:
-                self._log.line_failed(call.id, batch.id, error)
+                self.attempts.call_failed(call, error)
             if is_again:
                 raise RunAgain(problem) from error
             return refused(batch.id, line, call.id, problem)
         finally:
-            self._log.line_ended(
-                EndedLine(
-                    id=call.id,
-                    batch_id=batch.id,
-                    number=line.number,
-                    route=call.route,
-                    tenant=caller.tenant,
-                    status=status,
-                    error_code=code,
-                    received_s=call.received_s,
-                    is_again=is_again,
-                )
-            )
+            self.attempts.call_ended(call, status, code, line=line.number, is_again=is_again)
 
     async def _answer(self, call: Call) -> bytes:
         answer = await self._handlers[call.route](call)

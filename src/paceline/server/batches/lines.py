@@ -7,7 +7,7 @@ none; the fields of a body are checked when it is run, as those of any request. 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +17,7 @@ from paceline.server.errors import Refusal
 from paceline.server.http.strict_json import MAX_KEYS, read_object
 
 MAX_CUSTOM_ID = 512  # characters
-MAX_ERRORS = 100  # that are told
+MAX_ERRORS = 100  # that are reported
 PAGE_LINES = 512
 
 
@@ -45,7 +45,7 @@ class Findings:
             self.errors.append(error)
         elif self.num_errors == MAX_ERRORS + 1:
             self.errors.append(
-                LineError(code="too_many_errors", message="there are more errors than are told")
+                LineError(code="too_many_errors", message="there are more errors than are reported")
             )
 
 
@@ -127,7 +127,10 @@ def _checked(number: int, offset: int, raw: bytes, rules: LineRules, seen: set[b
         raise BadLine(
             "invalid_json_line", f"This line is not a JSON object as it should be: {what}"
         ) from None
-    custom_id = _custom_id(given)
+    custom_id = _required(given, "custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters"
+        raise BadLine("invalid_custom_id", message, "custom_id")
     digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
     if digest in seen:
         message = "The custom_id of this line is that of an earlier one; each line needs its own."
@@ -135,15 +138,6 @@ def _checked(number: int, offset: int, raw: bytes, rules: LineRules, seen: set[b
     seen.add(digest)
     _check_target(given, rules)
     return BatchLine(number=number, offset=offset, length=len(raw), custom_id=custom_id)
-
-
-def _custom_id(given: dict[str, Any]) -> str:
-    value = _required(given, "custom_id")
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CUSTOM_ID:
-        raise BadLine(
-            "invalid_custom_id", f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", "custom_id"
-        )
-    return value
 
 
 def _check_target(given: dict[str, Any], rules: LineRules) -> None:
@@ -165,7 +159,7 @@ def _check_target(given: dict[str, Any], rules: LineRules) -> None:
     if model is None:
         raise BadLine("missing_required_parameter", "Missing required parameter: body.model", "body.model")
     if model not in rules.models:
-        message = f"the model {model!r:.128} is not loaded; there is {_listed(rules.models)}"
+        message = f"the model {model!r:.128} is not loaded; there is {', '.join(rules.models)}"
         raise BadLine("model_not_found", message, "body.model")
 
 
@@ -174,7 +168,3 @@ def _required(given: dict[str, Any], name: str) -> Any:
     if value is None:
         raise BadLine("missing_required_parameter", f"Missing required parameter: {name}", name)
     return value
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -66,12 +66,9 @@ class LineError:
     """What is wrong with a batch as a whole, or with one line of its input."""
 
     code: str
-    message: str
     line: int | None = None
+    message: str
     param: str | None = None
-
-    def shown(self) -> Json:
-        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +159,7 @@ class LineResult:
 
 
 def errors_json(errors: Sequence[LineError]) -> str:
-    return msgspec.json.encode([error.shown() for error in errors]).decode()
+    return msgspec.json.encode(errors).decode()
 
 
 def shown_list(items: Sequence[StoredFile] | Sequence[Batch], *, has_more: bool) -> Json:

@@ -1,7 +1,7 @@
 """The folder and its database behind one thread, for an event loop that must not wait for a disk.
 
 Everything that touches the database runs in that thread, one after the other; reading and writing files may run in
-others. Says what a client is told when the disk does not take more.
+others. Owns the error for a full disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -137,7 +137,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 Value = TypeVar("Value")
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
-LOOK_S = 0.005
+POLL_S = 0.005
 
 
 class StorageFailed(PacelineError):
@@ -209,14 +209,18 @@ class Store:
 
 
 async def insist(
-    store: Store, do: Callable[[Database], Value], *, retry_s: float = RETRY_S, batch_id: str | None = None
+    do: Callable[[], Awaitable[Value]],
+    *,
+    retry_s: float = RETRY_S,
+    batch_id: str | None = None,
+    what: str = "batches wait for their disk",
 ) -> Value:
-    """Ask the database until it answers: a full disk stops a batch, and does not end it."""
+    """Try until the disk takes it: a full disk stops a batch, and does not end it."""
     while True:
         try:
-            return await store.ask(do)
+            return await do()
         except StorageFailed as error:
-            log("batches wait for their disk", level=logging.ERROR, batch=batch_id, reason=error.__cause__)
+            log(what, level=logging.ERROR, batch=batch_id, reason=error.__cause__)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
@@ -247,7 +251,7 @@ class ResultWriter:
     async def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
         while self._waiting:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def stop(self, patience_s: float) -> None:
         try:
@@ -267,7 +271,7 @@ class ResultWriter:
             if not batch:
                 continue
             results = [result for result, _ in batch]
-            await insist(self._store, lambda db: db.record(results), retry_s=self._retry_s)  # noqa: B023
+            await insist(lambda: self._store.ask(lambda db: db.record(results)), retry_s=self._retry_s)  # noqa: B023
             del self._waiting[: len(batch)]
             for _, done in batch:
                 if not done.done():

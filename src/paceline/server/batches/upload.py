@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from urllib.parse import unquote_to_bytes
 
 from paceline.errors import InvalidRequest
@@ -67,107 +68,82 @@ class PartStart:
     filename: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class PartData:
-    """More bytes of the part that began last."""
-
-    data: bytes
-
-
-Event = PartStart | PartData
-
-
 class FormReader:
-    """Turns the bytes of a body into the parts of a form."""
+    """Turns the bytes of a body into the parts of a form: the start of each, then its bytes as they come."""
 
     def __init__(self, boundary: bytes) -> None:
-        self._delimiter = b"\r\n--" + boundary
         # The first boundary has no line before it; with one, it is found like all others.
         self._buffer = b"\r\n"
-        self._state: Callable[[], Iterator[Event]] = self._read_start
-        self._num_parts = 0
-        self._is_plain = False  # the part under way is a field and not a file
-        self._left = 0  # bytes that a field may still have
-        self._is_waiting = False
+        self._is_over = False
+        self._parser = self._parse(b"\r\n--" + boundary)
 
-    def feed(self, data: bytes) -> Iterator[Event]:
+    def feed(self, data: bytes) -> Iterator[PartStart | bytes]:
         """What more bytes bring. Raises BadMultipart."""
         self._buffer += data
-        self._is_waiting = False
-        while not self._is_waiting:
-            yield from self._state()
+        for event in self._parser:
+            if event is None:
+                return
+            yield event
 
     def finish(self) -> None:
         """The body is over. Raises BadMultipart when the form is not."""
-        if self._state != self._read_end:
+        if not self._is_over:
             raise BadMultipart("the body ends before its last boundary; it was cut off")
 
-    # -- one method for each place in the form ------------------------------------------------------------
+    def _take(self, size: int) -> bytes:
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
 
-    def _read_start(self) -> Iterator[Event]:
-        size = len(self._delimiter)
-        if self._buffer[:size] != self._delimiter[: len(self._buffer)]:
+    def _parse(self, delimiter: bytes) -> Iterator[PartStart | bytes | None]:
+        """The whole form; None where it cannot go on before more bytes have come."""
+        while len(self._buffer) < len(delimiter) and delimiter.startswith(self._buffer):
+            yield None
+        if self._take(len(delimiter)) != delimiter:
             raise BadMultipart("the body does not begin with the boundary that its Content-Type names")
-        if len(self._buffer) < size:
-            self._is_waiting = True
-        else:
-            self._buffer = self._buffer[size:]
-            self._state = self._read_after_boundary
-        yield from ()
+        for number in count(1):
+            while len(self._buffer) < 2:
+                yield None
+            after = self._take(2)
+            if after == b"--":
+                break
+            if after != b"\r\n":
+                raise BadMultipart("a boundary is followed by neither a line end nor the end of the form")
+            while (end := self._header_end()) < 0:
+                yield None
+            header = self._take(end + 4)[:-4]
+            if number > MAX_PARTS:
+                raise BadMultipart(f"the form has more than {MAX_PARTS} parts")
+            start = _part_start(header)
+            yield start
+            yield from self._parse_content(delimiter, is_field=start.filename is None)
+        self._is_over = True
+        while not self._buffer.strip(b"\r\n"):
+            self._buffer = b""
+            yield None
+        raise BadMultipart("there is something behind the end of the form")
 
-    def _read_after_boundary(self) -> Iterator[Event]:
-        if len(self._buffer) < 2:
-            self._is_waiting = True
-        elif self._buffer.startswith(b"--"):
-            self._buffer = self._buffer[2:]
-            self._state = self._read_end
-        elif self._buffer.startswith(b"\r\n"):
-            self._buffer = self._buffer[2:]
-            self._state = self._read_header
-        else:
-            raise BadMultipart("a boundary is followed by neither a line end nor the end of the form")
-        yield from ()
-
-    def _read_header(self) -> Iterator[Event]:
+    def _header_end(self) -> int:
         if self._buffer.startswith(b"\r\n"):
             raise BadMultipart("a part of the form has no header")
         end = self._buffer.find(b"\r\n\r\n")
         if end > MAX_PART_HEADER or (end < 0 and len(self._buffer) > MAX_PART_HEADER + 3):
             raise BadMultipart(f"the header of a part is larger than {MAX_PART_HEADER} bytes")
-        if end < 0:
-            self._is_waiting = True
-            return
-        header, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
-            raise BadMultipart(f"the form has more than {MAX_PARTS} parts")
-        start = _part_start(header)
-        self._is_plain, self._left = start.filename is None, MAX_FIELD
-        self._state = self._read_content
-        yield start
+        return end
 
-    def _read_content(self) -> Iterator[Event]:
-        end = self._buffer.find(self._delimiter)
-        if end < 0:
-            kept = len(self._delimiter) - 1
-            data, self._buffer = self._buffer[:-kept], self._buffer[-kept:]
-            self._is_waiting = True
-        else:
-            data, self._buffer = self._buffer[:end], self._buffer[end + len(self._delimiter) :]
-            self._state = self._read_after_boundary
-        if self._is_plain:
-            self._left -= len(data)
-            if self._left < 0:
+    def _parse_content(self, delimiter: bytes, *, is_field: bool) -> Iterator[bytes | None]:
+        """The bytes of a part up to its boundary, but for the few that may be the beginning of one."""
+        size, end = 0, -1
+        while end < 0:
+            end = self._buffer.find(delimiter)
+            data = self._take(max(0, len(self._buffer) - len(delimiter) + 1) if end < 0 else end)
+            size += len(data)
+            if is_field and size > MAX_FIELD:
                 raise BadMultipart(f"a field of the form is longer than {MAX_FIELD} bytes; only file may be")
-        if data:
-            yield PartData(data)
-
-    def _read_end(self) -> Iterator[Event]:
-        if self._buffer.strip(b"\r\n"):
-            raise BadMultipart("there is something behind the end of the form")
-        self._buffer = b""
-        self._is_waiting = True
-        yield from ()
+            if data:
+                yield data
+            if end < 0:
+                yield None
+        self._take(len(delimiter))
 
 
 def _part_start(header: bytes) -> PartStart:
@@ -257,17 +233,11 @@ class _Form:
         if self.in_file:
             if not part.filename:
                 raise BadMultipart("the field file needs a filename", param=FILE)
-            self.filename = part.filename
+            self.filename, self.current = part.filename, self.unwritten
             return
         if part.filename is not None:
             raise BadMultipart(f"the file must be in the field file, not in {part.name!r:.80}", param=FILE)
         self.current = self.fields[part.name] = bytearray()
-
-    def add(self, data: bytes) -> None:
-        if self.in_file:
-            self.unwritten += data
-        else:
-            self.current += data
 
     def text(self, name: str) -> str | None:
         value = self.fields.get(name)
@@ -314,8 +284,8 @@ class Uploads:
         file_id = new_file_id()
         new = await self._store.file_work(lambda: self._store.folder.create(file_id))
         try:
-            with self._counted(tenant, used) as count:
-                form = await self._read(reader, chunks, new, count)
+            with self._counted(tenant, used) as note:
+                form = await self._read(reader, chunks, new, note)
             stored = self._stored(tenant, file_id, form, new.size)
             await self._store.file_work(new.keep)
         finally:
@@ -324,7 +294,7 @@ class Uploads:
         return Upload(file=stored, ignored=form.unknown)
 
     async def _read(
-        self, reader: FormReader, chunks: AsyncIterator[bytes], new: NewFile, count: Callable[[int], None]
+        self, reader: FormReader, chunks: AsyncIterator[bytes], new: NewFile, note: Callable[[int], None]
     ) -> _Form:
         form = _Form()
         size = 0
@@ -333,10 +303,10 @@ class Uploads:
                 if isinstance(event, PartStart):
                     form.begin(event)
                     continue
-                form.add(event.data)
+                form.current += event
                 if form.in_file:
-                    size += len(event.data)
-                    count(size)
+                    size += len(event)
+                    note(size)
             if len(form.unwritten) >= WRITE_BYTES:
                 await self._write(form, new)
         reader.finish()
@@ -344,7 +314,8 @@ class Uploads:
         return form
 
     async def _write(self, form: _Form, new: NewFile) -> None:
-        data, form.unwritten = bytes(form.unwritten), bytearray()
+        data = bytes(form.unwritten)
+        form.unwritten.clear()
         await self._store.file_work(lambda: new.write(data))
 
     @contextlib.contextmanager
@@ -352,7 +323,7 @@ class Uploads:
         """Counts what arrives for a tenant, until it is a file or nothing."""
         own = 0
 
-        def count(size: int) -> None:
+        def note(size: int) -> None:
             nonlocal own
             if size > self._max_bytes:
                 raise FileTooLarge(self._max_bytes)
@@ -362,7 +333,7 @@ class Uploads:
                 raise QuotaExceeded(self._quota_bytes)
 
         try:
-            yield count
+            yield note
         finally:
             left = self._arriving.get(tenant, 0) - own
             if left:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from typing import TypeVar
 from paceline.errors import PacelineError
 from paceline.server.access.caller import Caller
 from paceline.server.batches.database import Database
-from paceline.server.batches.line_limit import Gate
 from paceline.server.batches.line_run import LineRunner, RunAgain, Withdrawn, not_run, refused
 from paceline.server.batches.lines import Findings, LineRules, read_body, read_input
 from paceline.server.batches.records import (
@@ -36,7 +36,7 @@ from paceline.server.batches.records import (
     errors_json,
     new_file_id,
 )
-from paceline.server.batches.store import RETRY_S, NewFile, ResultWriter, StorageFailed, Store, insist
+from paceline.server.batches.store import RETRY_S, NewFile, ResultWriter, Store, insist
 from paceline.server.errors import GenerationFailed, problem_of
 from paceline.server.http.request_headers import new_id
 from paceline.server.logs import log
@@ -150,6 +150,58 @@ class BatchContext:
     retry_s: float = RETRY_S  # before something is tried a second time
 
 
+class Gate:
+    """Lets lines through one by one while there is room, the tenants in turn; some of them only alone.
+
+    A line that was under way when the engine was lost may be what it was lost by. Such a line goes when no other is
+    under way, and none goes beside it, so that a line that ends engines ends no other line. `enter` before a line is
+    run, `leave` after it. Belongs to one event loop.
+    """
+
+    def __init__(self, has_room: Callable[[int], bool]) -> None:
+        self._has_room = has_room  # whether one more may go, by how many are inside
+        self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], bool]]] = OrderedDict()
+        self._has_loner = False
+        self.num_inside = 0
+
+    async def enter(self, tenant: str = "", *, alone: bool = False) -> None:
+        """Wait for a turn. A task that is cancelled here has not entered."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((turn, alone))
+        self.admit_waiting()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            else:
+                self.admit_waiting()  # the next one may go now
+            raise
+
+    def leave(self) -> None:
+        self.num_inside -= 1
+        self._has_loner = False
+        self.admit_waiting()
+
+    def admit_waiting(self) -> None:
+        """Admit waiting lines; to be called when there may be more room than before."""
+        while self._waiting:
+            tenant, queue = next(iter(self._waiting.items()))
+            while queue and queue[0][0].done():  # cancelled
+                queue.popleft()
+            if not queue:
+                del self._waiting[tenant]
+                continue
+            turn, alone = queue[0]
+            if self._has_loner or (alone and self.num_inside) or not self._has_room(self.num_inside):
+                return
+            queue.popleft()
+            self._waiting.move_to_end(tenant)
+            self.num_inside += 1
+            self._has_loner = alone
+            turn.set_result(None)
+
+
 class _GateTurn:
     """Whether a line is inside the gate."""
 
@@ -202,10 +254,10 @@ class BatchWork:
             await self._finish(status)
         except Exception as error:
             log("a batch failed", level=logging.ERROR, error=error, batch=batch.id)
-            told = LineError(
+            line_error = LineError(
                 code="internal_error", message="the batch failed inside the server; send it again"
             )
-            await self._finish(FAILED, told)
+            await self._finish(FAILED, line_error)
 
     # -- checking ------------------------------------------------------------------------------------------
 
@@ -304,7 +356,9 @@ class BatchWork:
                 is_suspect = is_suspect or again.is_loss
                 if again.is_loss:
                     turn.leave()
-                    if await self._count_loss(line) >= MAX_LOSSES:
+                    # From now on it runs alone, and not for ever.
+                    losses = await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
+                    if losses >= MAX_LOSSES:
                         result = self._given_up(line)
                         break
                 await asyncio.sleep(pause_s)
@@ -322,10 +376,6 @@ class BatchWork:
             log("a line cannot be read", level=logging.ERROR, error=error, batch=batch.id, line=line.number)
             return refused(batch.id, line, new_id(), problem_of(error))
         return await context.lines.run(batch, line, body, caller)
-
-    async def _count_loss(self, line: BatchLine) -> int:
-        """The engine was lost while it worked on this line, which from now on runs alone, and not for ever."""
-        return await self._ask(lambda db: db.note_loss(self.batch.id, line.number))
 
     def _given_up(self, line: BatchLine) -> LineResult:
         error = GenerationFailed("the engine was lost each time it worked on this request")
@@ -345,16 +395,15 @@ class BatchWork:
                 lambda db: db.move(batch_id, FINALIZING, now, before=(IN_PROGRESS, FINALIZING))
             )
             status = COMPLETED if is_last else CANCELLED  # in the last moment
-        pause_s = self._context.retry_s
-        while True:
-            batch = await self._ask(lambda db: db.batch(batch_id))
+
+        async def finish() -> None:
+            batch = await store.ask(lambda db: db.batch(batch_id))
             assert batch is not None
-            try:
-                return await finish_batch(store, batch, status, errors)
-            except StorageFailed as error:
-                log("a batch waits for its disk", level=logging.ERROR, batch=batch_id, reason=error.__cause__)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await finish_batch(store, batch, status, errors)
+
+        what = "a batch waits for its disk"
+        await insist(finish, retry_s=self._context.retry_s, batch_id=batch_id, what=what)
 
     async def _ask(self, do: Callable[[Database], Value]) -> Value:
-        return await insist(self._context.store, do, retry_s=self._context.retry_s, batch_id=self.batch.id)
+        store, retry_s = self._context.store, self._context.retry_s
+        return await insist(lambda: store.ask(do), retry_s=retry_s, batch_id=self.batch.id)

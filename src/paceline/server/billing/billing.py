@@ -12,7 +12,7 @@ from decimal import Decimal
 from paceline.config.server import BillingConfig
 from paceline.process.client import EngineClient
 from paceline.server.access.caller import FREE, Caller
-from paceline.server.billing.charge import Charge, LedgerEntry
+from paceline.server.billing.charge import Charge
 from paceline.server.billing.ledger import Ledger
 from paceline.server.billing.ledger_db import LedgerDb, Opening, now_ms
 from paceline.server.billing.pricing import Pricing, Quote, engine_load
@@ -106,7 +106,7 @@ class Billing:
                 kv_rate=rates.kv_block_second,
             )
         )
-        return Charge(quote, LedgerEntry(self.ledger, seq), hides_output=hides_output)
+        return Charge(quote, (self.ledger, seq), hides_output=hides_output)
 
 
 def open_billing(config: BillingConfig) -> Billing:

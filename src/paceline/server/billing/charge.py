@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.request import NO_COST, Cost
-from paceline.server.access.caller import DEFAULT_CLASS
+from paceline.core.service_class import DEFAULT_CLASS
 from paceline.server.billing.ledger_db import COMPLETE, INCOMPLETE, Closing, now_ms
 from paceline.server.billing.pricing import NOTHING, Amounts, Quote, Rates
 from paceline.server.errors import LedgerUnavailable
@@ -39,21 +39,16 @@ class Consumption:
     error_code: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """An entry of a ledger that was opened."""
-
-    ledger: Ledger
-    seq: int
-
-
 class Charge:
     """The price of one request and, where there is a ledger, its entry there."""
 
     __slots__ = ("_entry", "_hides_output", "_is_over", "_is_settled", "amounts", "quote")
 
-    def __init__(self, quote: Quote, entry: LedgerEntry | None = None, *, hides_output: bool = False) -> None:
-        """`hides_output`: only the prompt was asked for, and the token it takes to read one is not shown."""
+    def __init__(
+        self, quote: Quote, entry: tuple[Ledger, int] | None = None, *, hides_output: bool = False
+    ) -> None:
+        """`entry`: a ledger and the number of the entry that was opened there. `hides_output`: only the prompt was
+        asked for, and the token it takes to read one is not shown."""
         self.quote = quote
         self.amounts: Amounts = NOTHING  # what it was charged in the end
         self._entry = entry
@@ -81,12 +76,13 @@ class Charge:
         if not self.waits:
             return
         assert self._entry is not None
+        ledger, seq = self._entry
         self._is_settled = True
         output = self._output(used.num_output)
         reason = used.finish_reason
-        closing = _closing(used, self._entry.seq, COMPLETE, reason, output, self.price(used))
+        closing = _closing(used, seq, COMPLETE, reason, output, self.price(used))
         try:
-            await self._entry.ledger.complete(closing)
+            await ledger.complete(closing)
         except LedgerUnavailable:
             self._is_over = True  # the ledger knows that it was not completed
             raise
@@ -95,7 +91,8 @@ class Charge:
         """The last frame is about to be sent: from now on the request is paid for. Raises LedgerUnavailable."""
         if self._entry is not None:
             assert self._is_settled, "written before it is sent"
-            self._entry.ledger.release(self._entry.seq)
+            ledger, seq = self._entry
+            ledger.release(seq)
         self._is_over = True
         self.amounts = self.price(used)
 
@@ -105,7 +102,8 @@ class Charge:
             return
         self._is_over = True
         if self._is_settled and self._entry is not None:
-            self._entry.ledger.void(self._entry.seq, used.error_code or "not_sent")
+            ledger, seq = self._entry
+            ledger.void(seq, used.error_code or "not_sent")
             return
         is_ours = used.finish_reason != ABORT or bool(used.error_code)
         sent = 0 if is_ours else self._output(min(used.num_sent, used.num_output))
@@ -113,8 +111,8 @@ class Charge:
             self.amounts = self._sent_price(used, sent)
         if self._entry is not None:
             reason = used.error_code or used.finish_reason or "client_left"
-            closing = _closing(used, self._entry.seq, INCOMPLETE, reason, sent, self.amounts)
-            self._entry.ledger.give_up(closing)
+            ledger, seq = self._entry
+            ledger.give_up(_closing(used, seq, INCOMPLETE, reason, sent, self.amounts))
 
     def _sent_price(self, used: Consumption, sent: int) -> Amounts:
         """The answer ended before it said how much of the prompt was cached: the cheaper of both is charged."""

@@ -139,23 +139,27 @@ class Ledger:
             self._fail(error, batch)
             # The waiting requests were answered with the failure: these entries only remain to be marked incomplete.
             owed = _Batch(batch.openings, voidings=batch.voidings)
-            owed.closings += [(_uncharged(c) if waiter else c, None) for c, waiter in batch.closings]
+            for closing, waiter in batch.closings:
+                if waiter is not None:
+                    seq, reason = closing.seq, "ledger_unavailable"
+                    closing = Closing(seq=seq, closed_ms=now_ms(), state=INCOMPLETE, reason=reason)
+                owed.closings.append((closing, None))
             return owed
         if self.problem:
             _logger.warning("the ledger is written again")
             self.problem = ""
         self.num_writes += 1
         self.num_entries += len(batch.closings)
-        self._tell([waiter for _, waiter in batch.closings if waiter is not None], failed=False)
+        self._notify([waiter for _, waiter in batch.closings if waiter is not None], failed=False)
         return _Batch()
 
     def _fail(self, error: Exception, batch: _Batch) -> None:
         if not self.problem:
             _logger.error("the ledger %s cannot be written, no requests are taken: %s", self._db.path, error)
         self.problem = str(error)
-        self._tell([waiter for _, waiter in batch.closings if waiter is not None], failed=True)
+        self._notify([waiter for _, waiter in batch.closings if waiter is not None], failed=True)
 
-    def _tell(self, waiters: list[asyncio.Future[None]], *, failed: bool) -> None:
+    def _notify(self, waiters: list[asyncio.Future[None]], *, failed: bool) -> None:
         if not waiters or self._loop is None:
             return
         try:
@@ -172,8 +176,3 @@ def _resolve(waiters: list[asyncio.Future[None]], failed: bool) -> None:
             waiter.set_exception(LedgerUnavailable(REFUSAL))
         else:
             waiter.set_result(None)
-
-
-def _uncharged(closing: Closing) -> Closing:
-    reason = "ledger_unavailable"
-    return Closing(seq=closing.seq, closed_ms=now_ms(), state=INCOMPLETE, reason=reason)

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def read_time(text: str, param: str, *, now_s: float | None = None) -> int:
 
 
 def _named(row: Sequence[Any], by: Sequence[str]) -> list[Any]:
-    return [_day(value) if name == "day" else value for name, value in zip(by, row, strict=False)]
-
-
-def _day(number: int) -> str:
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=number)).date().isoformat()
+    day_0 = date(1970, 1, 1)
+    return [
+        (day_0 + timedelta(days=value)).isoformat() if name == "day" else value
+        for name, value in zip(by, row, strict=False)
+    ]

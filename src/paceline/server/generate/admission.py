@@ -1,4 +1,4 @@
-"""Who may come in: places for requests under way, tokens that wait, and how many a key may have at once.
+"""Limits on requests under way: places, tokens that wait, and how many a key may have at once.
 
 A permit is taken before anything expensive is done for a request and given back when it is over, in whatever way.
 All or nothing: a request with several branches gets all its places or none. Belongs to one event loop.
@@ -64,7 +64,7 @@ class Permit:
             self._admission.give_back_tokens(self)
 
     def release(self, *, used_tokens: int = 0) -> None:
-        """The request is over, and has used so many tokens of its prompt and its answers."""
+        """The request is over, and has used `used_tokens` of its prompt and its answers."""
         if self.allowance is not None:
             self.allowance.settle_tokens(used_tokens)
         if self._is_open:

@@ -5,7 +5,6 @@ Owns the shape of the answer; prices are those of `billing`. Runs nothing, reser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +14,16 @@ from paceline.server.billing.charge import amount_values, factor_values
 from paceline.server.billing.pricing import Quote
 from paceline.server.errors import problem_of
 
-# When an answer is expected, in its headers.
 
-
-class ForecastHeaders(Mapping[str, str]):
-    """Other headers, and those of a forecast as soon as there is one: they are read when the status goes out."""
-
-    def __init__(self, others: Mapping[str, str], forecast: Callable[[], Forecast | None]) -> None:
-        self._others = others
-        self._forecast = forecast
-
-    def __getitem__(self, name: str) -> str:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> dict[str, str]:
-        found = self._forecast()
-        headers = dict(self._others)
-        if found is not None:
-            headers["x-paceline-queue-position"] = str(found.ahead)
-            headers["x-paceline-predicted-ttft-ms"] = str(milliseconds(found.first_token_s))
-            headers["x-paceline-predicted-finish-ms"] = str(milliseconds(found.finish_s))
-        return headers
+def forecast_headers(forecast: Forecast | None) -> dict[str, str]:
+    """When an answer is expected, in its headers."""
+    if forecast is None:
+        return {}
+    return {
+        "x-paceline-queue-position": str(forecast.ahead),
+        "x-paceline-predicted-ttft-ms": str(milliseconds(forecast.first_token_s)),
+        "x-paceline-predicted-finish-ms": str(milliseconds(forecast.finish_s)),
+    }
 
 
 def milliseconds(seconds: float) -> int:
@@ -74,24 +56,22 @@ class Estimate:
 
 def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
     forecast = estimate.forecast
-    first_s = None if forecast is None else forecast.first_token_s
-    finish_s = None if forecast is None else forecast.finish_s
     problem = None if estimate.refusal is None else problem_of(estimate.refusal)
     return {
         "object": "estimate",
         "model": model,
         "fits": problem is None,
-        "reason": None if problem is None else problem.message,
-        "code": None if problem is None else problem.code,
-        "param": None if problem is None else problem.param,
-        "retry_after_s": None if problem is None else problem.retry_after_s,
+        "reason": problem and problem.message,
+        "code": problem and problem.code,
+        "param": problem and problem.param,
+        "retry_after_s": problem and problem.retry_after_s,
         "prompt_tokens": estimate.num_prompt,
         "cached_tokens": estimate.num_cached,
         "max_tokens": estimate.max_tokens,
         "expected_tokens": estimate.num_expected,
-        "queue_position": None if forecast is None else forecast.ahead,
-        "ttft_ms": None if first_s is None else milliseconds(first_s),
-        "finish_ms": None if finish_s is None else milliseconds(finish_s),
+        "queue_position": forecast and forecast.ahead,
+        "ttft_ms": forecast and milliseconds(forecast.first_token_s),
+        "finish_ms": forecast and milliseconds(forecast.finish_s),
         "service_class": estimate.quote.service_class,
         "price": price_body(estimate.quote, estimate),
     }
@@ -100,28 +80,21 @@ def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
 def price_body(quote: Quote, estimate: Estimate) -> dict[str, Any]:
     """`expected`: by the lengths answers have had; `at_most`: found in no cache after all, and every token made. How
     long blocks are held has no bound that could be named, so that `at_most` leaves them out."""
-    num_output, expected = estimate.num_expected, None
-    if num_output is not None:
-        expected = amount_values(
-            quote.amounts(
-                computed=estimate.num_prompt - estimate.num_cached,
-                cached=estimate.num_cached,
-                output=num_output,
-                block_us=_block_us(estimate, num_output),
-            )
+    forecast, num_output, expected = estimate.forecast, estimate.num_expected, None
+    if forecast is not None and num_output is not None:
+        # Held from the first token to the last, the blocks being half full of output on average.
+        num_blocks = (estimate.num_prompt + num_output / 2) / estimate.block_size
+        held_s = max(0.0, forecast.finish_s - forecast.first_token_s)
+        amounts = quote.amounts(
+            computed=estimate.num_prompt - estimate.num_cached,
+            cached=estimate.num_cached,
+            output=num_output,
+            block_us=round(1e6 * num_blocks * held_s),
         )
+        expected = amount_values(amounts)
     prompts = ({"computed": estimate.num_prompt, "cached": 0}, {"computed": 0, "cached": estimate.num_prompt})
     dearest = max(
         (quote.amounts(**prompt, output=estimate.max_tokens, block_us=0) for prompt in prompts),
         key=lambda amounts: amounts.total,
     )
     return {"expected": expected, "at_most": amount_values(dearest), **factor_values(quote)}
-
-
-def _block_us(estimate: Estimate, expected: int) -> int:
-    """Blocks times microseconds from the first token to the last, the blocks being half full of output on average."""
-    forecast = estimate.forecast
-    if forecast is None:
-        return 0
-    held = (estimate.num_prompt + expected / 2) / estimate.block_size
-    return round(1e6 * held * max(0.0, forecast.finish_s - forecast.first_token_s))

@@ -1,7 +1,7 @@
 """One generation: the engine's updates of one or more prompts as deltas of text, in the order of their branches.
 
 Owns the way from token ids to text, endings and figures of one request, and its permit. Whatever fails here ends this
-request alone; however it ends, the engine is told, the permit goes back and the observer hears of it once.
+request alone; however it ends, the engine and the observer are notified once and the permit goes back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.process.client import BranchUpdate, EngineStream, EngineUnavailabl
 from paceline.server.billing.charge import receipt
 from paceline.server.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
 from paceline.server.generate.admission import Permit
-from paceline.server.generate.estimates import ForecastHeaders
+from paceline.server.generate.estimates import forecast_headers
 from paceline.server.generate.request_record import Observer, RequestRecord
 from paceline.text.tokenizer import Tokenizer
 
@@ -106,10 +106,9 @@ class Generation:
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
 
-    def headers(self, others: Mapping[str, str]) -> Mapping[str, str]:
-        """Headers of the answer: with `others`, what the engine said about when it will come."""
-        stream = self._parts[0].stream
-        return ForecastHeaders(others, lambda: stream.forecast)
+    def headers(self, others: Mapping[str, str]) -> dict[str, str]:
+        """Headers of the answer: with `others`, what the engine has said by now about when it will come."""
+        return {**others, **forecast_headers(self._parts[0].stream.forecast)}
 
     @property
     def is_open(self) -> bool:
@@ -119,12 +118,14 @@ class Generation:
     @property
     def usage(self) -> Usage:
         record = self.record
-        told = receipt(record, record.charge) if record.shows_receipt and not self._num_open else None
+        shown_receipt = (
+            receipt(record, record.charge) if record.shows_receipt and not self._num_open else None
+        )
         return Usage(
             num_prompt=self._num_prompt,
             num_output=record.num_output,
             num_cached=record.num_cached,
-            receipt=told,
+            receipt=shown_receipt,
         )
 
     @property
@@ -257,9 +258,9 @@ class Generation:
             if self._num_open and not record.finish_reason:
                 record.finish_reason = _ABORT  # the client left
             record.charge.give_up(record)
-            self._tell_end()
+            self._notify_end()
 
-    def _tell_end(self) -> None:
+    def _notify_end(self) -> None:
         """The answer is complete by now, and figures that go wrong must not spoil it."""
         try:
             self._observer.finished(self.record)
@@ -355,7 +356,7 @@ class Generation:
     def _failure_of(self, ending: Finished) -> PacelineError:
         if ending.reason is not FinishReason.ABORT or ending.detail != DEADLINE:
             return _failure(ending)
-        deadline_ms = self.record.wishes[0]
+        deadline_ms = self.record.objectives[0]
         taken_s = time.monotonic() - self.record.received_s
         made = f"{ending.num_output} tokens were made by then"
         if deadline_ms is not None and taken_s >= deadline_ms / 1e3:

@@ -1,4 +1,4 @@
-"""How one generation went, and the interface of what is told about it.
+"""How one generation went, and the interface of its observers.
 
 The log line, the metrics, the bill and the trace of a request are made from its record. A record holds no text.
 """
@@ -6,11 +6,23 @@ The log line, the metrics, the bill and the trace of a request are made from its
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core.sampling import SamplingParams
-from paceline.server.access.caller import DEFAULT_CLASS
+from paceline.core.service_class import DEFAULT_CLASS
 from paceline.server.billing.charge import Charge, Consumption, no_charge
+from paceline.server.call import Call
+
+
+class Times(NamedTuple):
+    """Longest times a request may take, in ms: in all, to the first token, and between tokens on average."""
+
+    e2e_ms: float | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+
+NO_TIMES = Times()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,14 +45,14 @@ class RequestRecord(Consumption):
     shows_receipt: bool = False  # whether its usage carries the receipt
     batch_id: str = ""
     predicted_ttft_s: float | None = None  # what the engine said when it took the request
-    wishes: tuple[int | None, int | None, int | None] = (None, None, None)  # deadline, TTFT and ITL in ms
+    objectives: Times = NO_TIMES  # its own
     sampling: SamplingParams | None = None
     trace_parent: str = ""  # of the trace its client says it belongs to, as it came
     trace_state: str = ""
 
 
 class Observer(Protocol):
-    """Who is told how generations go. Cheap calls that never raise; they are made once for each piece of news."""
+    """Observes generations. Cheap calls that never raise, made once for each update."""
 
     def started(self, record: RequestRecord) -> None:
         """Tokenised and handed to the engine."""
@@ -48,23 +60,15 @@ class Observer(Protocol):
     def first_token(self, record: RequestRecord) -> None: ...
 
     def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
-        """So many more output tokens, over all branches; the newest at `time_s` on the engine's clock."""
+        """`count` more output tokens, over all branches; the newest at `time_s` on the engine's clock."""
 
     def finished(self, record: RequestRecord) -> None:
         """Called exactly once for every `started`, in whatever way it ended."""
 
+    def call_ended(
+        self, call: Call, status: int, code: str, *, line: int | None = None, is_again: bool = False
+    ) -> None:
+        """A call that was made in the process has ended; `line` of a batch, which may be run again."""
 
-class NoObserver:
-    """Ignores everything."""
-
-    def started(self, record: RequestRecord) -> None:
-        pass
-
-    def first_token(self, record: RequestRecord) -> None:
-        pass
-
-    def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
-        pass
-
-    def finished(self, record: RequestRecord) -> None:
-        pass
+    def call_failed(self, call: Call, error: BaseException) -> None:
+        """The same with an error of ours: everything the answer leaves out. `call_ended` follows."""

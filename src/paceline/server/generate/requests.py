@@ -1,4 +1,4 @@
-"""Whose requests the engine knows by which numbers: the newest of all callers, a bounded number of them.
+"""Requests by caller and by the engine's numbers: the newest of all callers, a bounded number of them.
 
 What is explained, changed and shown on the live page is found here, by the id of an answer or by the engine's number. A
 caller that names a request of another tenant gets the same answer as for one that never was. Knows nothing of what
@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from paceline.audit.story import story_values
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import Change, ChangeOutcome
-from paceline.core.service_class import DEFAULT_CLASS, Urgency, class_of, is_better
-from paceline.errors import InvalidRequest
+from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of, is_better
 from paceline.process.client import EngineClient, Explanation
 from paceline.server.access.caller import Caller
 from paceline.server.errors import (
@@ -74,49 +73,36 @@ class RecentRequests:
         self,
         request_id: str,
         caller: Caller,
-        numbers: Iterable[int],
+        numbers: Iterable[int] = (),
         service_class: str = DEFAULT_CLASS,
         timeout_s: float | None = None,
+        *,
         prompt: Callable[[], str] = str,
+        refusal: str = "",
     ) -> None:
-        """A request has been handed to the engine under these numbers; it may take no longer than `timeout_s`.
+        """A request has been handed to the engine under these numbers, or was refused on arrival.
 
-        `prompt` is asked for its text only where prompts may be shown.
+        It may take no longer than `timeout_s`. `prompt` is asked for its text only where prompts may be shown.
         """
-        self._keep(
-            Recent(
-                id=request_id,
-                tenant=caller.tenant,
-                service_class=service_class,
-                numbers=tuple(numbers),
-                until_s=math.inf if timeout_s is None else time.monotonic() + timeout_s,
-                words=_beginning(prompt()) if self.keeps_words() else "",
-            )
+        self._known[request_id] = Recent(
+            id=request_id,
+            tenant=caller.tenant,
+            service_class=service_class,
+            numbers=tuple(numbers),
+            until_s=math.inf if timeout_s is None else time.monotonic() + timeout_s,
+            refusal=refusal[:LONGEST_REFUSAL],
+            words=_beginning(prompt()) if self.keeps_words() else "",
         )
-
-    def refused(self, request_id: str, caller: Caller, why: str) -> None:
-        """A request was refused on arrival."""
-        self._keep(
-            Recent(
-                id=request_id,
-                tenant=caller.tenant,
-                service_class=DEFAULT_CLASS,
-                numbers=(),
-                until_s=0.0,
-                refusal=why[:LONGEST_REFUSAL],
-            )
-        )
-
-    def _keep(self, request: Recent) -> None:
-        self._known[request.id] = request
         self.num_noted += 1
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def find(self, request_id: str, caller: Caller) -> Recent:
-        """A request of this caller, or of anybody for an admin. Raises UnknownRequestId."""
+        """A request of this caller, or of any caller for an admin. Raises UnknownRequestId."""
         name = own_id(request_id)
-        found = self._known.get(name) or self._numbered(name) or self._by_beginning(name, caller)
+        number = number_of(name)  # as the engine, its log and the live page show it
+        by_number = None if number is None else self._known.get(self.id_of(number))
+        found = self._known.get(name) or by_number or self._by_beginning(name, caller)
         may_know = found is not None and (found.tenant == caller.tenant or caller.is_admin)
         if found is None or not may_know or not (found.numbers or found.refusal):
             raise UnknownRequestId(
@@ -139,11 +125,6 @@ class RecentRequests:
     def newest(self, count: int) -> list[Recent]:
         """The last requests, in the order they came."""
         return list(islice(reversed(self._known.values()), count))[::-1]
-
-    def _numbered(self, text: str) -> Recent | None:
-        """The request of a number, as the engine, its log and the live page show it."""
-        number = number_of(text)
-        return None if number is None else self._known.get(self.id_of(number))
 
 
 def number_of(text: str) -> int | None:
@@ -195,22 +176,22 @@ class Explanations:
         """The story of each branch. Raises UnknownRequestId."""
         found = self._recent.find(request_id, caller)
         if found.refusal:
-            told = {
+            refused = {
                 "index": 0,
                 "state": "refused",
                 "sentences": [f"was refused on arrival: {found.refusal}"],
             }
-            return _explanation(found.id, [{**told, "decisions": []}])
-        return await self._tell(found.id, found.numbers)
+            return _explanation(found.id, [{**refused, "decisions": []}])
+        return await self._explain(found.id, found.numbers)
 
     async def explain_any(self, request_id: str, caller: Caller) -> dict[str, Any]:
         """The same for an admin: by id, or by the engine's number of one branch, which may be of any request."""
         number = number_of(request_id)
         if number is None:
             return await self.explain(request_id, caller)
-        return await self._tell(self._recent.id_of(number), (number,))
+        return await self._explain(self._recent.id_of(number), (number,))
 
-    async def _tell(self, name: str, numbers: tuple[int, ...]) -> dict[str, Any]:
+    async def _explain(self, name: str, numbers: tuple[int, ...]) -> dict[str, Any]:
         branches = []
         for index, number in enumerate(numbers):
             known = await self._client.explain(number)
@@ -249,28 +230,23 @@ def _state(decisions: Sequence[Decision]) -> str:
     return state
 
 
-# How urgent a request is: the class it runs in, and the number of priority the engine goes by.
+# The service level of a request: the class it runs in, and its priority.
 #
 # A request may name a class that is no better than its key's, and a number within what the key allows. Pure.
 
 
-class ClassNotPermitted(NotPermitted):
-    """A class of service above the key's."""
-
-
-def urgency_of(caller: Caller, tier: str | None, priority: int | None) -> Urgency:
-    """The urgency of a request of this caller, who may leave both open. Raises NotPermitted for what its key does not
-    allow."""
+def service_level_of(caller: Caller, tier: str | None, priority: int | None) -> ServiceLevel:
+    """The service level of a request of this caller; both may be left open. Raises NotPermitted."""
     chosen = class_of(tier, caller.service_class)
     if is_better(chosen, caller.service_class) and not caller.is_admin:
         message = (
             f"this key has the class {caller.service_class} and may not ask for {chosen}; "
             f"leave service_tier out or name a class that is no better"
         )
-        raise ClassNotPermitted(message, param="service_tier")
+        raise NotPermitted(message, param="service_tier")
     number = max(0, caller.lowest_priority_number or 0) if priority is None else priority
     check_number(caller, number)
-    return Urgency(service_class=chosen, priority=number)
+    return ServiceLevel(service_class=chosen, priority=number)
 
 
 def check_number(caller: Caller, priority: int) -> None:
@@ -281,57 +257,45 @@ def check_number(caller: Caller, priority: int) -> None:
         raise PriorityNotPermitted(message, param="priority")
 
 
-# Changing requests under way: whose they are, what their key allows, and what the engine made of it.
+# Changing requests under way: their caller, what its key allows, and what the engine made of it.
 #
 # `RecentRequests` knows whose a request is, and its numbers in the engine; an admin key may change those of all.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a caller asks for, as it stands in the body; None leaves it as it is."""
+async def change_request(
+    client: EngineClient,
+    known: Recent,
+    caller: Caller,
+    *,
+    priority: int | None = None,
+    deadline_ms: int | None = None,
+    paused: bool | None = None,
+) -> dict[str, Any]:
+    """Change a request of this caller; `deadline_ms` from now, 0 for none but the server's own.
 
-    priority: int | None = None
-    deadline_ms: int | None = None  # from now; 0: none but the server's own
-    paused: bool | None = None
-
-
-class LiveRequests:
-    """The requests that may still be changed."""
-
-    def __init__(self, client: EngineClient, recent: RecentRequests) -> None:
-        self._client = client
-        self._recent = recent
-
-    async def change(self, request_id: str, caller: Caller, wish: Wish) -> dict[str, Any]:
-        """Change a request of this caller. Raises UnknownRequestId, RequestEnded, RequestBusy, NotPermitted."""
-        if wish == Wish():
-            raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
-        known = self._recent.find(request_id, caller)
-        if known.refusal:
-            raise RequestEnded("the request was refused on arrival; there is nothing to change")
-        if wish.priority is not None:
-            check_number(caller, wish.priority)
-        outcomes = await self._client.change(known.numbers, _change(wish, known))
-        if ChangeOutcome.BUSY in outcomes:
-            raise RequestBusy("the request cannot be paused at this moment; try again", param="paused")
-        if ChangeOutcome.CHANGED not in outcomes:
-            raise RequestEnded("the request has ended; there is nothing left to change")
-        told = {"priority": wish.priority, "deadline_ms": wish.deadline_ms, "paused": wish.paused}
-        return {
-            "id": known.id,
-            "object": "request.change",
-            "service_tier": known.service_class,
-            **{name: value for name, value in told.items() if value is not None},
-            "live": outcomes.count(ChangeOutcome.CHANGED),
-        }
-
-
-def _change(wish: Wish, known: Recent) -> Change:
-    """The same in the engine's words: no deadline is the server's own."""
+    Raises RequestEnded, RequestBusy, NotPermitted.
+    """
+    if known.refusal:
+        raise RequestEnded("the request was refused on arrival; there is nothing to change")
+    if priority is not None:
+        check_number(caller, priority)
     until_s = None
-    if wish.deadline_ms is not None:
-        wanted_s = time.monotonic() + wish.deadline_ms / 1e3 if wish.deadline_ms else math.inf
+    if deadline_ms is not None:
+        wanted_s = time.monotonic() + deadline_ms / 1e3 if deadline_ms else math.inf
         until_s = min(wanted_s, known.until_s)
-    if wish.priority is not None:
-        Urgency(known.service_class, wish.priority).check()
-    return Change(priority=wish.priority, until_s=until_s, paused=wish.paused)
+    if priority is not None:
+        ServiceLevel(known.service_class, priority).check()
+    change = Change(priority=priority, until_s=until_s, paused=paused)
+    outcomes = await client.change(known.numbers, change)
+    if ChangeOutcome.BUSY in outcomes:
+        raise RequestBusy("the request cannot be paused at this moment; try again", param="paused")
+    if ChangeOutcome.CHANGED not in outcomes:
+        raise RequestEnded("the request has ended; there is nothing left to change")
+    changed = {"priority": priority, "deadline_ms": deadline_ms, "paused": paused}
+    return {
+        "id": known.id,
+        "object": "request.change",
+        "service_tier": known.service_class,
+        **{name: value for name, value in changed.items() if value is not None},
+        "live": outcomes.count(ChangeOutcome.CHANGED),
+    }

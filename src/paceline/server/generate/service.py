@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.core.request import SALT
-from paceline.core.service_class import Urgency
+from paceline.core.service_class import ServiceLevel
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
-from paceline.llm.chat import ChatPrompts
-from paceline.llm.prompts import PreparedRequest, PromptReader
-from paceline.models.files.open import Checkpoint
+from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
     EngineClient,
@@ -36,14 +34,14 @@ from paceline.server.errors import ContextTooLong, UnsupportedModality
 from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import Generation
-from paceline.server.generate.request_record import NoObserver, Observer, RequestRecord
-from paceline.server.generate.requests import Explanations, LiveRequests, RecentRequests, urgency_of
+from paceline.server.generate.request_record import Observer, RequestRecord, Times
+from paceline.server.generate.requests import Explanations, RecentRequests, service_level_of
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
 
-# How large a prompt is before anybody has tokenised it, and whether its messages are ones that can be read.
+# How large a prompt is before it is tokenised, and whether its messages can be read.
 #
-# Cheap looks only: what is too large, or holds what no text model takes, is refused before work is done for it.
+# Cheap checks only: what is too large, or holds what no text model takes, is rejected before work is done for it.
 
 
 NAMES = ("name", "tool_call_id")
@@ -140,11 +138,6 @@ class ServedModel:
     seed: int = 0
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, names: tuple[str, ...], *, seed: int = 0) -> ServedModel:
-        tokenizer = Tokenizer.from_checkpoint(checkpoint)
-        return cls(names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=seed)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
@@ -153,7 +146,7 @@ class ServiceSettings:
     limits: RequestLimits = SERVER_LIMITS
     strict_fields: bool = False
     max_queue: int = 256  # requests that wait beside those that run
-    max_queued_tokens: int | None = None  # None: a quarter of what so many prompts could hold
+    max_queued_tokens: int | None = None  # None: a quarter of what all prompts could hold
     request_timeout_s: float | None = None  # from arrival to the end
     queue_timeout_s: float | None = None  # from arrival to the first token
 
@@ -176,20 +169,19 @@ class Service:
         model: ServedModel,
         settings: ServiceSettings | None = None,
         *,
-        observer: Observer | None = None,
+        observer: Observer,
         billing: Billing | None = None,
     ) -> None:
         self.client = client
         self.model = model
         self.tokenizer = model.tokenizer
         self.settings = settings or ServiceSettings()
-        self.observer: Observer = observer or NoObserver()
+        self.observer = observer
         capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
         self.billing = billing or Billing()
-        self.changes = LiveRequests(client, self.recent)
         self._chat = ChatPrompts(model.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._known: _Known | None = None
@@ -219,20 +211,20 @@ class Service:
 
     async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
         """When a request of one prompt would be served if it came now."""
-        urgency = self._urgency(call, body)
+        service_level = self._service_level(call, body)
         known = self._loaded()
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
         quote = self.billing.quote(
-            self.client, call.caller, urgency.service_class, self.admission.places_taken
+            self.client, call.caller, service_level.service_class, self.admission.places_taken
         )
         forecast, refusal = None, None
         try:
-            self._quote(call, body, urgency.service_class)  # with the price it accepts
+            self._quote(call, body, service_level.service_class)  # with the price it accepts
             forecast = await self.client.forecast(
-                ids, sampling, tenant=self._tenant(call, body), urgency=urgency
+                ids, sampling, tenant=self._tenant(call, body), service_level=service_level
             )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
@@ -254,13 +246,13 @@ class Service:
         try:
             return await self._start(call, body)
         except (QueueFull, DeadlineInfeasible) as error:  # it can be asked later why
-            self.recent.refused(call.id, call.caller, str(error))
+            self.recent.note(call.id, call.caller, refusal=str(error))
             raise
 
     async def _start(self, call: Call, body: ParsedBody) -> Generation:
-        urgency = self._urgency(call, body)
+        service_level = self._service_level(call, body)
         known = self._loaded()
-        quote = self._quote(call, body, urgency.service_class)
+        quote = self._quote(call, body, service_level.service_class)
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
         permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
         try:
@@ -270,14 +262,15 @@ class Service:
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
-                permit.allowance.charge_tokens(permit.tokens, _longest_answers(prepared))
-            started = self._submit(call, body, prepared, urgency)
+                longest = sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
+                permit.allowance.charge_tokens(permit.tokens, longest)
+            started = self._submit(call, body, prepared, service_level)
         except BaseException:
             permit.release()
             raise
-        record = _record(call, body, prepared, urgency.service_class)
+        record = _record(call, body, prepared, service_level.service_class)
         record.shows_receipt = self.billing.wants_receipt(call)
-        record.charge = self.billing.open(quote, record, body.model, hides_output=body.echo.nothing_else)
+        record.charge = self.billing.open(quote, record, body.model, hides_output=body.only_echoes)
         try:
             return Generation(
                 started,
@@ -302,51 +295,37 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def prompt_ids(self, body: ParsedBody) -> list[int]:
-        """The tokens of a conversation, for those who only count them."""
-        options = body.template
-        _, ids = self._chat.render(
-            body.messages or (),
-            switches=options.switches,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-        )
-        return ids
+        """The tokens of a conversation, for callers that only count them."""
+        return self._chat.render(body.messages or (), **body.template)[1]
 
     # -- from a body to the engine -------------------------------------------------------------------------
 
     def _loaded(self) -> _Known:
-        info = self.client.info
+        info, model, settings = self.client.info, self.model, self.settings
         if self._known is None or self._known.info is not info:
-            self._known = self._know(info)
-            settings = self.settings
-            most = settings.max_queued_tokens or max(
-                info.max_model_len, settings.max_queue * info.max_model_len // 4
+            longest = info.max_model_len
+            facts = ModelFacts(names=model.names, max_model_len=longest, generation=model.generation)
+            reader = PromptReader(
+                model.tokenizer, vocab_size=info.vocab_size, max_model_len=longest, seed=model.seed
             )
-            self.admission.capacity.places = info.max_num_seqs + settings.max_queue
-            self.admission.capacity.queued_tokens = most
+            self._known = _Known(info=info, facts=facts, reader=reader)
+            capacity = self.admission.capacity
+            capacity.places = info.max_num_seqs + settings.max_queue
+            capacity.queued_tokens = settings.max_queued_tokens or max(
+                longest, settings.max_queue * longest // 4
+            )
         return self._known
-
-    def _know(self, info: EngineInfo) -> _Known:
-        model = self.model
-        facts = ModelFacts(names=model.names, max_model_len=info.max_model_len, generation=model.generation)
-        reader = PromptReader(
-            model.tokenizer,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            seed=model.seed,
-        )
-        return _Known(info=info, facts=facts, reader=reader)
 
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
         return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
 
-    def _urgency(self, call: Call, body: ParsedBody) -> Urgency:
+    def _service_level(self, call: Call, body: ParsedBody) -> ServiceLevel:
         """Raises what a key does not allow. A line of a batch is never more urgent than its class."""
         priority = body.priority
         if call.caller.batch_id and priority is not None:
             priority = max(priority, 0)
-        return urgency_of(call.caller, body.service_tier, priority)
+        return service_level_of(call.caller, body.service_tier, priority)
 
     def _quote(self, call: Call, body: ParsedBody, service_class: str) -> Quote:
         return self.billing.quote(
@@ -383,7 +362,7 @@ class Service:
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
-        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], urgency: Urgency
+        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_level: ServiceLevel
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = self._tenant(call, body)
         # A line of a batch has the batch's own time.
@@ -397,7 +376,7 @@ class Service:
                     prompt.token_ids,
                     prompt.sampling,
                     tenant=tenant,
-                    urgency=urgency,
+                    service_level=service_level,
                     timeout_s=timeout_s,
                 )
                 started.append((prompt, stream))
@@ -405,21 +384,16 @@ class Service:
             for _, stream in started:
                 stream.close()
             raise
-        numbers = _numbers(started)
+        numbers = [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
         self.recent.note(
-            call.id, call.caller, numbers, urgency.service_class, timeout_s, lambda: body.shown_prompt
+            call.id,
+            call.caller,
+            numbers,
+            service_level.service_class,
+            timeout_s,
+            prompt=lambda: body.shown_prompt,
         )
         return started
-
-
-def _longest_answers(prepared: Sequence[PreparedRequest]) -> int:
-    """Tokens of all answers, if each gets as long as it may."""
-    return sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
-
-
-def _numbers(started: Sequence[tuple[PreparedRequest, EngineStream]]) -> list[int]:
-    """What the engine knows the branches of a request by."""
-    return [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
 
 
 def _record(
@@ -434,9 +408,9 @@ def _record(
         num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,
-        is_stream=body.streaming.wanted,
+        is_stream=body.is_stream,
         batch_id=call.caller.batch_id,
-        wishes=(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
+        objectives=Times(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
         sampling=prepared[0].sampling,
         trace_parent=call.headers.get("traceparent", ""),
         trace_state=call.headers.get("tracestate", ""),

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from paceline.server.access.auth import DEFAULT_CALLER, Keyring
 from paceline.server.access.rate_limits import RateLimits
-from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, Route
+from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, PARAMETER, Route
 from paceline.server.call import Call, Download, Events
 from paceline.server.errors import Refusal, problem_of
 from paceline.server.http.exchange import (
@@ -42,9 +42,6 @@ from paceline.server.http.strict_json import read_object
 # rules were checked for another. Only a template's parameters are decoded, after it.
 
 
-_PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
-
-
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
     """A path that exists; `route` is None when it does not take the method."""
@@ -63,7 +60,7 @@ class RouteTable:
         self._exact: dict[str, list[Route]] = {}
         self._templates: dict[str, tuple[re.Pattern[str], list[Route]]] = {}
         for route in self.routes:
-            if _PARAMETER.search(route.path):
+            if PARAMETER.search(route.path):
                 entry = self._templates.setdefault(route.path, (_pattern(route.path), []))
                 entry[1].append(route)
             else:
@@ -96,7 +93,7 @@ def _chosen(template: str, routes: list[Route], method: str, parameters: Mapping
 def _pattern(template: str) -> re.Pattern[str]:
     parts: list[str] = []
     end = 0
-    for found in _PARAMETER.finditer(template):
+    for found in PARAMETER.finditer(template):
         parts.append(re.escape(template[end : found.start()]))
         parts.append(f"(?P<{found.group(1)}>{'.+' if found.group(2) else '[^/]+'})")
         end = found.end()
@@ -113,7 +110,7 @@ class ExchangeLog(Protocol):
     def ended(self, exchange: Exchange) -> None: ...
 
     def failed(self, exchange: Exchange, error: BaseException) -> None:
-        """An error of ours, with everything the client is not told."""
+        """An error of ours, with everything the answer leaves out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,18 +134,11 @@ class AsgiApp:
         self.exchanges: set[Exchange] = set()
         self._log = log
 
-    def replace_routes(self, routes: Iterable[Route]) -> None:
-        self.table = RouteTable(routes)
-
     def stop_all(self, refusal: Refusal, *, only_unadmitted: bool = False) -> None:
         """End what is under way with an error."""
         for exchange in list(self.exchanges):
             if not (only_unadmitted and exchange.is_admitted):
                 exchange.stop(refusal)
-
-    @property
-    def num_admitted(self) -> int:
-        return sum(exchange.is_admitted for exchange in self.exchanges)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -176,15 +166,15 @@ class AsgiApp:
             if exchange.lost:
                 exchange.status = CLIENT_CLOSED
             elif refusal is not None:
-                await self._tell(exchange, refusal, shape)
+                await self._send_error(exchange, refusal, shape)
             else:
                 raise
         except ClientGone:
             exchange.status = CLIENT_CLOSED
         except Exception as error:
-            await self._tell(exchange, error, shape)
+            await self._send_error(exchange, error, shape)
 
-    async def _tell(self, exchange: Exchange, error: BaseException, shape: str) -> None:
+    async def _send_error(self, exchange: Exchange, error: BaseException, shape: str) -> None:
         problem = problem_of(error)
         exchange.error_code = problem.code
         exchange.refused_by = getattr(error, "limit", "")
@@ -214,7 +204,11 @@ class AsgiApp:
             caller = self.rules.keyring.admit(scope["headers"])
         exchange.tenant, exchange.service_class = caller.tenant, caller.service_class
         if match.template == NO_ROUTE:
-            raise self._starting() or Refusal("not_found")
+            refusal = self.rules.refusal()
+            # While the model is loaded its routes are not there yet, and may not be called missing.
+            if refusal is not None and refusal.code == "starting":
+                raise refusal
+            raise Refusal("not_found")
         if route is None:
             raise Refusal("method_not_allowed", headers={"allow": ", ".join(match.allowed)})
         if route.needs_admin and not caller.is_admin:
@@ -249,11 +243,6 @@ class AsgiApp:
             chunks=exchange.body_chunks() if route.takes_stream else None,
         )
         return route, call
-
-    def _starting(self) -> Refusal | None:
-        """While the model is loaded its routes are not there yet, and may not be called missing."""
-        refusal = self.rules.refusal()
-        return refusal if refusal is not None and refusal.code == "starting" else None
 
     async def _run(self, exchange: Exchange, route: Route, call: Call) -> None:
         if route.takes_body:

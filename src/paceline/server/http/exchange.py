@@ -63,15 +63,7 @@ class Exchange:
 
     async def read_body(self) -> bytes:
         """The whole body; the connection has seen to its size and time."""
-        parts: list[bytes] = []
-        while True:
-            message = await self.receive()
-            if message["type"] != "http.request":
-                self.lost = True
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join([chunk async for chunk in self.body_chunks()])
 
     async def body_chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes; raises ClientGone when it ends too early. A stopping server does not wait for it."""
@@ -279,7 +271,7 @@ class _Stream:
         return self._connection is not None and bool(self._connection.write_chunk(frame))
 
     async def _begin(self) -> None:
-        await self._exchange.begin(200, [*_STREAM_HEADERS, *_encoded(self._events.headers)])
+        await self._exchange.begin(200, [*_STREAM_HEADERS, *_encoded(self._events.headers())])
 
     async def _fail(self, error: BaseException) -> None:
         if not self._exchange.lost:

@@ -1,6 +1,6 @@
 """Sockets that are listened on, and the connections they brought.
 
-Binding is separate from serving: a port in use is told before a model is loaded. A listener never decides when to
+Binding is separate from serving: a port in use is reported before a model is loaded. A listener never decides when to
 stop; `lifecycle` closes it, asks its connections to end, and cuts them at last.
 """
 

@@ -11,16 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 import msgspec
 
+from paceline.config.engine import POLICIES
 from paceline.errors import PacelineError, QueueFull
 from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable
+from paceline.server.api.fields import choice_of, read_query
+from paceline.server.api.route import Route, described
+from paceline.server.call import Answer, Call, Events
+from paceline.server.errors import openai_error_frame
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.logs import log
 from paceline.server.metrics.requests import RequestMetrics
+from paceline.version import __version__
 
 INTERVAL_S = 0.2
 LONGEST_INTERVAL_S = 2.0
@@ -32,7 +39,7 @@ MOST_BEHIND = 8  # messages
 MOST_WATCHING = 16
 PAST_S = 60.0  # what a page shows
 MOST_PAST_BYTES = 32 * 2**20
-MOST_NAMES = 1024  # that are told to a page when it is opened
+MOST_NAMES = 1024  # that are sent to a page when it is opened
 LATENCIES = {
     "ttft": "time_to_first_token_seconds",
     "itl": "inter_token_latency_seconds",
@@ -42,15 +49,17 @@ END = None
 
 
 class LookInterval:
-    """How often to look: less often where that is dear."""
+    """How often to look: less often where that is expensive."""
 
     def __init__(self) -> None:
         self._interval_s = INTERVAL_S
         self._before: tuple[float, float, float] | None = None
 
     def interval_s(self, stats: EngineStats, now_s: float) -> float:
-        """The time to the next look, by what looks have taken of the engine's processor so far."""
-        if self._before is None or stats.cpu_s < self._before[1]:  # the first look, or an engine started anew
+        """The time to the next snapshot, by what snapshots have taken of the engine's processor so far."""
+        if (
+            self._before is None or stats.cpu_s < self._before[1]
+        ):  # the first snapshot, or an engine started anew
             self._before = (stats.watch_cpu_s, stats.cpu_s, now_s)
         elif now_s - self._before[2] >= JUDGED_S:
             now = (stats.watch_cpu_s, stats.cpu_s, now_s)
@@ -105,8 +114,8 @@ class Feed:
         self._has_reader = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._number = 0
-        self._num_named = 0  # of the requests that `recent` has heard of
-        self._num_steps = -1  # as of the last look
+        self._num_named = 0  # of the requests that `recent` knows
+        self._num_steps = -1  # as of the last snapshot
 
     def start(self) -> None:
         """Begin to keep the last minute."""
@@ -159,10 +168,10 @@ class Feed:
             log("the live page's feed failed", level=logging.ERROR, error=error)
         finally:
             self._task = None
-            self._tell(END)
+            self._send(END)
 
     def _is_moving(self) -> bool:
-        """Whether the engine has made a step since the last look, or may be about to."""
+        """Whether the engine has made a step since the last snapshot, or may be about to."""
         stats = self._client.stats
         is_ready = self._client.state is EngineState.READY
         return is_ready and (stats.steps != self._num_steps or bool(stats.running or stats.waiting))
@@ -175,13 +184,13 @@ class Feed:
         except EngineUnavailable as error:
             if error.code == "shutting_down":
                 return False
-            self._tell(self._message(msgspec.json.encode({"unavailable": str(error)})))
+            self._send(self._message(msgspec.json.encode({"unavailable": str(error)})))
         except PacelineError as error:
-            self._tell(self._message(msgspec.json.encode({"unavailable": str(error)})))
+            self._send(self._message(msgspec.json.encode({"unavailable": str(error)})))
         else:
             made = self._message(seen)
             self.past.add(made, now_s)
-            self._tell(made)
+            self._send(made)
         return True
 
     def _message(self, seen: bytes) -> bytes:
@@ -202,7 +211,7 @@ class Feed:
         names = [] if self.recent is None else _names(self.recent, MOST_NAMES)
         return [b"data: %b\n\n" % msgspec.json.encode({"names": names, "past": len(past)}), *past]
 
-    def _tell(self, message: bytes | None) -> None:
+    def _send(self, message: bytes | None) -> None:
         for reader in self._readers:
             if reader.full():
                 reader.get_nowait()
@@ -219,14 +228,49 @@ def _names(recent: RecentRequests, count: int) -> list[Named]:
 
 def message(number: int, requests: RequestMetrics, seen: bytes, names: list[Named] | None = None) -> bytes:
     """One message: its number, what is known of requests, new names of them, and what was seen of the engine."""
-    told: dict[str, object] = {name: requests.histograms[full][1].counts for name, full in LATENCIES.items()}
+    figures: dict[str, object] = {
+        name: requests.histograms[full][1].counts for name, full in LATENCIES.items()
+    }
     # Buckets are wide: no percentile read off them may lie above what was seen.
-    told["longest"] = {name: requests.histograms[full][1].largest for name, full in LATENCIES.items()}
-    told["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
+    figures["longest"] = {name: requests.histograms[full][1].largest for name, full in LATENCIES.items()}
+    figures["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
     named = msgspec.json.encode(names or [])
-    return b'{"n":%d,"server":%b,"names":%b,"engine":%b}' % (number, msgspec.json.encode(told), named, seen)
+    return b'{"n":%d,"server":%b,"names":%b,"engine":%b}' % (
+        number,
+        msgspec.json.encode(figures),
+        named,
+        seen,
+    )
 
 
 def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:
     """The upper ends of the buckets that messages count in."""
     return {name: requests.histograms[full][1].bounds for name, full in LATENCIES.items()}
+
+
+def watch_routes(
+    feed: Feed, client: EngineClient, requests: RequestMetrics, model_name: Callable[[], str]
+) -> list[Route]:
+    """What the live page asks an engine for: the feed of its steps, and what it is. For admins."""
+
+    async def watch(call: Call) -> Answer | Events:
+        with_past = choice_of(read_query(call.query, ("past",)), "past", ("true", "false")) == "true"
+        return Events(frames=feed.messages(with_past=with_past), error_frame=openai_error_frame)
+
+    async def about(call: Call) -> Answer | Events:
+        values = {
+            "version": __version__,
+            "model": model_name(),
+            "engine": asdict(client.info),
+            "policies": POLICIES,
+            "latency_bounds": latency_bounds(requests),
+        }
+        return Answer(body=msgspec.json.encode(values))
+
+    summary = "Watch the engine step by step, as server-sent events; ?past=true begins a minute ago"
+    return [
+        described("GET", "/v1/admin/watch", watch, summary, needs_admin=True),
+        described(
+            "GET", "/v1/admin/about", about, "What the engine is: sizes, device, version", needs_admin=True
+        ),
+    ]

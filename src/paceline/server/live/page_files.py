@@ -66,7 +66,7 @@ def page_routes(*, home: str = CHAT) -> list[Route]:
 
 
 def _route(path: str, name: str) -> Route:
-    return Route(methods=("GET",), path=path, handler=file_handler(name), takes_body=False)
+    return Route(methods=("GET",), path=path, handler=file_handler(name))
 
 
 def file_handler(name: str) -> Handler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from paceline.process.live_view import delta_values
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.feed import LATENCIES, message
 from paceline.server.metrics.requests import RequestMetrics
+from paceline.version import __version__
 from paceline.watch.trace import PeriodicTrace, TraceDelta
 
 INTERVAL_S = 0.1  # of the run, between two messages at its beginning
@@ -77,7 +78,7 @@ class Recording:
         known = self._ring.of(RequestId(number))
         return Explanation(known, bool(known) and not any(each.kind in _ENDINGS for each in known))
 
-    # -- what a watcher is told ----------------------------------------------------------------------------
+    # -- the watcher's calls -------------------------------------------------------------------------------
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None:
         assert self._trace is not None
@@ -88,7 +89,7 @@ class Recording:
         assert self._trace is not None
         self._trace.completed(seq, time_s, failed=failed)
 
-    def told(self, events: StepEvents) -> None:
+    def on_events(self, events: StepEvents) -> None:
         for tokens in events.tokens:
             self._latencies.tokens(tokens)
         for finished in events.finished:
@@ -123,6 +124,55 @@ class Recording:
         if self._pending:
             self.bundles.append(_packed(self._pending))
             self._pending = []
+
+
+class Race:
+    """The same requests under several batching modes, each mode a recording, run one after the other.
+
+    What the race page gets about the runs as a whole; their messages are those of the recordings, which may still
+    grow while the page reads them. Filled in one thread and read in another.
+    """
+
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        *,
+        what: str,
+        is_live: bool,
+        starts: Mapping[str, float] | None = None,
+    ) -> None:
+        """`what`: model, device and sizes in words; `starts`: when runs began, where that is before their recording."""
+        self.recordings = recordings
+        self.num_requests: int | None = None  # of every run, once it is known
+        self._what = what
+        self._is_live = is_live
+        self._starts = starts or {}
+
+    def recording(self, name: str) -> Recording:
+        return next(each for each in self.recordings if each.name == name)
+
+    def values(self) -> dict[str, Any]:
+        """How the race stands."""
+        return {
+            "version": __version__,
+            "what": self._what,
+            "is_live": self._is_live,
+            "num_requests": self.num_requests,
+            "bundle": BUNDLE,
+            "tracks": [self._track(each) for each in self.recordings],
+        }
+
+    def _track(self, recording: Recording) -> dict[str, Any]:
+        has_begun = bool(recording.times)
+        return {
+            "name": recording.name,
+            "rows": recording.num_rows,
+            "state": "over" if recording.is_over else "running" if has_begun else "waiting",
+            "start_s": self._starts.get(recording.name, recording.times[0]) if has_begun else None,
+            "now_s": recording.now_s(),
+            "num_messages": len(recording.times),
+            "answers": list(recording.answers),
+        }
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:

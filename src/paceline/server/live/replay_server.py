@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.config.server import ServerConfig
 from paceline.server.access.auth import Keyring
-from paceline.server.api.explain_routes import explain_any_route
+from paceline.server.api.request_routes import explain_any_route
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Refusal
@@ -27,8 +27,7 @@ from paceline.server.http.listener import Listener
 from paceline.server.http.request_headers import HostCheck
 from paceline.server.live.feed import latency_bounds
 from paceline.server.live.page_files import LIVE, page_routes
-from paceline.server.live.race import Race
-from paceline.server.live.recording import BUNDLE, Recording
+from paceline.server.live.recording import BUNDLE, Race, Recording
 from paceline.server.logs import log
 from paceline.version import __version__
 
@@ -39,7 +38,7 @@ SUFFIX = "/requests/{id}/explain"
 async def show(
     recordings: Sequence[Recording], bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted or terminated. `on_ready` is told the page's address."""
+    """Serve until interrupted or terminated. `on_ready` gets the page's address."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,7 +49,7 @@ async def show(
 async def serve(
     routes: Sequence[Route], bound: socket.socket, on_ready: Callable[[str], None], stopped: asyncio.Event
 ) -> None:
-    """Serve until `stopped` is set. `on_ready` is told the server's address."""
+    """Serve until `stopped` is set. `on_ready` gets the server's address."""
     listener = Listener(AsgiApp(routes, _rules(), _Quiet()), bound, ServerConfig())
     await listener.open()
     try:
@@ -140,4 +139,4 @@ def _explain(number: int, recording: Recording) -> Route:
 
 
 def _route(path: str, handler: Handler) -> Route:
-    return Route(methods=("GET",), path=path, handler=handler, takes_body=False)
+    return Route(methods=("GET",), path=path, handler=handler)

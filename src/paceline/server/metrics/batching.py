@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from paceline.core.counters import STEP_TOKEN_BOUNDS
 from paceline.core.events import Rule
 from paceline.costs.model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
 from paceline.process.client import EngineClient, EngineInfo, EngineStats, EngineUnavailable
-from paceline.server.metrics.goodput import MET, MISSED
-from paceline.server.metrics.histogram import Histogram, buckets
-from paceline.server.metrics.requests import RequestMetrics
+from paceline.server.metrics.families import Families, Histogram
+from paceline.server.metrics.requests import MET, MISSED, RequestMetrics
 
 # The key figures of continuous batching over the last minute, for readers without a database of metrics.
 #
@@ -62,7 +61,7 @@ class Limits(NamedTuple):
     cost_per_hour: float | None = None
 
 
-class Recent:
+class RecentTotals:
     """Keeps a minute of totals."""
 
     def __init__(self, totals: Callable[[], Totals]) -> None:
@@ -97,7 +96,7 @@ def recent_figures(change: Totals | None, limits: Limits) -> Iterator[tuple[str,
         return
     elapsed_s = change.time_s
     yield "busy_share", "Share of the last minute that the engine spent in steps.", change.busy_s / elapsed_s
-    text = "Requests that gave way, by the second, in the last minute."
+    text = "Preemptions per second in the last minute."
     yield "preemptions_per_second", text, change.preemptions / elapsed_s
     if change.row_places:
         text = "Share of rows in use in the steps of the last minute."
@@ -128,7 +127,6 @@ def recent_costs(change: Totals | None, limits: Limits) -> dict[str, float]:
     return {name: cost / count * 1e6 for name, count in counts.items() if count}
 
 
-LABELS = ("model_name", "engine")
 Fact = tuple[str, str, float]  # name, meaning, value
 PREEMPTIONS = tuple(rule.value for rule in Rule if ":" in rule.value)  # reason:kind
 
@@ -142,27 +140,34 @@ class BatchingMetrics:
         self._client = client
         self._requests = requests
         self._cost_per_hour = cost_per_hour
-        self.recent = Recent(self._totals)
+        self.recent = RecentTotals(self._totals)
 
-    def families(self, prefix: str, labels: tuple[str, str]) -> Iterator[Metric]:
+    def families(self, make: Families) -> Iterator[Metric]:
         info, stats = self._info, self._client.stats
-        for name, text, value in self._gauges(info, stats):
-            gauge = GaugeMetricFamily(prefix + name, text, labels=LABELS)
-            gauge.add_metric(labels, value)
-            yield gauge
-        for name, text, value in self._counters(info, stats):
-            counter = CounterMetricFamily(prefix + name, text, labels=LABELS)
-            counter.add_metric(labels, value)
-            yield counter
-        yield _preemptions(stats, prefix)
-        yield _step_tokens(stats, prefix, labels)
+        for fact in self._gauges(info, stats):
+            yield make.gauge(*fact)
+        for fact in self._counters(info, stats):
+            yield make.counter(*fact)
+        if stats.cpu.threads:
+            yield make.gauge("cpu_threads", "Threads that compute steps now.", stats.cpu.threads)
+        if stats.cpu.phase_s:
+            text = "Time of the threads of CPU steps by phase, estimated from one step in 8."
+            yield make.counter_by("phase", "cpu_phase_seconds", text, stats.cpu.phase_s)
+        text = "The same as num_preemptions, by what became of their KV and for what."
+        by_rule = {
+            tuple(reversed(rule.split(":", 1))): stats.counters.preempted_by.get(rule, 0)
+            for rule in PREEMPTIONS
+        }
+        yield make.counter("preemptions", text, by_rule, "kind", "reason")
+        steps = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
+        steps.counts = list(stats.counters.steps_by_tokens)
+        steps.total = stats.counters.computed_tokens
+        yield make.histogram("iteration_tokens_total", "Tokens of steps.", steps)
         costs = recent_costs(self.recent.change(), self._limits(info))
         if costs:
             text = "What a million tokens cost at the pace of the last minute, by which tokens are counted."
-            family = GaugeMetricFamily(prefix + "cost_per_million_tokens", text, labels=("tokens",))
-            for tokens, cost in costs.items():
-                family.add_metric((tokens,), cost)
-            yield family
+            by_tokens = {(tokens,): cost for tokens, cost in costs.items()}
+            yield make.gauge("cost_per_million_tokens", text, by_tokens, "tokens")
 
     @property
     def _info(self) -> EngineInfo | None:
@@ -220,7 +225,7 @@ class BatchingMetrics:
     def _totals(self) -> Totals:
         info, stats, requests = self._info, self._client.stats, self._requests
         done = _work(info, stats)
-        goodput = requests.promises.goodput
+        goodput = requests.forecasts.goodput
         return Totals(
             time_s=time.monotonic(),
             steps=stats.steps,
@@ -256,21 +261,3 @@ def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
         decode_context=stats.counters.decode_context,
         logit_rows=stats.counters.logit_rows,
     )
-
-
-def _preemptions(stats: EngineStats, prefix: str) -> Metric:
-    text = "The same as num_preemptions, by what became of their KV and for what."
-    family = CounterMetricFamily(prefix + "preemptions", text, labels=("kind", "reason"))
-    for rule in PREEMPTIONS:
-        reason, _, kind = rule.partition(":")
-        family.add_metric((kind, reason), stats.counters.preempted_by.get(rule, 0))
-    return family
-
-
-def _step_tokens(stats: EngineStats, prefix: str, labels: tuple[str, str]) -> Metric:
-    histogram = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
-    histogram.counts = list(stats.counters.steps_by_tokens)
-    histogram.total = stats.counters.computed_tokens
-    family = HistogramMetricFamily(prefix + "iteration_tokens_total", "Tokens of steps.", labels=LABELS)
-    family.add_metric(labels, *buckets(histogram))
-    return family

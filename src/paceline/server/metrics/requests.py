@@ -9,30 +9,74 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from paceline.core.dial import DialStatus, DialWord
+from paceline.core.service_class import BATCH, CLASSES, DEFAULT_CLASS, SPOT
 from paceline.process.client import EngineClient, EngineState, EngineUnavailable
-from paceline.server.access.caller import CLASSES, DEFAULT_CLASS, LIMITS, Caller
-from paceline.server.generate.request_record import RequestRecord
-from paceline.server.metrics.goodput import NONE, Goodput, Times
-from paceline.server.metrics.histogram import E2E_BUCKETS, Histogram, buckets
+from paceline.server.access.caller import LIMITS, Caller
+from paceline.server.generate.request_record import NO_TIMES, RequestRecord, Times
+from paceline.server.metrics.families import E2E_BUCKETS, Families, Histogram
 
-# What was promised and what was kept: predicted against real first tokens, waiting by class, wishes that came true.
+# Forecasts against what came: first tokens, waiting by class, objectives that were met.
 #
 # Plain numbers that requests add to, and their families for /metrics. Labels come from closed sets: classes of
-# service and what became of a wish. Belongs to the event loop, like all metrics.
+# service and whether objectives were met. Belongs to the event loop, like all metrics.
 
 
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
 FLOOR_S = 0.2  # a shorter time to the first token is judged as if it were this long
-LABELS = ("model_name", "engine")
 
 
-class PromiseMetrics:
-    """Told of first tokens and endings."""
+OWN, SERVER = "own", "server"  # the source of the times
+MET, MISSED = "met", "missed"
 
-    def __init__(self, times: Times = NONE) -> None:
+
+class Goodput:
+    """Counts requests that had the times they were to have: those they asked for, or those the operator set for all.
+
+    A request is judged by its own objectives where it has them and by the server's for the rest; spot work and batches,
+    which no reader waits for, by their own alone. One that did not end well has missed.
+    """
+
+    def __init__(self, server: Times = NO_TIMES) -> None:
+        self._server = server
+        self.counts = {
+            (name, source, result): 0
+            for name in CLASSES
+            for source in (OWN, SERVER)
+            for result in (MET, MISSED)
+        }
+
+    def finished(self, record: RequestRecord) -> None:
+        own = record.objectives
+        name = record.service_class if record.service_class in CLASSES else DEFAULT_CLASS
+        times = own
+        if name not in (SPOT, BATCH):
+            times = Times._make(a if a is not None else b for a, b in zip(own, self._server, strict=True))
+        if times != NO_TIMES:
+            source = SERVER if own == NO_TIMES else OWN
+            self.counts[name, source, MET if is_met(record, times) else MISSED] += 1
+
+    def total(self, result: str) -> int:
+        return sum(count for (_, _, found), count in self.counts.items() if found == result)
+
+
+def is_met(record: RequestRecord, times: Times) -> bool:
+    """Whether a request ended well and had its first token, its tokens and its end in time."""
+    first_s, end_s = record.first_token_s, record.finished_s
+    if record.finish_reason not in ("stop", "length") or first_s is None or end_s is None:
+        return False
+    gaps = max(1.0, record.num_output / max(1, record.num_branches) - 1.0)
+    between_s = (end_s - first_s) / gaps if record.num_output > record.num_branches else 0.0
+    seen_s = (end_s - record.received_s, first_s - record.received_s, between_s)
+    return all(most is None or seen <= most / 1e3 for most, seen in zip(times, seen_s, strict=True))
+
+
+class ForecastMetrics:
+    """Observes first tokens and endings."""
+
+    def __init__(self, times: Times = NO_TIMES) -> None:
         self.error = Histogram(ERROR_BUCKETS)
         self.predicted_s = self.real_s = 0.0  # sums over first tokens that were predicted
         self.queued = {name: Histogram(E2E_BUCKETS) for name in CLASSES}
@@ -54,28 +98,18 @@ class PromiseMetrics:
         self.goodput.finished(record)
 
 
-def promise_families(metrics: PromiseMetrics, prefix: str, labels: tuple[str, str]) -> Iterator[Metric]:
+def forecast_families(metrics: ForecastMetrics, make: Families) -> Iterator[Metric]:
     text = "Error of the predicted time to the first token, as a share of the real one or 200 ms."
-    error = HistogramMetricFamily(prefix + "predicted_ttft_error_ratio", text, labels=LABELS)
-    error.add_metric(labels, *buckets(metrics.error))
-    yield error
-    for name, text, value in (
-        ("predicted_ttft_seconds", "Sum of predicted times to first tokens that came.", metrics.predicted_s),
-        ("real_ttft_seconds", "Sum of the real times of the same first tokens.", metrics.real_s),
-    ):
-        counter = CounterMetricFamily(prefix + name, text, labels=LABELS)
-        counter.add_metric(labels, value)
-        yield counter
+    yield make.histogram("predicted_ttft_error_ratio", text, metrics.error)
+    text = "Sum of predicted times to first tokens that came."
+    yield make.counter("predicted_ttft_seconds", text, metrics.predicted_s)
+    text = "Sum of the real times of the same first tokens."
+    yield make.counter("real_ttft_seconds", text, metrics.real_s)
     text = "From arrival to the first step, by class of service."
-    queued = HistogramMetricFamily(prefix + "queue_time_by_class_seconds", text, labels=("class",))
-    for name, histogram in metrics.queued.items():
-        queued.add_metric((name,), *buckets(histogram))
-    yield queued
+    queued = {(name,): histogram for name, histogram in metrics.queued.items()}
+    yield make.histogram("queue_time_by_class_seconds", text, queued, "class")
     text = "Requests that were to have certain times, their own or the server's, by whether they had them."
-    goodput = CounterMetricFamily(prefix + "goodput_requests", text, labels=("class", "slo", "result"))
-    for key, count in metrics.goodput.counts.items():
-        goodput.add_metric(key, count)
-    yield goodput
+    yield make.counter("goodput_requests", text, metrics.goodput.counts, "class", "slo", "result")
 
 
 TTFT_BUCKETS = (
@@ -95,7 +129,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 class RequestMetrics:
     """Counters and histograms of generations; an observer of them. `times` are those the operator wants kept."""
 
-    def __init__(self, times: Times = NONE) -> None:
+    def __init__(self, times: Times = NO_TIMES) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -105,7 +139,7 @@ class RequestMetrics:
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
         }
-        self.promises = PromiseMetrics(times)
+        self.forecasts = ForecastMetrics(times)
         self._ttft = self.histograms["time_to_first_token_seconds"][1]
         self._itl = self.histograms["inter_token_latency_seconds"][1]
 
@@ -116,7 +150,7 @@ class RequestMetrics:
         if record.first_token_s is not None:
             self.prompt_tokens += record.num_prompt
             self._ttft.observe(record.first_token_s - record.received_s)
-            self.promises.first_token(record)
+            self.forecasts.first_token(record)
 
     def tokens(self, record: RequestRecord, count: int, time_s: float) -> None:
         self.generation_tokens += count
@@ -133,7 +167,7 @@ class RequestMetrics:
         reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
         self.finished_by_reason[reason] += 1
         self.billed_nano[record.charge.quote.service_class] += record.charge.amounts.total
-        self.promises.finished(record)
+        self.forecasts.finished(record)
         for name, value in _values_of(record):
             if value is not None:
                 self.histograms[name][1].observe(value)
@@ -216,7 +250,7 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
-    yield "engine_heartbeat_age_seconds", "Time since the engine was heard of.", client.heartbeat_age_s
+    yield "engine_heartbeat_age_seconds", "Time since the engine's last heartbeat.", client.heartbeat_age_s
     yield from dial_gauges(stats.dial)
 
 
@@ -245,7 +279,7 @@ def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
 
 def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     stats = client.stats
-    yield "num_preemptions", "Requests that gave way.", stats.counters.preempted
+    yield "num_preemptions", "Preemptions of running requests.", stats.counters.preempted
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
     yield "engine_steps", "Steps made.", stats.steps

@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry, as an extra: made and sent by a thread of their own, off unless asked for.
+"""Spans of requests for OpenTelemetry, as an extra: made and sent by a separate thread, off by default.
 
 The event loop only puts an ended request into a short queue; when that is full, or the collector does not take what it
 is sent, spans are dropped and counted. Names are those of the GenAI conventions, and for times that these do not name,
@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -34,21 +33,8 @@ Attributes = dict[str, Any]
 Send = Callable[[Sequence["ReadableSpan"]], bool]
 
 
-@dataclass(slots=True)
-class SpanCounts:
-    """What became of spans."""
-
-    exported: int = 0
-    dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A request that ended, with what turns its times into those of the wall clock."""
-
-    record: RequestRecord
-    model: str
-    zero_ns: int  # of the monotonic clock
+# A request that ended, its model, and the wall clock's nanoseconds at 0 of the monotonic clock.
+_Ended = tuple[RequestRecord, str, int]
 
 
 class Tracing:
@@ -57,19 +43,21 @@ class Tracing:
     def __init__(self, send: Send) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-        self.counts = SpanCounts()
+        self.num_exported = self.num_dropped = 0  # spans
         self.model_name: Callable[[], str] = lambda: ""
         self._send = send
         self._is_taken = True
         self._queue: queue.Queue[_Ended | None] = queue.Queue(MOST_QUEUED)
-        self._collected = _Collected()
+        self._ended = InMemorySpanExporter()
         # The environment may name the service, its sampler and its attributes, as OpenTelemetry has it.
         named = Resource.create({"service.version": __version__})
         if str(named.attributes.get("service.name", "")).startswith("unknown_service"):
             named = named.merge(Resource({"service.name": "paceline"}))
         provider = TracerProvider(resource=named, shutdown_on_exit=False)
-        provider.add_span_processor(self._collected)
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("paceline", __version__)
         self._thread = threading.Thread(target=self._run, name="paceline-otel", daemon=True)
         self._thread.start()
@@ -78,18 +66,18 @@ class Tracing:
         """A request has ended. Never waits."""
         zero_ns = time.time_ns() - time.monotonic_ns()
         try:
-            self._queue.put_nowait(_Ended(record, self.model_name(), zero_ns))
+            self._queue.put_nowait((record, self.model_name(), zero_ns))
         except queue.Full:
-            self.counts.dropped += 1
+            self.num_dropped += 1
 
     def figures(self) -> list[tuple[str, str, float]]:
         return [
-            ("otlp_spans_exported", "Spans a collector has taken.", self.counts.exported),
-            ("otlp_spans_dropped", "Spans that were not taken.", self.counts.dropped),
+            ("otlp_spans_exported", "Spans a collector has taken.", self.num_exported),
+            ("otlp_spans_dropped", "Spans that were not taken.", self.num_dropped),
         ]
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is queued, as long as that takes no longer than so many seconds."""
+        """Send what is queued, for at most this number of seconds."""
         try:
             self._queue.put(_END, timeout=timeout_s)
         except queue.Full:
@@ -110,18 +98,19 @@ class Tracing:
         try:
             for each in ended:
                 self._make(each)
-            spans = self._collected.taken()
+            spans = self._ended.get_finished_spans()
+            self._ended.clear()
             made = len(spans)
             if spans and self._sent(spans):
-                self.counts.exported += made
+                self.num_exported += made
                 made = 0
         except Exception:
             _logger.exception("spans could not be made")
             made = max(made, len(ended))
-        self.counts.dropped += made
+        self.num_dropped += made
 
     def _sent(self, spans: Sequence[ReadableSpan]) -> bool:
-        """Whether a collector took them; a change of that is told once."""
+        """Whether a collector took them; a change of that is logged once."""
         is_taken = self._send(spans)
         if is_taken != self._is_taken:
             self._is_taken = is_taken
@@ -133,49 +122,23 @@ class Tracing:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        record, zero_ns = ended.record, ended.zero_ns
+        record, model, zero_ns = ended
         carrier = {"traceparent": record.trace_parent, "tracestate": record.trace_state}
         parent = TraceContextTextMapPropagator().extract(
             {name: value for name, value in carrier.items() if value}
         )
         span = self._tracer.start_span(
-            f"{operation(record)} {ended.model}",
+            f"{operation(record)} {model}",
             context=parent,
             kind=SpanKind.SERVER,
             start_time=_wall_ns(record.received_s, zero_ns),
-            attributes=attributes(record, ended.model),
+            attributes=attributes(record, model),
         )
         for name, time_s in moments(record):
             span.add_event(name, timestamp=_wall_ns(time_s, zero_ns))
         if record.finish_reason == "error" or record.error_code:
             span.set_status(Status(StatusCode.ERROR, record.error_code or "error"))
         span.end(_wall_ns(_end_s(record), zero_ns))
-
-
-class _Collected:
-    """A processor of spans that only keeps those that have ended."""
-
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
-
-    def taken(self) -> list[ReadableSpan]:
-        spans, self._spans = self._spans, []
-        return spans
-
-    def on_start(self, span: Any, parent_context: Any = None) -> None:
-        return None
-
-    def _on_ending(self, span: Any) -> None:
-        return None
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self._spans.append(span)
-
-    def shutdown(self) -> None:
-        return None
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:

@@ -1,4 +1,4 @@
-"""Faults inside a server under test: the interpreter loads this module by itself in both of its processes.
+"""Faults inside a server under test: the interpreter loads this module automatically in both of its processes.
 
 The tests put this folder on PYTHONPATH. PACELINE_TEST_HOOKS names functions (`module:Class.method`), which are wrapped
 when their module is imported; the file of a hook's name in the folder PACELINE_TEST_FAULTS says what its next calls do
@@ -65,8 +65,12 @@ def out_of_memory(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> 
     raise MemoryError
 
 
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's: the engine knows it by its name."""
+
+
 def device_out_of_memory(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
-    raise sys.modules["torch"].OutOfMemoryError("injected")
+    raise OutOfMemoryError("injected")
 
 
 def wait(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:

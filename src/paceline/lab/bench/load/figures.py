@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ from paceline.lab.bench.load.reader import EventKind, ObservedAnswer
 from paceline.lab.report.run_record import OUTCOMES, RunRecord
 
 Floats = NDArray[np.float64]
-METRICS = ("ttft", "tpot", "itl", "e2el")
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+METRICS = tuple(TITLES)
 OUTCOME_OF = {
     EventKind.FINISHED: "finished",
     EventKind.REFUSED: "refused",
@@ -42,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFigures:
-    """What one run came to."""
+    """What one run came to, in the order of a result file."""
 
     duration: float
     completed: int
@@ -53,17 +59,14 @@ class ServeFigures:
     total_input_tokens: int
     total_output_tokens: int
     cached_input_tokens: int | None  # of the prompts, found computed; None where the server does not tell
+    early_stops: int  # answers shorter than asked for
     request_throughput: float
+    request_goodput: float | None  # requests per second within all bounds; None without bounds
     output_throughput: float
     total_token_throughput: float
-    request_goodput: float | None  # requests per second within all bounds; None without bounds
     max_output_tokens_per_s: float  # in the best second
     max_concurrent_requests: int
-    early_stops: int  # answers shorter than asked for
-    spreads: Mapping[str, Spread]  # by METRICS
-    ttft_from_sent: Spread
-    e2el_from_sent: Spread
-    lateness: Spread  # how long after it was due a request was sent
+    spreads: Mapping[str, Spread]  # by METRICS; from when it was sent; lateness: how long after it was due
 
 
 def figures(
@@ -106,10 +109,10 @@ def figures(
             "tpot": spread([value for seen in finished if (value := tpot_s(seen)) is not None]),
             "itl": spread([gap for seen in finished for gap in np.diff(seen.piece_s)]),
             "e2el": spread([e2el_s(seen) for seen in finished]),
+            "ttft_from_sent": spread([seen.piece_s[0] - seen.sent_s for seen in finished]),
+            "e2el_from_sent": spread([seen.piece_s[-1] - seen.sent_s for seen in finished]),
+            "lateness": spread([seen.sent_s - seen.due_s for seen in run.seen if np.isfinite(seen.sent_s)]),
         },
-        ttft_from_sent=spread([seen.piece_s[0] - seen.sent_s for seen in finished]),
-        e2el_from_sent=spread([seen.piece_s[-1] - seen.sent_s for seen in finished]),
-        lateness=spread([seen.sent_s - seen.due_s for seen in run.seen if np.isfinite(seen.sent_s)]),
     )
 
 
@@ -215,23 +218,12 @@ def _best_second(finished: Sequence[ObservedAnswer], started_s: float) -> float:
 # results can be compared request by request. Times of samples are seconds, figures milliseconds.
 
 
-_COUNTS = (
-    *("duration", "completed", "failed", "unfinished", "failures", "retries"),
-    *("total_input_tokens", "total_output_tokens", "cached_input_tokens", "early_stops"),
-    *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-    *("max_output_tokens_per_s", "max_concurrent_requests"),
-)
-
-
 def result_json(found: ServeFigures, run: LoadRun) -> dict[str, Any]:
     """Figures, then samples."""
-    value: dict[str, Any] = {name: getattr(found, name) for name in _COUNTS}
+    value = {spec.name: getattr(found, spec.name) for spec in fields(found) if spec.name != "spreads"}
     value["is_interrupted"] = run.is_interrupted
     for name, spread in found.spreads.items():
         value |= spread_json(spread, name)
-    value |= spread_json(found.ttft_from_sent, "ttft_from_sent")
-    value |= spread_json(found.e2el_from_sent, "e2el_from_sent")
-    value |= spread_json(found.lateness, "lateness")
     return value | samples_json(run)
 
 
@@ -251,23 +243,17 @@ def samples_json(run: LoadRun) -> dict[str, Any]:
         "input_lens": [each.prompt_tokens for each in seen],
         "output_lens": [each.num_output if each.is_finished else 0 for each in seen],
         "ttfts": [ttft_s(each) if each.is_finished else None for each in seen],
-        "itls": [_gaps(each.piece_s) if each.is_finished else [] for each in seen],
+        "itls": [np.diff(each.piece_s).tolist() if each.is_finished else [] for each in seen],
         "e2els": [e2el_s(each) if each.is_finished else None for each in seen],
         "due_times": [each.due_s - origin_s for each in seen],
         "start_times": [None if math.isnan(each.sent_s) else each.sent_s - origin_s for each in seen],
-        "errors": [_error(each.kind, each.message) if not each.is_finished else "" for each in seen],
+        "errors": [
+            "" if each.is_finished else ": ".join(filter(None, (each.kind, each.message))) for each in seen
+        ],
     }
     if any(each.tenant for each in seen):
         value["tenants"] = [each.tenant for each in seen]
     return rounded_times(value)
-
-
-def _error(kind: str, message: str) -> str:
-    return f"{kind}: {message}" if message else str(kind)
-
-
-def _gaps(times: Sequence[float]) -> list[float]:
-    return [float(gap) for gap in np.diff(times)]
 
 
 def rounded_times(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,30 +273,18 @@ def rounded_times(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 WIDTH = 50
-TITLES = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadShape:
-    """How the load was put on, as far as the block tells it."""
-
-    rate: float | None = None
-    max_concurrency: int | None = None
-
-
-def block_lines(found: ServeFigures, shape: LoadShape, metrics: Sequence[str] = METRICS) -> list[str]:
+def block_lines(
+    found: ServeFigures, *, rate: float | None = None, max_concurrency: int | None = None
+) -> list[str]:
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
-    for label, value in _counts(found, shape):
+    for label, value in _counts(found, rate, max_concurrency):
         shown = f"{value:.2f}" if isinstance(value, float) else str(value)
         lines.append(f"{label:<40} {shown:<10}".rstrip())
-    for name in metrics:
+    for name, title in TITLES.items():
         spread = found.spreads[name]
-        lines.append(f"{TITLES[name]:-^{WIDTH}}")
+        lines.append(f"{title:-^{WIDTH}}")
         rows = [("Mean", spread.mean), ("Median", spread.median)]
         rows += [(f"P{percentile:g}", value) for percentile, value in spread.percentiles]
         for label, milliseconds in rows:
@@ -319,7 +293,9 @@ def block_lines(found: ServeFigures, shape: LoadShape, metrics: Sequence[str] = 
     return [*lines, "=" * WIDTH]
 
 
-def _counts(found: ServeFigures, shape: LoadShape) -> Iterator[tuple[str, int | float]]:
+def _counts(
+    found: ServeFigures, rate: float | None, max_concurrency: int | None
+) -> Iterator[tuple[str, int | float]]:
     yield "Successful requests:", found.completed
     yield "Failed requests:", found.failed
     for kind, count in found.failures.items():
@@ -328,10 +304,10 @@ def _counts(found: ServeFigures, shape: LoadShape) -> Iterator[tuple[str, int | 
         yield "Unfinished requests:", found.unfinished
     if found.retries:
         yield "Refusals that were tried again:", found.retries
-    if shape.max_concurrency is not None:
-        yield "Maximum request concurrency:", shape.max_concurrency
-    if shape.rate is not None:
-        yield "Request rate configured (RPS):", float(shape.rate)
+    if max_concurrency is not None:
+        yield "Maximum request concurrency:", max_concurrency
+    if rate is not None:
+        yield "Request rate configured (RPS):", float(rate)
     yield "Benchmark duration (s):", float(found.duration)
     yield "Total input tokens:", found.total_input_tokens
     if found.cached_input_tokens:

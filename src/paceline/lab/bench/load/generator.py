@@ -18,10 +18,10 @@ from paceline.lab.bench.load.pool import ConnectFailed, ConnectionEnded, Pool
 from paceline.lab.bench.load.prompt_source import BodyForm, Source
 from paceline.lab.bench.load.reader import AnswerReader, EventKind, ObservedAnswer
 
-# Requests are made before they are due, in idle time, up to so much of them.
+# Requests are made before they are due, in idle time, up to these limits.
 AHEAD_REQUESTS, AHEAD_BYTES = 4096, 16 * 2**20
 DEFAULT_RETRY_S = 1.0  # of a refusal that names no time
-AFTER_FAILURE_S = 0.1  # a user of a closed loop whose request failed rests so long, or would only hammer
+AFTER_FAILURE_S = 0.1  # a user of a closed loop whose request failed rests this long, or would only hammer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class LoadGenerator:
         )
 
     async def warm_up(self, count: int) -> list[ObservedAnswer]:
-        """Requests that are not counted, with prompts of their own: one alone, then the others at once."""
+        """Requests that are not counted, with separate prompts: one alone, then the others at once."""
         prepared = [self._prepare(-1 - number) for number in range(count)]
         for group in (prepared[:1], prepared[1:]):
             now_s = time.perf_counter()
@@ -178,22 +178,17 @@ class LoadGenerator:
         while True:
             seen.sent_s = time.perf_counter()
             seen.piece_s.clear()
-            await self._ask_once(prepared)
+            seen.kind = EventKind.UNFINISHED
+            try:
+                await self._pool.post(prepared.payload, AnswerReader(seen))
+            except ConnectFailed as error:
+                _end(seen, EventKind.NO_CONNECTION, str(error))
+            except ConnectionEnded as error:
+                _end(seen, EventKind.BROKEN, str(error))
             if seen.kind is not EventKind.REFUSED or seen.retries >= self._plan.retries:
                 return
             seen.retries += 1
             await asyncio.sleep(DEFAULT_RETRY_S if seen.retry_after_s is None else seen.retry_after_s)
-
-    async def _ask_once(self, prepared: _Prepared) -> None:
-        seen = prepared.seen
-        seen.kind = EventKind.UNFINISHED
-        reader = AnswerReader(seen)
-        try:
-            await self._pool.post(prepared.payload, reader)
-        except ConnectFailed as error:
-            _end(seen, EventKind.NO_CONNECTION, str(error))
-        except ConnectionEnded as error:
-            _end(seen, EventKind.BROKEN, str(error))
 
     def _start(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import httptools
@@ -36,7 +35,6 @@ class Target:
     port: int
     is_https: bool = False
     path: str = "/v1/chat/completions"
-    headers: Mapping[str, str] = field(default_factory=dict)  # of every request
 
     def head(self, body: bytes, key: str, request_id: str) -> bytes:
         """Everything that comes before the body."""
@@ -48,7 +46,6 @@ class Target:
             "Accept: text/event-stream",
             f"Content-Length: {len(body)}",
             f"X-Request-Id: {request_id}",
-            *(f"{name}: {value}" for name, value in self.headers.items()),
         ]
         if key:
             lines.append(f"Authorization: Bearer {key}")

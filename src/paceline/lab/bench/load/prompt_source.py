@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline.errors import InputError
-from paceline.lab.workload.trace_fields import shown
-from paceline.lab.workload.traces import CSV_FORMATS, read_text
-from paceline.lab.workload.workload import WISHES, Workload
+from paceline.lab.workload.traces import CSV_FORMATS, read_text, shown
+from paceline.lab.workload.workload import OBJECTIVES, Workload
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country "
@@ -90,7 +89,7 @@ class RandomSource:
 
 
 class TraceSource:
-    """Lengths, tenants, shared blocks and wishes as a workload has them; after its end it begins again."""
+    """Lengths, tenants, shared blocks and objectives as a workload has them; after its end it begins again."""
 
     def __init__(self, workload: Workload, *, seed: int) -> None:
         self.name = workload.name
@@ -106,12 +105,14 @@ class TraceSource:
             prompt = words(own, num_input)
         else:
             prompt = self._blocks(work.prefix_ids[row], num_input)
-        wishes = [0] * len(WISHES) if work.wishes is None else work.wishes[row].tolist()
+        objectives = [0] * len(OBJECTIVES) if work.objectives is None else work.objectives[row].tolist()
         return LoadRequest(
             prompt=" ".join(prompt),
             num_output=int(work.output_len[row]),
             tenant=work.tenants[int(work.tenant[row])] if len(work.tenants) > 1 else "",
-            fields={name: wish for name, wish in zip(WISHES, wishes, strict=True) if wish},
+            fields={
+                name: objective for name, objective in zip(OBJECTIVES, objectives, strict=True) if objective
+            },
         )
 
     def _blocks(self, ids: Sequence[int], num_input: int) -> list[str]:
@@ -185,7 +186,7 @@ class BodyForm:
 
 # Files with prompts: plain text, JSON lines, ShareGPT conversations.
 #
-# Owns how such a file is told from a trace and what its entries mean. Every mistake in one is an `InputError` that
+# Owns how such a file differs from a trace and what its entries mean. Every mistake in one is an `InputError` that
 # names the place.
 
 

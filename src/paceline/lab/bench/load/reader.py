@@ -15,11 +15,6 @@ from typing import Any
 
 import msgspec
 
-# What became of one request, as its client saw it.
-#
-# Owns the kinds of endings and the times that are kept. Times are of `time.perf_counter`, taken when bytes arrived.
-# No measure is computed here.
-
 
 class EventKind(StrEnum):
     """How a request ended."""
@@ -37,7 +32,8 @@ class EventKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class ObservedAnswer:
-    """One request. What never happened is NaN, what the server did not tell is None."""
+    """One request as its client saw it. Times are of `time.perf_counter`, taken when bytes arrived; what never happened
+    is NaN, what the server did not tell is None."""
 
     index: int
     tenant: str = ""

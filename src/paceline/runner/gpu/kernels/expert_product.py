@@ -141,14 +141,6 @@ def _order_kernel(
         tl.store(num_tiles, tl.sum(cuts, 0))
 
 
-def reference_order(chosen: Tensor, experts: int) -> tuple[list[int], list[int]]:
-    """The definition on the host: pairs in order, and how many each expert has."""
-    choices = chosen.flatten().tolist()
-    pairs = [pair for pair, expert in enumerate(choices) if 0 <= expert < experts]
-    pairs.sort(key=lambda pair: choices[pair])  # keeps the order of equals
-    return pairs, [choices.count(expert) for expert in range(experts)]
-
-
 _SUM_COLUMNS = 1024
 
 
@@ -366,16 +358,3 @@ def _sum_kernel(
         # A choice that counts nowhere may come with any weight, NaN too.
         total += tl.where(counts, tl.load(chosen_weight + pair), 0.0) * part
     tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=mask)
-
-
-def reference_expert_product(
-    x: Tensor, chosen: Tensor, chosen_weight: Tensor, weights: ExpertWeights
-) -> Tensor:
-    """The definition in float64."""
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for expert in range(weights.down.shape[0]):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].double() @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
-        result = (torch.nn.functional.silu(gate) * up) @ weights.down[expert].double().T
-        out.index_add_(0, token, result * chosen_weight[token, place, None].double())
-    return out

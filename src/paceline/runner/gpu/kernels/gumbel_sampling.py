@@ -243,34 +243,3 @@ def _settle_kernel(
     winner = tl.min(tl.where(present & (score == tl.max(score, 0)), token, 2147483647), 0)
     tl.store(tokens + slot, tl.where(is_finite, winner, 0))
     tl.store(finite + slot, is_finite.to(tl.uint8))
-
-
-def reference_noise(seed: int, position: int, vocabulary: int) -> Tensor:
-    """The noise of every token, float64, in plain torch on the host."""
-    mask = 0xFFFFFFFF
-    group = torch.arange((vocabulary + 3) // 4, dtype=torch.int64)
-    c0, c1 = torch.full_like(group, position & mask), torch.full_like(group, position >> 32)
-    c2, c3 = group.clone(), torch.zeros_like(group)
-    k0, k1 = seed % 2**64 & mask, seed % 2**64 >> 32
-    for _ in range(10):
-        high0, low0 = _wide_product(c0, 0xD2511F53)
-        high1, low1 = _wide_product(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    word = torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:vocabulary]
-    return -torch.log(-torch.log((word.double() + 0.5) * 2.0**-32))
-
-
-def _wide_product(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of 32-bit times 32-bit, in signed 64-bit integers: the factor goes in two halves."""
-    low = words * (factor & 0xFFFF)
-    high = words * (factor >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
-def reference_sample(logits: Tensor, temperature: float, seed: int, position: int) -> int:
-    """The definition for one row."""
-    raw = logits.double().cpu()
-    if temperature >= GREEDY_BELOW:
-        raw = (raw - raw.max()) / temperature + reference_noise(seed, position, len(raw))
-    return int(raw.argmax())

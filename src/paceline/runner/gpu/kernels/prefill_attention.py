@@ -1,12 +1,15 @@
 """Paged causal attention of runs of new tokens, with whatever their rows hold before them.
 
-One program takes one tile of the list (`prefill_plan`) and one kv head; the query heads that share the head are
+A span is a run of new tokens of one row. It is cut into tiles of query tokens; within a span the last tiles, which
+see most keys, come first, so that the last to start are the shortest. The list of tiles is made on the device once per
+step and shared by all layers. One program takes one tile and one kv head; the query heads that share the head are
 packed with the tokens into the rows of one product. Blocks that every query of the tile sees whole go through a loop
 without masks; the blocks at the diagonal, and all blocks of a sliding window, through one with them; the copy engine
 feeds both. The last block of a row, if it is not full, is loaded under a mask: what lies beyond is never used, whatever
 it is. Keys and values of the new tokens must be in their slots before.
 
-With a plan that is not causal it is the pass over a prefix that many rows share.
+With a plan that is not causal it is the pass over a prefix that many rows share; `merge_attention` joins its result and
+that over the rest of a row by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,10 +22,106 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.narrow_kv import as_factor
-from paceline.runner.gpu.kernels.paged_kv import PagedKV, read_blocks
-from paceline.runner.gpu.kernels.prefill_plan import TILE_WIDTH, PrefillPlan
+
+# Row, first token in the batch, number of tokens, position of the first, end of the span; padded.
+TILE_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """int32 columns [spans]. Spans of no tokens are skipped, so that a graph may have more than a step uses."""
+
+    row: Tensor
+    first: Tensor  # index of the span's first token among the step's tokens
+    count: Tensor
+    position: Tensor  # of the first token in its sequence: how many tokens are in memory before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """`causal`: a query sees what is before it and itself; else all see the `position` tokens of their span's row."""
+
+    tile_tokens: int
+    causal: bool
+    tiles: Tensor  # int32 [max_tiles, TILE_WIDTH]
+    count: Tensor  # int32 [1]
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tiles.shape[0]
+
+
+def allocate_prefill_plan(
+    max_tokens: int,
+    max_spans: int,
+    tile_tokens: int,
+    *,
+    causal: bool = True,
+    device: torch.device | str = "cuda",
+) -> PrefillPlan:
+    """Room for `max_tokens` in any division into `max_spans`: each may have one tile that is not full."""
+    max_tiles = max_tokens // tile_tokens + max_spans
+    return PrefillPlan(
+        tile_tokens=tile_tokens,
+        causal=causal,
+        tiles=torch.zeros(max_tiles, TILE_WIDTH, dtype=torch.int32, device=device),
+        count=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+
+
+def plan_prefill(plan: PrefillPlan, spans: Spans) -> None:
+    number = spans.row.shape[0]
+    _plan_kernel[(1,)](
+        plan.tiles,
+        plan.count,
+        spans.row,
+        spans.first,
+        spans.count,
+        spans.position,
+        number,
+        TOKENS=plan.tile_tokens,
+        MAX_SPANS=max(128, triton.next_power_of_2(number)),
+        WIDTH=TILE_WIDTH,
+        CAUSAL=plan.causal,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["number"])
+def _plan_kernel(
+    tiles,
+    total,
+    rows,
+    firsts,
+    counts,
+    positions,
+    number,
+    TOKENS: tl.constexpr,
+    MAX_SPANS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    span = tl.arange(0, MAX_SPANS)
+    present = span < number
+    row = tl.load(rows + span, mask=present, other=0)
+    first = tl.load(firsts + span, mask=present, other=0)
+    count = tl.load(counts + span, mask=present, other=0)
+    position = tl.load(positions + span, mask=present, other=0)
+    num_tiles = tl.cdiv(count, TOKENS)
+    place = tl.cumsum(num_tiles, 0) - num_tiles
+    for index in range(tl.max(num_tiles, 0)):
+        mask = index < num_tiles
+        offset = (num_tiles - 1 - index) * TOKENS
+        here = tiles + (place + index) * WIDTH
+        tl.store(here, row, mask=mask)
+        tl.store(here + 1, first + offset, mask=mask)
+        tl.store(here + 2, tl.minimum(count - offset, TOKENS), mask=mask)
+        tl.store(here + 3, position + offset * CAUSAL, mask=mask)
+        tl.store(here + 4, position + count * CAUSAL, mask=mask)
+    tl.store(total, tl.sum(num_tiles, 0))
+
 
 _LOG2E = 1.4426950408889634
 
@@ -201,25 +300,34 @@ def _mask(scores, key, sees, window, HAS_WINDOW: tl.constexpr):
     return tl.where(visible, scores, float("-inf"))
 
 
-def reference_prefill_attention(
-    query: Tensor, kv: PagedKV, row: int, position: int, *, scale: float, window: int = 0, causal: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The definition for one span in float64: (out, log_sum) of `query` [tokens, heads, head_dim]."""
-    tokens, heads, head_dim = query.shape
-    kv_heads = kv.keys.shape[1]
-    length = position + tokens if causal else position
-    begin = max(0, position + 1 - window) if window else 0  # what was before may be given back
-    blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
-    k, v = (
-        read_blocks(part, blocks).transpose(0, 1).reshape(kv_heads, 1, -1, head_dim)[:, :, begin:length]
-        for part in (kv.keys, kv.values)
+def merge_attention(out: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
+    """`out` [tokens, heads, head_dim] and `log_sum` [tokens, heads] become the result over both, in place.
+
+    Either side may be empty (minus infinity).
+    """
+    assert out.is_contiguous() and other.is_contiguous() and log_sum.is_contiguous()
+    tokens, heads, head_dim = out.shape
+    rows = 8
+    _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
+        out, log_sum, other, other_log_sum, tokens * heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4
     )
-    q = query.double().transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)
-    scores = q @ k.transpose(2, 3) * scale
-    if causal:
-        sees = position + torch.arange(tokens, device=query.device)[:, None] + 1
-        key = torch.arange(begin, length, device=query.device)[None, :]
-        hidden = (key >= sees) | ((key < sees - window) if window else False)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    out = (scores.softmax(-1) @ v).reshape(heads, tokens, head_dim).transpose(0, 1)
-    return out, scores.logsumexp(-1).reshape(heads, tokens).transpose(0, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(out, log_sum, other, other_log_sum, num_rows, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    at = row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    log_a = tl.load(log_sum + row, mask=mask, other=0.0)
+    log_b = tl.load(other_log_sum + row, mask=mask, other=0.0)
+    peak = tl.maximum(log_a, log_b)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # both are empty
+    weight_a = tl.exp(log_a - peak)
+    weight_b = tl.exp(log_b - peak)
+    mass = weight_a + weight_b
+    a = tl.load(out + at, mask=mask[:, None], other=0.0).to(tl.float32)
+    b = tl.load(other + at, mask=mask[:, None], other=0.0).to(tl.float32)
+    share = tl.where(mass == 0.0, 1.0, mass)
+    result = (a * weight_a[:, None] + b * weight_b[:, None]) / share[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=mask[:, None])
+    tl.store(log_sum + row, peak + tl.log(mass), mask=mask)

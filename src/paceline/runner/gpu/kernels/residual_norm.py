@@ -89,15 +89,3 @@ def _norm_kernel(
         x = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
     tl.store(out + token * out_stride + lane, (x * inverse * scale).to(out.dtype.element_ty), mask=mask)
-
-
-def reference_residual_norm(
-    residual: Tensor, update: Tensor | None, weight: Tensor, *, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """The definition in float64: (norm, sum). The sum is rounded to the residual's type before the norm."""
-    total = residual.double()
-    if update is not None:
-        total = total + (update.double().sum(0) if update.dim() == 3 else update.double())
-    rounded = total.to(residual.dtype)
-    x = rounded.double()
-    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double(), total

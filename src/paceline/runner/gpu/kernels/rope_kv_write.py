@@ -192,30 +192,3 @@ def _store_head(into, a, b, c, half, rest, in_half, in_rest, HALF: tl.constexpr,
     tl.store(into + HALF + half, as_stored(b, kind), mask=in_half)
     if HAS_REST:
         tl.store(into + rest, as_stored(c, kind), mask=in_rest)
-
-
-def reference_rope_kv_write(
-    product: Tensor,
-    places: TokenPlaces,
-    rotation: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    norm: HeadNorm | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition in float64: turned queries, turned keys and values of each token, [tokens, heads, head_dim]."""
-    head_dim = product.shape[1] // (heads + 2 * kv_heads)
-    q, k, v = product.double().view(len(product), -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
-    if norm is not None:
-        q, k = (
-            x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * weight.double()
-            for x, weight in ((q, norm.query_weight), (k, norm.key_weight))
-        )
-    cosine, sine = rotation[places.positions.long()].double()[:, None, :].chunk(2, dim=-1)
-    half = cosine.shape[-1]
-
-    def turn(x: Tensor) -> Tensor:
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], dim=-1)
-
-    return turn(q), turn(k), v

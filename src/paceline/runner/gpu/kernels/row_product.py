@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -132,21 +131,3 @@ def _row_kernel(
     if GATED:
         result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, 1)
     tl.store(out + column, result.to(out.dtype.element_ty))
-
-
-def reference_row_product(
-    x: Tensor, weight: Tensor, *, norm: RowNorm | None = None, gated: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The definition in float64: (product, residual + x)."""
-    total = x.double()
-    row = total
-    if norm is not None:
-        total = norm.residual.double() + total
-        rounded = total.to(norm.residual.dtype).double()
-        row = rounded * (rounded.square().mean() + norm.epsilon).rsqrt() * norm.weight.double()
-        row = row.to(x.dtype).double()
-    product = weight.double() @ row
-    if gated:
-        gate, up = product.chunk(2)
-        product = torch.nn.functional.silu(gate) * up
-    return product, total

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -146,12 +145,3 @@ def _product_kernel(
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
     tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
-
-
-def reference_skinny_product(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
-    """The definition in float64."""
-    product = x.double() @ weight.double().T
-    if not gated:
-        return product
-    gate, up = product.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up

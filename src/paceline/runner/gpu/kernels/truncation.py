@@ -285,22 +285,3 @@ def _mask_kernel(logits, floors, logits_stride, vocabulary, TURN: tl.constexpr, 
         x = tl.load(here, mask=token < vocabulary, other=float("inf"))
         # A NaN is not below the floor: it stays for the draw to find.
         tl.store(here, tl.full([TURN], float("-inf"), tl.float32).to(x.dtype), mask=x.to(tl.float32) < floor)
-
-
-def reference_floor(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
-    """The definition for one row of finite top: the lowest logit that is kept, or minus infinity."""
-    raw = logits.double().cpu()
-    if temperature < GREEDY_BELOW:
-        return float("-inf")
-    ordered = raw.sort(descending=True).values
-    kept = torch.ones_like(ordered, dtype=torch.bool)
-    if min_p > 0:
-        kept &= ordered >= ordered[0] + temperature * torch.tensor(min_p, dtype=torch.float64).log()
-    if 0 < top_k < len(ordered):
-        kept &= ordered >= ordered[top_k - 1]
-    if top_p < 1:
-        masses = ((ordered - ordered[0]) / temperature).exp() * kept
-        sums = masses.cumsum(0)
-        last = int(torch.searchsorted(sums, top_p * sums[-1]))
-        kept &= ordered >= ordered[min(last, int(kept.sum()) - 1)]
-    return float("-inf") if bool(kept.all()) else float(ordered[kept].min())

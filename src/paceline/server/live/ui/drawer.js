@@ -11,7 +11,7 @@ export class Drawer {
   // story of another request is known, `onClose` when there is none to see any more.
   constructor(place, stage, names, { pathOf, onStory, onClose }) {
     Object.assign(this, { place, stage, names, pathOf, onStory, onClose });
-    this.asked = null; // a number or an id
+    this.wanted = null; // a number or an id
     this.request = null; // the number of its first branch, once that is known
     this.explained = null;
     [this.title, this.state, this.falls, this.story] = ["title", "state", "falls", "story"].map((name) => place.querySelector(`#drawer-${name}`));
@@ -20,33 +20,33 @@ export class Drawer {
   }
 
   close() {
-    if (this.asked === null) return;
+    if (this.wanted === null) return;
     this.place.hidden = true;
-    this.asked = this.request = this.stage.past.shown = null;
+    this.wanted = this.request = this.stage.past.shown = null;
     this.from?.focus({ preventScroll: true }); // where it was opened from
     this.onClose();
   }
 
-  async show(asked) {
-    if (this.asked === null) this.from = document.activeElement;
-    this.asked = asked;
-    this.request = this.stage.past.shown = typeof asked === "number" ? asked : null;
+  async show(wanted) {
+    if (this.wanted === null) this.from = document.activeElement;
+    this.wanted = wanted;
+    this.request = this.stage.past.shown = typeof wanted === "number" ? wanted : null;
     this.explained = null;
     this.place.hidden = false;
-    this.title.textContent = `Request ${this.request === null ? asked : this.names.label(asked)}`;
+    this.title.textContent = `Request ${this.request === null ? wanted : this.names.label(wanted)}`;
     this.state.textContent = "";
     this.story.replaceChildren(line("…"));
     this.falls.replaceChildren();
     this.draw();
     this.place.querySelector("#drawer-close").focus({ preventScroll: true });
-    while (this.asked === asked && (await this.ask(asked))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
+    while (this.wanted === wanted && (await this.ask(wanted))) await new Promise((wake) => setTimeout(wake, AGAIN_MS));
   }
 
   // Whether there may be more to tell later.
-  async ask(asked) {
+  async ask(wanted) {
     try {
-      const explained = await ask(this.pathOf(asked));
-      if (this.asked !== asked) return false;
+      const explained = await ask(this.pathOf(wanted));
+      if (this.wanted !== wanted) return false;
       const isNew = !this.explained;
       this.explained = explained;
       this.request ??= explained.branches[0].number ?? null;
@@ -60,8 +60,8 @@ export class Drawer {
       this.draw();
       return !ended;
     } catch (error) {
-      if (this.asked === asked && !this.explained) this.story.replaceChildren(line(error.message));
-      return this.asked === asked && !this.explained && error.status !== 404;
+      if (this.wanted === wanted && !this.explained) this.story.replaceChildren(line(error.message));
+      return this.wanted === wanted && !this.explained && error.status !== 404;
     }
   }
 
@@ -75,11 +75,11 @@ export class Drawer {
   // When the request that is shown came onto a row; null where none is, or never did.
   began() {
     const times = this.explained?.branches.flatMap((branch) => branch.decisions.map((decision) => decision.time_s)) ?? [];
-    return this.asked === null || !times.length ? null : Math.min(...times);
+    return this.wanted === null || !times.length ? null : Math.min(...times);
   }
 
   draw() {
-    if (this.asked === null || !this.stage.snapshot) return;
+    if (this.wanted === null || !this.stage.snapshot) return;
     const now = this.stage.snapshot.time_s;
     const found = this.branches().flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
     if (!found.length) return;

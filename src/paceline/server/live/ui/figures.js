@@ -115,6 +115,18 @@ export function drawGauges(place, figures, snapshot, blocks, numSlots) {
   });
 }
 
+// Phases of a CPU step, as shares of all threads' time.
+const PRODUCTS = ["heads", "products", "gated", "logits"];
+const phaseSum = (each, names) => names.reduce((sum, name) => sum + (each.costs.phase_s?.[name] ?? 0), 0);
+
+function phases(figures) {
+  const all = Object.keys(figures.kept.at(-1).costs.phase_s ?? {});
+  if (!all.length) return [];
+  const shares = [PRODUCTS, ["attention"], ["waiting"]].map((names) => figures.share((each) => phaseSum(each, names), (each) => phaseSum(each, all)));
+  const shown = shares[0] === null ? "–" : `${shares.map((share) => Math.round(100 * share)).join("/")} %`;
+  return [["of a CPU step: products / attention / waiting", shown]];
+}
+
 // What it takes: energy where the device tells, and what this page costs the engine.
 function costs(figures) {
   const found = [], tokens = figures.growth((each) => each.server.tokens[0]).by;
@@ -122,6 +134,7 @@ function costs(figures) {
     const joules = figures.growth((each) => each.costs.energy_j).by;
     found.push(["joules / output token", tokens > 0 ? (joules / tokens).toPrecision(3) : "–"]);
   }
+  found.push(...phases(figures));
   const used = figures.growth((each) => each.costs.cpu_s);
   const share = figures.share((each) => each.costs.watch_cpu_s, (each) => each.costs.cpu_s);
   found.push(["of the engine's CPU for this page", used.by > IDLE * used.seconds ? percent(share) : "idle"]);

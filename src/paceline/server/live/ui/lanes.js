@@ -95,7 +95,7 @@ export class Lanes {
     this.from = this.edge() - 1.5 * this.windowS; // the time at the tape's left end
     this.pen = this.tape.getContext("2d");
     this.pen.clearRect(0, 0, this.tape.width, this.tape.height);
-    this.stage.takeNews();
+    this.stage.takeUpdates();
     for (const segment of this.stage.segments) segment.painted = segment.from;
     this.paint(this.stage.segments, this.stage.marks, this.stage.snapshot.time_s);
     this.drawnAt = null;
@@ -104,9 +104,9 @@ export class Lanes {
   // What has come since the last time goes onto the tape.
   commit() {
     if (!this.lanes) return;
-    const news = this.stage.takeNews(), until = this.stage.snapshot.time_s;
+    const updates = this.stage.takeUpdates(), until = this.stage.snapshot.time_s;
     if (this.x(until) > this.tape.width) this.shift(until);
-    this.paint([...news.ended, ...this.stage.active], news.marks, until);
+    this.paint([...updates.ended, ...this.stage.active], updates.marks, until);
     this.drawnAt = null;
   }
 

@@ -55,8 +55,8 @@ function received(message) {
   if (!message.engine) return begin(message.past);
   opening = Math.max(0, opening - 1);
   take(message);
-  if (message.engine.unavailable) return tell("lost", message.engine.unavailable);
-  tell("live", "");
+  if (message.engine.unavailable) return setStatus("lost", message.engine.unavailable);
+  setStatus("live", "");
   lanes.commit();
   const late = performance.now() / 1000 - message.engine.snapshot.time_s;
   ahead = ahead === null || message.engine.first ? late : Math.min(ahead + 0.001, late); // a late message does not turn time back
@@ -88,7 +88,7 @@ function played(messages, anew) {
 }
 
 // How the page stands with its server: "live", "recorded", "lost" with a note, or "key" with the status of the refusal.
-function tell(state, note) {
+function setStatus(state, note) {
   const link = byId("link"), words = { live: "live", key: "needs a key", recorded: "recorded" };
   if (link.dataset.state === state && state === "live") return;
   link.dataset.state = state;
@@ -164,30 +164,30 @@ async function start() {
   try {
     about = await ask("/v1/admin/about");
   } catch (error) {
-    if (isKeyProblem(error.status)) return tell("key", error.status);
-    tell("lost", error.message);
+    if (isKeyProblem(error.status)) return setStatus("key", error.status);
+    setStatus("lost", error.message);
     return setTimeout(start, 1000);
   }
   figures.bounds = about.latency_bounds;
   document.body.dataset.mode = about.recordings ? "recorded" : "live";
   if (about.recordings) {
-    tell("recorded", "");
-    const onLost = (note) => tell("lost", note), wanted = () => drawer.began();
+    setStatus("recorded", "");
+    const onLost = (note) => setStatus("lost", note), wanted = () => drawer.began();
     player = new Player(byId("player"), about, { onRun: chosen, onMessages: played, onLost, wanted });
   } else {
     engine = about.engine;
     describe(about.model);
     steering ??= new Steering(byId("steering"), about.policies);
-    follow("/v1/admin/watch?past=true", received, tell);
+    follow("/v1/admin/watch?past=true", received, setStatus);
   }
   linked();
 }
 
 // The address names the request whose story is shown: by the number the page shows, or by the id its client was given.
 function linked() {
-  const asked = new URLSearchParams(location.hash.slice(1)).get("request");
-  if (!asked) drawer.close();
-  else if (about) drawer.show(/^\d+$/.test(asked) ? Number(asked) : asked);
+  const wanted = new URLSearchParams(location.hash.slice(1)).get("request");
+  if (!wanted) drawer.close();
+  else if (about) drawer.show(/^\d+$/.test(wanted) ? Number(wanted) : wanted);
 }
 
 function setHash(hash) {

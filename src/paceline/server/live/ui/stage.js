@@ -250,11 +250,11 @@ export class Stage {
   }
 
   // What a picture has not drawn yet; asked for once.
-  takeNews() {
-    const news = { ended: this.ended, marks: this.newMarks };
+  takeUpdates() {
+    const updates = { ended: this.ended, marks: this.newMarks };
     this.ended = [];
     this.newMarks = [];
-    return news;
+    return updates;
   }
 
   // Tokens that were decoded since a time, padding left out; steps that are counted together are spread evenly.

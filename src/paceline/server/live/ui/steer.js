@@ -19,12 +19,12 @@ export class Steering {
     });
     find("off").addEventListener("click", () => this.turn({ off: true }));
     this.policy.addEventListener("change", () => this.change(this.policy.value));
-    this.look();
-    setInterval(() => document.hidden || this.look(), EVERY_MS);
+    this.refresh();
+    setInterval(() => document.hidden || this.refresh(), EVERY_MS);
   }
 
-  async turn(wish) {
-    await this.attempt(async () => this.showDial(await ask(DIAL, wish)));
+  async turn(setting) {
+    await this.attempt(async () => this.showDial(await ask(DIAL, setting)));
   }
 
   async change(name) {
@@ -37,11 +37,11 @@ export class Steering {
       this.problem.textContent = "";
     } catch (error) {
       this.problem.textContent = error.message;
-      await this.look(); // the controls go back to what holds
+      await this.refresh(); // the controls go back to what holds
     }
   }
 
-  async look() {
+  async refresh() {
     try {
       this.showDial(await ask(DIAL));
       this.showPolicy(await ask(POLICY));

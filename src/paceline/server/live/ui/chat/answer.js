@@ -44,8 +44,8 @@ export class Answer {
   async write() {
     const { message, control } = this, sent = performance.now();
     const body = JSON.stringify(requestBody(this.conversation));
-    const asked = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body, signal: control.signal };
-    const answer = await fetch("/v1/chat/completions", asked);
+    const request = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body, signal: control.signal };
+    const answer = await fetch("/v1/chat/completions", request);
     if (!answer.ok) throw await refusalOf(answer);
     let pieces = 0, first = null, last = null, tokens = null;
     for await (const chunk of events(answer.body)) {

@@ -31,7 +31,7 @@ const settings = new Settings(byId("settings"), () => {
   save(current);
 });
 const sidebar = new Sidebar(byId("list"), { onChoose: (id) => choose(conversations.get(id)), onRename: rename, onDelete: remove });
-const say = (text) => (byId("said").textContent = text); // to a screen reader: beginnings and ends, never the tokens
+const announce = (text) => (byId("said").textContent = text); // to a screen reader: beginnings and ends, never the tokens
 
 // For tests and the curious.
 window.paceline = { conversations, running, server, store, strip, stage: strip.stage, current: () => current };
@@ -145,13 +145,13 @@ async function answer(conversation) {
   const under = new Answer(conversation, { onChange, onRequest });
   running.set(conversation.id, under);
   showAll();
-  say("Answering.");
+  announce("Answering.");
   await under.run();
   running.delete(conversation.id);
   save(conversation);
   draw(under.message);
   showAll();
-  say(ending(under.message));
+  announce(ending(under.message));
   const { problem } = under.message;
   if (problem?.status === 401 || problem?.status === 403 || problem?.status === 0) server.connect();
 }

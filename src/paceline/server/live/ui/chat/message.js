@@ -4,7 +4,7 @@ import { isUnderWay } from "./conversation.js";
 import { button, copyButton, element } from "../dom.js";
 import { Markdown } from "./markdown.js";
 
-const TOO_LONG = new Set(["context_length_exceeded", "kv_capacity"]);
+const TOO_LONG = new Set(["context_length_exceeded"]);
 
 export class MessageView {
   // `actions` are what a reader can do with it: edit, regenerate, continue, stop, tryNow, explain.

@@ -21,15 +21,15 @@ export class Server {
       try {
         this.card = (await ask("/v1/models")).data[0];
         this.model = this.card.id;
-        return this.tell("ready", "");
+        return this.setStatus("ready", "");
       } catch (error) {
-        if (error.status === 401 && !keyring.get()) return this.tell("key", "");
-        if (error.status === 401) return this.tell("key", "The key is wrong.");
-        if (error.status === 403) return this.tell("key", error.message);
+        if (error.status === 401 && !keyring.get()) return this.setStatus("key", "");
+        if (error.status === 401) return this.setStatus("key", "The key is wrong.");
+        if (error.status === 403) return this.setStatus("key", error.message);
         if (error.status === 503) {
-          this.tell("starting", error.message);
+          this.setStatus("starting", error.message);
           pause = AGAIN_MS;
-        } else this.tell("lost", "The server does not answer.");
+        } else this.setStatus("lost", "The server does not answer.");
       }
       await new Promise((wake) => setTimeout(wake, pause));
     }
@@ -40,7 +40,7 @@ export class Server {
     return this.connect();
   }
 
-  tell(state, note) {
+  setStatus(state, note) {
     this.state = state;
     this.onState(state, note);
   }

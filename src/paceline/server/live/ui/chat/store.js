@@ -26,18 +26,18 @@ export class Store {
     if (!this.storage) return;
     try {
       this.storage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
-      this.tell(null);
+      this.report(null);
     } catch {
-      this.tell("The browser's storage is full: new messages are lost when the page is closed. Delete conversations to make room.");
+      this.report("The browser's storage is full: new messages are lost when the page is closed. Delete conversations to make room.");
     }
   }
 
   remove(id) {
     this.storage?.removeItem(PREFIX + id);
-    if (this.problem) this.tell(null);
+    if (this.problem) this.report(null);
   }
 
-  tell(problem) {
+  report(problem) {
     if (problem === (this.problem ?? null)) return;
     this.problem = problem;
     this.onProblem(problem);

@@ -1,4 +1,4 @@
-// The live batch beside the chat: a lane for each row of the engine, the last seconds of it, one's own answers highlighted.
+// The live batch beside the chat: a lane for each row of the engine, the last seconds of it, the user's own answers highlighted.
 //
 // Reads the feed of the live page. It is read only while the page is seen: a browser has few connections to a server,
 // and watching costs the engine a little.
@@ -62,11 +62,11 @@ export class Strip {
   }
 
   changed(state, note) {
-    this.tell(state, note);
+    this.setStatus(state, note);
     if (state === "lost") this.onLost();
   }
 
-  tell(state, note) {
+  setStatus(state, note) {
     this.place.dataset.state = state;
     const words = { key: "Only an admin key may watch the batch.", lost: `The batch cannot be seen now: ${note}` };
     byId("batch-note").textContent = words[state] ?? "";
@@ -78,11 +78,11 @@ export class Strip {
 
   take(message) {
     if (!message.engine) return this.begin(); // the feed begins, with the last minute
-    if (message.engine.unavailable) return this.tell("lost", message.engine.unavailable);
+    if (message.engine.unavailable) return this.setStatus("lost", message.engine.unavailable);
     this.stage.apply(message);
     const late = performance.now() / 1000 - this.stage.snapshot.time_s;
     this.ahead = this.ahead === null || message.engine.first ? late : Math.min(this.ahead + 0.001, late);
-    this.tell("live", "");
+    this.setStatus("live", "");
     byId("batch-figures").textContent = this.figures();
   }
 
@@ -115,7 +115,7 @@ export class Strip {
     this.draw(performance.now() / 1000 - this.ahead);
   }
 
-  // The rows that have a lane: as many as there is room for, one's own in any case.
+  // The rows that have a lane: as many as there is room for, the user's own in any case.
   lanes(room) {
     const owned = new Set(this.own.values()), count = Math.max(LEAST_LANES, this.stage.mostRow + 1);
     const height = Math.max(LEAST_LANE, Math.min(MOST_LANE, Math.floor(room / count)));

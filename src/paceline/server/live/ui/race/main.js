@@ -23,7 +23,7 @@ async function follow() {
     status = await ask("/v1/admin/race");
   } catch (error) {
     if (error.status === 404 || error.status === 401) return notice("There is no race here. Start one with “paceline demo --ui”, or play a recorded one with “paceline demo --replay FOLDER”.");
-    tell("lost", `no answer: ${error.message}`);
+    setStatus("lost", `no answer: ${error.message}`);
     return setTimeout(follow, 1000);
   }
   if (!tracks.length) {
@@ -42,9 +42,9 @@ async function follow() {
 function live() {
   const running = tracks.find((track) => track.status.state === "running");
   mode = "live";
-  if (running) tell("live", `${running.name} runs, ${tracks.indexOf(running) + 1} of ${tracks.length}`);
-  else if (tracks.every((track) => track.status.state === "waiting")) tell("waiting", "loading and warming up");
-  else tell("waiting", "next mode is loading");
+  if (running) setStatus("live", `${running.name} runs, ${tracks.indexOf(running) + 1} of ${tracks.length}`);
+  else if (tracks.every((track) => track.status.state === "waiting")) setStatus("waiting", "loading and warming up");
+  else setStatus("waiting", "next mode is loading");
 }
 
 // Every run is there from its start to its end.
@@ -53,7 +53,7 @@ function ready() {
   mode = "race";
   for (const track of tracks) track.fitted = null; // drawn anew: while it ran, some ends came later than what was drawn
   measure();
-  tell("recorded", status.is_live ? "all modes have run" : "recorded");
+  setStatus("recorded", status.is_live ? "all modes have run" : "recorded");
   const wanted = total / WANTED_S;
   byId("speed").value = SPEEDS.reduce((best, each) => (Math.abs(Math.log(each / wanted)) < Math.abs(Math.log(best / wanted)) ? each : best));
   byId("player").hidden = false;
@@ -61,7 +61,7 @@ function ready() {
   playing = !wasLive && !isStill.matches;
 }
 
-function tell(state, text) {
+function setStatus(state, text) {
   byId("link").dataset.state = state;
   if (byId("link").textContent !== text) byId("link").textContent = text;
 }

@@ -1,1 +1,0 @@
-"""The demonstration: the same bursts of traffic under static, dynamic and continuous batching, on this machine."""

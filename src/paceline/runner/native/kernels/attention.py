@@ -1,0 +1,112 @@
+"""Attention over a paged cache: up to four query vectors of one kv head against the tokens each may see.
+
+Decode and prompts are the same function. The queries of a bundle share every load of keys and values; what one of
+them must not see gets the weight 0 exactly, so that its numbers do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.rowwise import exp
+from paceline.runner.native.kernels.scalars import get_int
+from paceline.runner.native.kernels.simd import (
+    add,
+    fma_rows,
+    largest,
+    load_floats,
+    load_rows,
+    maximum,
+    mul,
+    only_lanes,
+    splat,
+    store_floats,
+    store_rows,
+    sub,
+    sum_of,
+)
+from paceline.runner.native.layout import SUB_BLOCK
+
+_F = np.float32
+ZERO, ONE = _F(0), _F(1)
+
+
+@kernel
+def block_at(table, number, subs, kv, block_bytes):
+    """Address of sub-block `number` of a row; `subs` of them are a block of its table."""
+    return kv + (get_int(table + 8 * (number // subs)) * subs + number % subs) * block_bytes
+
+
+@kernel
+def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores, step, out):
+    """Query vectors every `dim` floats at `queries`; each may see tokens `first[row]` to `end[row]`, two addresses.
+
+    The result goes to `out`, a row every `dim` floats. `scores` has room for all sub-blocks of each row.
+    """
+    rows = len(zero)
+    low, high = get_int(first), get_int(end)
+    for row in range(1, rows):
+        low = min(low, get_int(first + 8 * row))
+        high = max(high, get_int(end + 8 * row))
+    begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
+    for block in range(begin, stop):
+        keys = block_at(table, block, subs, kv, block_bytes)
+        sums = zero
+        at = queries
+        for _ in range(dim // 4):
+            sums = fma_rows(sums, load_floats(keys), at, dim * 4)
+            sums = fma_rows(sums, load_floats(keys + 64), at + 4, dim * 4)
+            sums = fma_rows(sums, load_floats(keys + 128), at + 8, dim * 4)
+            sums = fma_rows(sums, load_floats(keys + 192), at + 12, dim * 4)
+            keys += 256
+            at += 16
+        store_rows(sums, scores + 64 * (block - begin), step)
+    for row in range(rows):
+        _softmax(scores + row * step, get_int(first + 8 * row), get_int(end + 8 * row), begin, stop)
+    for d in range(0, dim * 4, 64):
+        store_rows(zero, out + d, dim * 4)
+    for block in range(begin, stop):
+        values = block_at(table, block, subs, kv, block_bytes) + dim * 64
+        weights = scores + 64 * (block - begin)
+        # What no query may see is not read: it may hold anything.
+        start = max(0, low - SUB_BLOCK * block)
+        count = min(SUB_BLOCK, high - SUB_BLOCK * block)
+        for d in range(0, dim * 4, 64):
+            sums = load_rows(zero, out + d, dim * 4)
+            value, weight = values + d + start * dim * 4, weights + 4 * start
+            for _ in range((count - start) // 4):
+                sums = fma_rows(sums, load_floats(value), weight, step)
+                sums = fma_rows(sums, load_floats(value + dim * 4), weight + 4, step)
+                sums = fma_rows(sums, load_floats(value + dim * 8), weight + 8, step)
+                sums = fma_rows(sums, load_floats(value + dim * 12), weight + 12, step)
+                value += dim * 16
+                weight += 16
+            for _ in range((count - start) % 4):
+                sums = fma_rows(sums, load_floats(value), weight, step)
+                value += dim * 4
+                weight += 4
+            store_rows(sums, out + d, dim * 4)
+
+
+@kernel
+def _softmax(scores, first, end, begin, stop):
+    """Scores of sub-blocks `begin` to `stop` become weights; those of tokens outside first to end become 0."""
+    for block in range(begin, stop):
+        low, high = first - SUB_BLOCK * block, end - SUB_BLOCK * block
+        if low > 0 or high < SUB_BLOCK:
+            at = scores + 64 * (block - begin)
+            store_floats(at, only_lanes(load_floats(at), low, high))
+    count = stop - begin
+    top = load_floats(scores)
+    for index in range(1, count):
+        top = maximum(top, load_floats(scores + 64 * index))
+    top = splat(largest(top))
+    total = splat(ZERO)
+    for index in range(count):
+        weight = exp(sub(load_floats(scores + 64 * index), top))
+        store_floats(scores + 64 * index, weight)
+        total = add(total, weight)
+    inverse = splat(ONE / sum_of(total))
+    for index in range(count):
+        store_floats(scores + 64 * index, mul(load_floats(scores + 64 * index), inverse))

@@ -1,0 +1,403 @@
+"""A decoder step as one compiled function: threads take pieces of work from a counter and meet between phases.
+
+    embed | rows heads attention output rows gated down | ... every layer ... | last logits draw
+
+`rows` adds what the phase before computed to the residual, norms it and quantises it; `heads` makes queries, keys and
+values of one head; `output` and `down` are products back to the model's width. Which thread takes which piece never
+changes a number. Every thread passes every meeting, also without work. Everything is read by address from the
+parameters that `layout` names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.runner.native import layout as at
+from paceline.runner.native.kernels.attention import attend
+from paceline.runner.native.kernels.draw import draw
+from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.experts import feed_experts, gate_and_up
+from paceline.runner.native.kernels.products import panel
+from paceline.runner.native.kernels.rowwise import (
+    add_row,
+    embed,
+    mean_square,
+    norm,
+    quantise_row,
+    rotate,
+    scale_row,
+)
+from paceline.runner.native.kernels.scalars import (
+    float_of_bits,
+    get_float,
+    get_int,
+    nanoseconds,
+    peek,
+    poke,
+    put_float,
+    put_int,
+    sleep_on,
+    wake,
+)
+from paceline.runner.native.kernels.simd import load_floats, store_floats, zeros
+from paceline.runner.native.kernels.threads import (
+    LAP_ATTENTION,
+    LAP_GATED,
+    LAP_HEADS,
+    LAP_LOGITS,
+    LAP_PRODUCTS,
+    LAP_ROWS,
+    LAP_STARTED,
+    meet,
+    take,
+)
+
+IDLE_LOOKS = 20000  # between steps, before a thread sleeps
+HEAD_PANELS = 16  # of the output matrix, of a piece
+
+
+@kernel
+def _embed(p):
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    kind, table, tokens = (
+        get_int(p + at.S_EMBEDDING_KIND),
+        get_int(p + at.S_EMBEDDING),
+        get_int(p + at.S_TOKENS),
+    )
+    scale = float_of_bits(get_int(p + at.S_EMBED_SCALE))
+    while True:
+        row = take(sync, 1)
+        if row >= count:
+            break
+        to = get_int(p + at.S_RESIDUAL) + row * hidden * 4
+        embed(kind, table, get_int(tokens + 8 * row), hidden, to)
+        if scale != np.float32(1):
+            scale_row(to, scale, hidden)
+
+
+@kernel
+def _add_delta(p, row, after, bias, scratch):
+    """Residual += delta of one row, with its bias and behind its own norm where the model has them."""
+    hidden, eps = get_int(p + at.S_HIDDEN), float_of_bits(get_int(p + at.S_NORM_EPS))
+    delta = get_int(p + at.S_DELTA) + row * hidden * 4
+    if bias != 0:
+        add_row(delta, bias, hidden)
+    if after != 0:
+        norm(delta, hidden, after, eps, scratch)
+        delta = scratch
+    add_row(get_int(p + at.S_RESIDUAL) + row * hidden * 4, delta, hidden)
+
+
+@kernel
+def _rows(p, weight, after, bias, has_delta, scratch):
+    """The residual takes in the last product; its norm is the next one's input."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    eps, is_quantised = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_IS_QUANTISED)
+    while True:
+        row = take(sync, 1)
+        if row >= count:
+            break
+        if has_delta:
+            _add_delta(p, row, after, bias, scratch)
+        to = get_int(p + at.S_NORMED) + row * hidden * 4
+        norm(get_int(p + at.S_RESIDUAL) + row * hidden * 4, hidden, weight, eps, to)
+        if is_quantised:
+            quantise_row(
+                to, row, hidden, 0, hidden, get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
+            )
+
+
+@kernel
+def _heads(p, layer, scratch, unpacked):
+    """Product of one head for a block of rows; queries to their place, keys and values to the cache."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    heads, kv_heads, dim = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
+    blocks = (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
+    while True:
+        piece = take(sync, 1)
+        if piece >= (heads + 2 * kv_heads) * blocks:
+            break
+        head, start = piece // blocks, piece % blocks * at.ROW_BLOCK
+        rows = min(at.ROW_BLOCK, count - start)
+        if head < heads:
+            kind, w, index = get_int(layer + at.L_Q_KIND), get_int(layer + at.L_Q), head
+        elif head < heads + kv_heads:
+            kind, w, index = get_int(layer + at.L_K_KIND), get_int(layer + at.L_K), head - heads
+        else:
+            kind, w, index = get_int(layer + at.L_V_KIND), get_int(layer + at.L_V), head - heads - kv_heads
+        x = get_int(p + at.S_NORMED) + start * hidden * 4
+        quantised = get_int(p + at.S_NORMED_Q) + start * hidden
+        scales = get_int(p + at.S_NORMED_SCALES) + start * (hidden // 32) * 16
+        for column in range(dim // at.COLUMNS):
+            number = index * (dim // at.COLUMNS) + column
+            panel(
+                kind, w, number, x, quantised, scales, rows, hidden, scratch + 64 * column, dim * 4, unpacked
+            )
+        for row in range(rows):
+            _place_head(p, layer, head, start + row, scratch + row * dim * 4)
+
+
+@kernel
+def _place_head(p, layer, head, token, values):
+    """Bias, norm and rotation of one head of a token; then it is a query, or is stored."""
+    heads, kv_heads, dim = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
+    eps, half = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_ROTARY_DIM) // 2
+    bias = get_int(layer + at.L_QKV_BIAS)
+    if bias != 0:
+        add_row(values, bias + head * dim * 4, dim)
+    if head < heads + kv_heads:
+        weight = get_int(layer + (at.L_Q_NORM if head < heads else at.L_K_NORM))
+        if weight != 0:
+            norm(values, dim, weight, eps, values)
+        position = get_int(get_int(p + at.S_POSITIONS) + 8 * token)
+        turn = position * half * 4
+        rotate(values, half, get_int(layer + at.L_COS) + turn, get_int(layer + at.L_SIN) + turn)
+    if head < heads:
+        group = heads // kv_heads
+        place = ((head // group) * get_int(p + at.S_NUM_TOKENS) + token) * group + head % group
+        scale_row(values, float_of_bits(get_int(p + at.S_SOFTMAX_SCALE)), dim)
+        to = get_int(p + at.S_QUERIES) + place * dim * 4
+        for offset in range(0, dim * 4, 64):
+            store_floats(to + offset, load_floats(values + offset))
+        return
+    slot = get_int(get_int(layer + at.L_SLOTS) + 8 * token)
+    if slot < 0:  # padding, or a row that has ended: nothing is stored
+        return
+    base = get_int(layer + at.L_KV) + slot // at.SUB_BLOCK * get_int(layer + at.L_BLOCK_BYTES)
+    base += (head - heads) % kv_heads * 2 * dim * 64
+    place = slot % at.SUB_BLOCK
+    if head < heads + kv_heads:
+        for i in range(dim):
+            put_float(base + 64 * i + 4 * place, get_float(values + 4 * i))
+    else:
+        to = base + dim * 64 + place * dim * 4
+        for offset in range(0, dim * 4, 64):
+            store_floats(to + offset, load_floats(values + offset))
+
+
+@kernel
+def _attention(p, layer, scratch):
+    """A tile of queries and a kv head. `scratch`: bounds, results and scores of four query vectors."""
+    sync, kv_heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
+    count, group = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HEADS) // kv_heads
+    window, positions = get_int(layer + at.L_WINDOW), get_int(p + at.S_POSITIONS)
+    subs, block_bytes = get_int(layer + at.L_SUBS), get_int(layer + at.L_BLOCK_BYTES)
+    first, end, out, scores = scratch, scratch + 64, scratch + 128, scratch + 128 + 16 * dim
+    step = get_int(p + at.S_SCORES_STEP)
+    while True:
+        piece = take(sync, 1)
+        if piece >= get_int(p + at.S_NUM_TILES) * kv_heads:
+            break
+        tile, head = get_int(p + at.S_TILES) + piece // kv_heads * at.QUERY_TILE_BYTES, piece % kv_heads
+        token, row = get_int(tile + at.T_FIRST), get_int(tile + at.T_ROW)
+        table = get_int(layer + at.L_TABLE) + row * get_int(layer + at.L_TABLE_WIDTH) * 8
+        kv = get_int(layer + at.L_KV) + head * 2 * dim * 64
+        vectors = get_int(tile + at.T_COUNT) * group
+        for start in range(0, vectors, 4):
+            rows = min(4, vectors - start)
+            for i in range(rows):
+                position = get_int(positions + 8 * (token + (start + i) // group))
+                put_int(end + 8 * i, position + 1)
+                put_int(first + 8 * i, max(0, position + 1 - window) if window > 0 else 0)
+            q = get_int(p + at.S_QUERIES) + ((head * count + token) * group + start) * dim * 4
+            if rows == 4:
+                attend(zeros(4), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
+            elif rows == 3:
+                attend(zeros(3), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
+            elif rows == 2:
+                attend(zeros(2), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
+            else:
+                attend(zeros(1), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
+            for i in range(rows):
+                _place_result(
+                    p, token + (start + i) // group, head * group + (start + i) % group, out + i * dim * 4
+                )
+
+
+@kernel
+def _place_result(p, token, head, values):
+    """What one head of a token found: an input of the output product."""
+    dim = get_int(p + at.S_HEAD_DIM)
+    width = get_int(p + at.S_HEADS) * dim
+    if get_int(p + at.S_IS_QUANTISED):
+        x, scales = get_int(p + at.S_ATTENDED_Q), get_int(p + at.S_ATTENDED_SCALES)
+        quantise_row(values, token, width, head * dim, dim, x, scales)
+    else:
+        to = get_int(p + at.S_ATTENDED) + (token * width + head * dim) * 4
+        for offset in range(0, dim * 4, 64):
+            store_floats(to + offset, load_floats(values + offset))
+
+
+@kernel
+def _product(p, kind, w, x, quantised, scales, inputs, unpacked):
+    """delta = a product back to the model's width, a panel and a block of rows at a time."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    delta, panels = get_int(p + at.S_DELTA), hidden // at.COLUMNS
+    while True:
+        piece = take(sync, 1)
+        if piece >= panels:
+            break
+        panel(kind, w, piece, x, quantised, scales, count, inputs, delta + 64 * piece, hidden * 4, unpacked)
+
+
+@kernel
+def _gated(p, layer, scratch, unpacked):
+    """activation(gate) * up, 32 columns at a time: an input of the product down."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    inner, x = get_int(p + at.S_INNER), get_int(p + at.S_NORMED)
+    quantised, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
+    while True:
+        piece = take(sync, 1)
+        if piece >= inner // 32:
+            break
+        gate_and_up(
+            p, layer + at.L_GATE_KIND, piece, x, quantised, scales, 0, count, hidden, inner, scratch, unpacked
+        )
+
+
+@kernel
+def _last(p, after, has_delta, scratch):
+    """The residual of every row is complete: whether it is finite, and the norm of rows that are sampled."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    eps, sampled = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_SAMPLED)
+    while True:
+        row = take(sync, 1)
+        if row >= count:
+            break
+        if has_delta:
+            _add_delta(p, row, after, 0, scratch)
+        residual = get_int(p + at.S_RESIDUAL) + row * hidden * 4
+        square = mean_square(residual, hidden)
+        put_int(get_int(p + at.S_FINITE) + 8 * row, 1 if square - square == np.float32(0) else 0)
+        place = get_int(sampled + 8 * row)
+        if place >= 0:
+            to = get_int(p + at.S_NORMED) + place * hidden * 4
+            norm(residual, hidden, get_int(p + at.S_LAST_NORM), eps, to)
+            if get_int(p + at.S_IS_QUANTISED):
+                x, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
+                quantise_row(to, place, hidden, 0, hidden, x, scales)
+
+
+@kernel
+def _logits(p, unpacked):
+    """Rows of the output matrix, for the tokens that are sampled."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_SAMPLED), get_int(p + at.S_HIDDEN)
+    panels, kind, w = (
+        get_int(p + at.S_VOCABULARY) // at.COLUMNS,
+        get_int(p + at.S_HEAD_KIND),
+        get_int(p + at.S_HEAD),
+    )
+    x, quantised, scales = (
+        get_int(p + at.S_NORMED),
+        get_int(p + at.S_NORMED_Q),
+        get_int(p + at.S_NORMED_SCALES),
+    )
+    logits, step = get_int(p + at.S_LOGITS), get_int(p + at.S_LOGITS_STEP)
+    while True:
+        piece = take(sync, HEAD_PANELS)
+        if piece >= panels:
+            break
+        for number in range(piece, min(piece + HEAD_PANELS, panels)):
+            panel(kind, w, number, x, quantised, scales, count, hidden, logits + 64 * number, step, unpacked)
+
+
+@kernel
+def _layer(p, layer, is_first, before, scratch, unpacked, laps):
+    """One layer; `before` is the layer before it."""
+    after, heads = get_int(before + at.L_NORM_AFTER_FEED_FORWARD), get_int(p + at.S_HEADS)
+    _rows(p, get_int(layer + at.L_NORM_BEFORE_ATTENTION), after, 0, not is_first, scratch)
+    meet(p, laps, LAP_ROWS)
+    _heads(p, layer, scratch, unpacked)
+    meet(p, laps, LAP_HEADS)
+    _attention(p, layer, scratch)
+    meet(p, laps, LAP_ATTENTION)
+    kind, w = get_int(layer + at.L_OUTPUT_KIND), get_int(layer + at.L_OUTPUT)
+    x, quantised, scales = (
+        get_int(p + at.S_ATTENDED),
+        get_int(p + at.S_ATTENDED_Q),
+        get_int(p + at.S_ATTENDED_SCALES),
+    )
+    _product(p, kind, w, x, quantised, scales, heads * get_int(p + at.S_HEAD_DIM), unpacked)
+    meet(p, laps, LAP_PRODUCTS)
+    after, bias = get_int(layer + at.L_NORM_AFTER_ATTENTION), get_int(layer + at.L_OUTPUT_BIAS)
+    _rows(p, get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD), after, bias, True, scratch)
+    meet(p, laps, LAP_ROWS)
+    if get_int(layer + at.L_ROUTER) != 0:
+        feed_experts(p, layer, scratch, unpacked, laps)
+        return
+    _gated(p, layer, scratch, unpacked)
+    meet(p, laps, LAP_GATED)
+    kind, w = get_int(layer + at.L_DOWN_KIND), get_int(layer + at.L_DOWN)
+    x, quantised, scales = get_int(p + at.S_GATED), get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
+    _product(p, kind, w, x, quantised, scales, get_int(p + at.S_INNER), unpacked)
+    meet(p, laps, LAP_PRODUCTS)
+
+
+@kernel
+def _step(thread, p):
+    """One step, as one of its threads."""
+    scratch = get_int(p + at.S_SCRATCH) + thread * get_int(p + at.S_SCRATCH_STEP)
+    unpacked = get_int(p + at.S_UNPACKED) + thread * get_int(p + at.S_UNPACKED_STEP)
+    laps = get_int(p + at.S_LAPS)
+    if laps != 0:
+        laps += thread * at.LAP_BYTES
+        put_int(laps + 8 * LAP_STARTED, nanoseconds())
+    layers, count = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS)
+    layer = layers + (count - 1) * at.LAYER_BYTES
+    is_whole = get_int(p + at.S_ONLY_LOGITS) == 0
+    # Read now: behind its last meeting a step has ended, and the parameters may be those of the next one.
+    has_draws = get_int(p + at.S_NUM_DRAWS) != 0
+    has_lists = has_draws and get_int(p + at.S_HAS_LISTS) != 0
+    if is_whole:
+        _embed(p)
+        meet(p, laps, LAP_ROWS)
+        for index in range(count):
+            before = layer
+            layer = layers + index * at.LAYER_BYTES
+            _layer(p, layer, index == 0, before, scratch, unpacked, laps)
+    _last(p, get_int(layer + at.L_NORM_AFTER_FEED_FORWARD), is_whole, scratch)
+    meet(p, laps, LAP_ROWS)
+    _logits(p, unpacked)
+    meet(p, laps, LAP_LOGITS)
+    draw(p, has_draws, has_lists, scratch, laps)
+
+
+@kernel
+def _stay(thread, p):
+    """A worker's life: wait for a step, first by looking, then asleep; compute it; until it is told to stop."""
+    seen = peek(p + at.S_STEP)
+    mine = get_int(p + at.S_SLEEPING) + at.LINE * thread
+    poke(mine + 8, 1)  # it is here
+    while True:
+        looks = 0
+        while peek(p + at.S_STEP) == seen:
+            looks += 1
+            if looks > IDLE_LOOKS:
+                poke(mine, 1)
+                if peek(p + at.S_STEP) == seen:
+                    sleep_on(get_int(p + at.S_SEMAPHORES) + at.LINE * thread)
+                poke(mine, 0)
+                looks = 0
+        seen = peek(p + at.S_STEP)
+        if peek(p + at.S_STOP):
+            break
+        if thread < seen % at.MOST_THREADS:
+            _step(thread, p)
+    poke(mine + 8, 0)
+
+
+@kernel
+def enter(thread, p):
+    """The one entry: thread 0 computes a step with the others and returns, the others stay."""
+    if thread != 0:
+        _stay(thread, p)
+        return
+    # The number of threads is part of the step's number: one that is late reads both or neither.
+    poke(
+        p + at.S_STEP,
+        (peek(p + at.S_STEP) // at.MOST_THREADS + 1) * at.MOST_THREADS + get_int(p + at.S_THREADS),
+    )
+    for other in range(1, get_int(p + at.S_THREADS)):
+        if peek(get_int(p + at.S_SLEEPING) + at.LINE * other):
+            wake(get_int(p + at.S_SEMAPHORES) + at.LINE * other)
+    _step(0, p)

@@ -1,0 +1,101 @@
+"""The KV cache of the CPU step: per layer one array of sub-blocks of 16 tokens (see `layout`).
+
+A block of the scheduler is one or more sub-blocks in one piece, so that copies and swaps move whole pieces.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.engine import KVConfig
+from paceline.models.spec import ModelSpec
+from paceline.runner.device_rows import copies_at_once
+from paceline.runner.native.layout import SUB_BLOCK
+
+Index = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class KVPool:
+    """Keys and values of all layers. Layers of a group share block numbers, not memory."""
+
+    def __init__(self, spec: ModelSpec, config: KVConfig) -> None:
+        self.block_size = config.block_size
+        self.subs = config.block_size // SUB_BLOCK
+        self.windows = spec.group_windows
+        self.layer_groups = spec.layer_groups
+        self.sub_bytes = spec.num_kv_heads * 2 * spec.head_dim * SUB_BLOCK * 4
+        counts = self._num_blocks = [group.num_blocks or config.num_blocks for group in config.groups]
+        assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
+        self._shape = (self.subs, spec.num_kv_heads, 2, spec.head_dim * SUB_BLOCK)
+        self._dim = spec.head_dim
+
+        def pools(counts: list[int]) -> list[tuple[Floats, mmap.mmap]]:
+            return [_zeros((counts[group], *self._shape)) for group in spec.layer_groups]
+
+        made = pools(counts)
+        self.layers, self._memory = [pool for pool, _ in made], [memory for _, memory in made]
+        host = pools([config.num_host_blocks] * len(counts)) if config.num_host_blocks else []
+        self._host = [pool for pool, _ in host]
+
+    def num_slots(self, group: int) -> int:
+        """Tokens that the blocks of a group hold, the null block's among them."""
+        return self._num_blocks[group] * self.block_size
+
+    def clear(self, group: int, slots: Index) -> None:
+        """Wipe slots: numbers that are not finite must not lie where a later owner's zero weight meets them."""
+        blocks, places = np.divmod(slots, self.block_size)
+        subs, tokens = np.divmod(places, SUB_BLOCK)
+        for pool in self._of_group(self.layers, group):
+            keys = pool[:, :, :, 0].reshape(*pool.shape[:3], self._dim, SUB_BLOCK)
+            values = pool[:, :, :, 1].reshape(*pool.shape[:3], SUB_BLOCK, self._dim)
+            keys[blocks, subs, :, :, tokens] = 0.0
+            values[blocks, subs, :, tokens, :] = 0.0
+
+    def wipe(self) -> None:
+        """Wipe every block on the device. Host places keep what was swapped out.
+
+        Pages are given back: the system hands out zeros again, and blocks that were never used cost nothing.
+        """
+        for pool, memory in zip(self.layers, self._memory, strict=True):
+            try:
+                memory.madvise(mmap.MADV_DONTNEED)
+            except (OSError, AttributeError):  # not on Linux
+                pool[:] = 0.0
+
+    def copy_blocks(self, group: int, source: Index, target: Index) -> None:
+        """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
+        origins, targets = copies_at_once(source, target)
+        self._move(group, self.layers, origins, self.layers, targets)
+
+    def swap_out(self, group: int, blocks: Index, places: Index) -> None:
+        self._move(group, self.layers, blocks, self._host, places)
+
+    def swap_in(self, group: int, blocks: Index, places: Index) -> None:
+        self._move(group, self._host, places, self.layers, blocks)
+
+    def _move(
+        self, group: int, origin: list[Floats], source: Index, goal: list[Floats], target: Index
+    ) -> None:
+        if len(source) and min(source.min(), target.min()) < 0:
+            raise IndexError(f"blocks {source.tolist()} to {target.tolist()}: a block below 0")
+        for old, new in zip(self._of_group(origin, group), self._of_group(goal, group), strict=True):
+            new[target] = old[source]
+
+    def _of_group(self, layers: list[Floats], group: int) -> list[Floats]:
+        return [pool for pool, mine in zip(layers, self.layer_groups, strict=True) if mine == group]
+
+
+def _zeros(shape: tuple[int, ...]) -> tuple[Floats, mmap.mmap]:
+    """Zeros, and the memory they are in: the system hands out pages when they are first written, so that a cache that
+    is not used costs nothing."""
+    # A page more than is used: what reads or writes past a layer's blocks does not meet the next one's.
+    memory = mmap.mmap(-1, math.prod(shape) * 4 + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32, math.prod(shape)).reshape(shape), memory

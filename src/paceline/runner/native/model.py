@@ -1,0 +1,183 @@
+"""A model ready for the CPU step: its panels, small tensors and the table of layers that the kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
+from paceline.models.spec import ModelSpec, model_work
+from paceline.runner.native.arena import Arena, Matrix, build_arena, kind_of, matrix_names
+from paceline.runner.native.checks import Range
+from paceline.runner.native.layout import (
+    COLUMNS,
+    EXPERT,
+    GELU_TANH,
+    GROUP,
+    KINDS,
+    LAYER,
+    Q4,
+    Q8,
+    SILU,
+    SUB_BLOCK,
+)
+from paceline.runner.native.rope_tables import rope_tables
+
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_QUANTISED = (Q4, Q8)
+# Operations of a core and bytes of all cores in a second, on a machine of the year 2019: a first guess.
+EXPECTED_QUANTISED, EXPECTED_DENSE, EXPECTED_MEMORY = 60e9, 16e9, 16e9
+
+
+def objection(source: TensorSource, block_size: int, quantization: str = "auto") -> str:
+    """Why a model cannot run on the native kernels, in words; empty when it can."""
+    spec = source.spec
+    if spec.activation not in ACTIVATIONS:
+        return f"there is no native {spec.activation} activation"
+    if any(rope.kind == "dynamic" for rope in spec.ropes):
+        return "its rotary positions depend on the length of a sequence (dynamic)"
+    if len({rope.rotary_dim for rope in spec.ropes}) > 1:
+        return "its layers turn different parts of a head"
+    if block_size % SUB_BLOCK:
+        return f"blocks of {block_size} tokens are not a multiple of {SUB_BLOCK}"
+    kinds = {name: kind_of(source.tensor(name), quantization) for name in matrix_names(spec)}
+    is_quantised = any(kind in _QUANTISED for kind in kinds.values())
+    sizes = {"hidden size": (spec.hidden_size, GROUP if is_quantised else COLUMNS)}
+    sizes["head size"] = (spec.head_dim, GROUP if is_quantised else COLUMNS)
+    sizes["intermediate size"] = (spec.intermediate_size, GROUP)
+    if spec.experts is not None:
+        sizes["experts' intermediate size"] = (spec.experts.intermediate_size, GROUP)
+    for name, (size, step) in sizes.items():
+        if size % step:
+            return f"its {name} of {size} is not a multiple of {step}"
+    for name, kind in kinds.items():
+        if is_quantised and kind not in _QUANTISED and name.endswith(("o_proj.weight", "down_proj.weight")):
+            return f"{name} is dense among quantised matrices"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NativeModel:
+    """Weights in memory, and where the step finds them."""
+
+    spec: ModelSpec
+    arena: Arena
+    embedding: Matrix
+    head: Matrix
+    last_norm: int
+    layers: NDArray[np.int64]  # [layer, field], see `layout.LAYER`
+    is_quantised: bool
+    max_positions: int
+    ranges: list[Range]  # all of its memory
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of its panels, for people."""
+        columns = [LAYER[f"{name}_kind"] for name in _ATTENTION]
+        return ", ".join(KINDS[kind] for kind in sorted(set(self.layers[:, columns].ravel().tolist())))
+
+
+def expected_seconds(model: NativeModel, threads: int) -> tuple[float, float]:
+    """About what a step takes at least, and for each token more; what steps really take is learned while serving."""
+    speed = EXPECTED_QUANTISED if model.is_quantised else EXPECTED_DENSE
+    work = model_work(model.spec, weight_bytes=model.arena.size, kv_token_bytes=0.0)
+    return model.arena.size / EXPECTED_MEMORY, work.token_flops / (speed * threads)
+
+
+def build_model(
+    source: TensorSource,
+    max_positions: int,
+    on_matrix: Callable[[int, int], None] | None = None,
+    quantization: str = "auto",
+) -> NativeModel:
+    """Repack a model that has no `objection`."""
+    spec = source.spec
+    arena, matrices = build_arena(source, matrix_names(spec), on_matrix, quantization)
+    names = source.names()
+
+    def vector(name: str, offset: float = 0.0) -> int:
+        return arena.keep(_float32(source.tensor(name)) + np.float32(offset)) if name in names else 0
+
+    tables = [rope_tables(rope, max_positions) for rope in spec.ropes]
+    turns = [(arena.keep(cos), arena.keep(sin)) for cos, sin in tables]
+    layers = np.zeros((spec.num_layers, len(LAYER)), np.int64)
+    for number in range(spec.num_layers):
+        prefix = f"model.layers.{number}."
+        row: dict[str, int] = {}
+        parts = _ATTENTION if spec.has_experts(number) else _ATTENTION | _FEED_FORWARD
+        row |= _matrices(matrices, prefix, parts)
+        if spec.experts is not None and spec.has_experts(number):
+            row |= _matrices(matrices, prefix, {"router": "mlp.gate"})
+            row["experts"] = arena.keep(_experts(matrices, prefix, spec.experts.num_experts))
+        row |= {field: vector(prefix + name, spec.norm_offset) for field, name in _norms(spec).items()}
+        biases = [f"{prefix}self_attn.{part}_proj.bias" for part in "qkv"]
+        if spec.qkv_bias:
+            row["qkv_bias"] = arena.keep(np.concatenate([_float32(source.tensor(name)) for name in biases]))
+        row["output_bias"] = vector(prefix + "self_attn.o_proj.bias")
+        row["cos"], row["sin"] = turns[spec.layer_ropes[number]]
+        row["window"] = spec.windows[number] or 0
+        for field, value in row.items():
+            layers[number, LAYER[field]] = value
+    embedding = matrices["model.embed_tokens.weight"]
+    return NativeModel(
+        spec=spec,
+        arena=arena,
+        embedding=embedding,
+        head=embedding if spec.tied_embeddings else matrices["lm_head.weight"],
+        last_norm=vector("model.norm.weight", spec.norm_offset),
+        layers=layers,
+        is_quantised=any(matrix.kind in _QUANTISED for matrix in matrices.values()),
+        max_positions=max_positions,
+        ranges=[Range(name, matrix.at, matrix.size) for name, matrix in matrices.items()]
+        + [Range.of("a small tensor", values) for values in arena.kept],
+    )
+
+
+_ATTENTION = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+}
+_FEED_FORWARD = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+
+
+def _matrices(matrices: dict[str, Matrix], prefix: str, parts: dict[str, str]) -> dict[str, int]:
+    """Kind and place of each part, as fields of a row."""
+    row: dict[str, int] = {}
+    for field, name in parts.items():
+        matrix = matrices[f"{prefix}{name}.weight"]
+        row |= {field: matrix.at, f"{field}_kind": matrix.kind}
+    return row
+
+
+def _experts(matrices: dict[str, Matrix], prefix: str, count: int) -> NDArray[np.int64]:
+    rows = np.zeros((count, len(EXPERT)), np.int64)
+    for expert in range(count):
+        parts = {field: f"mlp.experts.{expert}.{field}_proj" for field in ("gate", "up", "down")}
+        for field, value in _matrices(matrices, prefix, parts).items():
+            rows[expert, EXPERT[field]] = value
+    return rows
+
+
+def _norms(spec: ModelSpec) -> dict[str, str]:
+    """Where each norm of a layer stands under which name. A name that a model lacks gives no norm."""
+    names = {"norm_before_attention": "input_layernorm.weight"}
+    if spec.qk_norm:
+        names |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+    if not spec.sandwich_norms:
+        return names | {"norm_before_feed_forward": "post_attention_layernorm.weight"}
+    return names | {
+        "norm_after_attention": "post_attention_layernorm.weight",
+        "norm_before_feed_forward": "pre_feedforward_layernorm.weight",
+        "norm_after_feed_forward": "post_feedforward_layernorm.weight",
+    }
+
+
+def _float32(tensor: StoredTensor) -> NDArray[np.float32]:
+    values = tensor.to_float32()
+    check_finite(values, tensor.name)
+    return values

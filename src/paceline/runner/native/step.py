@@ -1,0 +1,136 @@
+"""A step computed by the native kernels (`cpu.DrawingStep`)."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.engine import EngineConfig
+from paceline.core.counters import CPUWork
+from paceline.core.pulse import Pulse
+from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.machine_load import FreeCores
+from paceline.runner.native.code import Code
+from paceline.runner.native.drawing import Drawing
+from paceline.runner.native.kv_pool import KVPool
+from paceline.runner.native.model import NativeModel
+from paceline.runner.native.phase_beats import LOOK_S, PhaseBeats
+from paceline.runner.native.step_memory import StepMemory
+from paceline.runner.native.team import Team
+from paceline.runner.sampling.sampler import Settled, Wanted
+
+Index = NDArray[np.int64]
+# Steps; the clock takes half a percent of a small one.
+TIMED_EVERY = 8
+
+
+class BadPlan(RuntimeError):
+    """A step that would read or write outside its tables; nothing of it has been computed."""
+
+
+class NativeStep:
+    """One compiled call for each step."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        config: EngineConfig,
+        code: Code,
+        threads: int,
+        free: FreeCores | None = None,
+        pulse: Pulse | None = None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self.spec = model.spec
+        self.kv = KVPool(model.spec, config.kv)
+        self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
+        self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
+        self.team = Team(code, self.memory.parameters, threads)
+        # Not the team: it ends its threads when it is let go of.
+        phase = partial(self.memory.parameters.get, "phase")
+        self._beats = PhaseBeats(pulse if pulse is not None else Pulse(), phase, look_s)
+        weakref.finalize(self, self._beats.close).atexit = False
+        self.checks = self.team.checks  # of the checking form
+        self._max_positions = model.max_positions
+        self._threads = threads
+        self._free = free
+        self._due: Index = np.zeros(0, np.int64)
+        self._count = 0
+        self._steps = 0
+
+    def forward_and_draw(
+        self, rows: DeviceRows, batch: FlatBatch, due: Index, wanted: Wanted
+    ) -> tuple[NDArray[np.bool_], Settled]:
+        self._drawing.load(wanted)
+        try:
+            good = self.forward(rows, batch, due)
+        finally:
+            self._drawing.clear()
+        return good, self._drawing.settle()
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
+        count = self._count = len(batch.tokens)
+        self._check(rows, batch)
+        self.memory.load(batch, rows.tables, due)
+        self.memory.parameters.set(only_logits=0)
+        if self._free is not None:
+            self._threads = self._free.refresh(count)
+        self._steps += 1
+        self.run(timed=self._steps % TIMED_EVERY == 1)
+        self._due = due
+        good: NDArray[np.bool_] = self.memory.finite[:count] != 0
+        return good
+
+    def logits(self, tokens: Index) -> NDArray[np.float32]:
+        if tokens is not self._due and not np.array_equal(tokens, self._due):
+            self.memory.sample(self._count, tokens)
+            self.memory.parameters.set(only_logits=1)
+            self.run()
+            self._due = tokens
+        return self.memory.logits[: len(tokens), : self.spec.vocab_size]
+
+    def work(self) -> CPUWork:
+        # Of every TIMED_EVERY-th step, the first among them.
+        share = self._steps / max(1, -(-self._steps // TIMED_EVERY))
+        laps = self.team.laps()
+        return CPUWork(self._threads, {phase: spent * 1e-9 * share for phase, spent in laps.items()})
+
+    def close(self) -> None:
+        self._beats.close()
+        self.team.close()
+
+    def run(self, *, timed: bool = False) -> None:
+        """Compute what the memory describes."""
+        others = self.memory.ranges() if self.checks is not None else None
+        with self._beats:
+            self.team.run(self._threads, timed, others)
+
+    def _check(self, rows: DeviceRows, batch: FlatBatch) -> None:
+        """A plan that names what does not exist ends here, and not in memory of others. Raises BadPlan.
+
+        In every step: each line costs microseconds. Counts are what `make_batch` has repeated rows by.
+        """
+        tables, block_size = rows.tables, self.kv.block_size
+        longest = min(rows.tokens.shape[1], self._max_positions, tables[0].shape[1] * block_size)
+        _check_below(batch.tokens, self.spec.vocab_size, "token")
+        used = _check_below(batch.positions, longest, "position") // block_size + 1
+        if batch.num_decode < len(batch.rows):
+            _check_below(batch.rows, len(tables[0]) - 1, "row")
+        for group, (slots, table) in enumerate(zip(batch.slots, tables, strict=True)):
+            slot_count = self.kv.num_slots(group)
+            if np.maximum.reduce(slots) >= slot_count:  # nothing is stored where it is negative
+                raise BadPlan(f"a plan names slot {slots.max()}, and there are {slot_count}")
+            _check_below(table[:, :used].take(batch.rows, 0), slot_count // block_size, "block")
+
+
+def _check_below(values: Index, bound: int, name: str) -> int:
+    """The largest; raises BadPlan unless all are from 0 to the bound. Without its sign a negative number is large."""
+    # A step of padding alone has no rows.
+    highest = int(np.maximum.reduce(values.view(np.uint64), axis=None, initial=0))
+    if highest >= bound:
+        wrong = values[(values < 0) | (values >= bound)][0]
+        raise BadPlan(f"a plan names {name} {wrong}, and there are {bound}")
+    return highest

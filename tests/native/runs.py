@@ -1,0 +1,44 @@
+"""Runs on the native kernels that keep the bits of every logit (see `tests.bits`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from paceline.config.engine import EngineConfig
+from paceline.runner.cpu import StepCompute
+from paceline.runner.native.code import Code
+from paceline.runner.native.model import NativeModel
+from paceline.runner.native.step import NativeStep
+from tests.bits import Changing, Circumstances, Prompt, Record, record
+from tests.kernels import host_code
+
+
+def step_threads() -> int:
+    """Threads of all steps there are."""
+    return sum(thread.name.startswith("step-") for thread in threading.enumerate())
+
+
+def record_native(
+    model: NativeModel,
+    prompts: Sequence[Prompt],
+    around: Circumstances,
+    *,
+    num_new: int,
+    num_blocks: int = 200,
+    change: Callable[[NativeStep], StepCompute] | None = None,
+    code: Code | None = None,
+) -> Record:
+    """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels."""
+    steps: list[NativeStep] = []
+
+    def make_step(config: EngineConfig) -> StepCompute:
+        threads = around.threads or (1,)
+        steps.append(NativeStep(model, config, code or host_code(), max(threads), Changing(threads)))
+        return steps[-1] if change is None else change(steps[-1])
+
+    try:
+        return record(make_step, model.spec, prompts, around, num_new=num_new, num_blocks=num_blocks)
+    finally:
+        for step in steps:
+            step.close()

@@ -1,0 +1,235 @@
+"""Compiled kernels in the user's cache: kept once, never used when they are not exactly what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.runner.native import code as code_module
+from paceline.runner.native.code import Code, KernelsUnavailable, kernels_key, load_code
+from paceline.runner.native.isa import Isa, host_isa
+from tests.kernels import CACHE, host_code
+
+PROJECT = Path(__file__).parents[2]
+
+
+def object_code() -> bytes:
+    """What compiling gives, without compiling it again."""
+    key = host_code().key
+    (path,) = CACHE.glob(f"kernels-*-{key}.bin")
+    return path.read_bytes().partition(b"\n")[2]
+
+
+@dataclass
+class Compiler:
+    """Stands for the compiler."""
+
+    times: int = 0
+    takes_s: float = 0.0
+    said: list[str] = field(default_factory=list)
+
+    def compile(self, isa: Isa, say: Callable[[str], None]) -> bytes:
+        self.times += 1
+        time.sleep(self.takes_s)
+        return object_code()
+
+    def load(self, folder: Path) -> Code:
+        return load_code(host_isa(), folder, self.said.append)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    host_code()  # with the real one, if nothing has done it yet
+    monkeypatch.setattr(code_module, "_compiled", made.compile)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kernels"
+
+
+def kept(folder: Path) -> Path:
+    (path,) = folder.glob("*.bin")
+    return path
+
+
+def works(code: Code) -> bool:
+    values, out = np.zeros(16, np.float32), np.zeros(16, np.float32)
+    code.probe("exp", np.array([16, values.ctypes.data, out.ctypes.data]))
+    return bool((out == 1).all())
+
+
+def test_compiled_once_and_read_from_then_on(compiler: Compiler, folder: Path) -> None:
+    assert works(compiler.load(folder)) and works(compiler.load(folder))
+    assert compiler.times == 1 and compiler.said == []
+    assert folder.stat().st_mode & 0o777 == 0o700 and kept(folder).stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in folder.iterdir()) == [kept(folder).name, "kernels.lock"]
+
+
+def change_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def name_another_key(path: Path) -> None:
+    head, _, code = path.read_bytes().partition(b"\n")
+    path.write_bytes(json.dumps({**json.loads(head), "key": "0" * 32}).encode() + b"\n" + code)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a changed byte": change_a_byte,
+    "half a file": cut,
+    "an empty file": lambda path: path.write_bytes(b""),
+    "not a kernel file": lambda path: path.write_bytes(b"\x7fELF" * 1000),
+    "of another key": name_another_key,
+    "writable by others": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_made_anew(compiler: Compiler, folder: Path, damage: str) -> None:
+    compiler.load(folder)
+    good = kept(folder).read_bytes()
+    DAMAGES[damage](kept(folder))
+    assert works(compiler.load(folder))
+    assert compiler.times == 2 and compiler.said == []
+    assert kept(folder).read_bytes() == good and works(compiler.load(folder)) and compiler.times == 2
+
+
+def test_a_file_that_cannot_be_replaced_is_no_obstacle(compiler: Compiler, folder: Path) -> None:
+    compiler.load(folder)
+    path = kept(folder)
+    path.unlink()
+    path.mkdir()
+    assert works(compiler.load(folder))
+    assert compiler.times == 2 and "compiled for this start only" in compiler.said[0]
+
+
+def test_a_file_of_another_user_is_not_used(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.load(folder)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert works(compiler.load(folder))
+    assert compiler.times == 2
+    assert compiler.said == [f"kernels are compiled for this start only: {folder} belongs to another user"]
+
+
+def test_a_change_of_the_sources_is_another_file(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.load(folder)
+    monkeypatch.setattr(code_module, "FORMAT", -1)
+    code_module._key.cache_clear()
+    try:
+        assert compiler.load(folder).key != host_code().key
+    finally:
+        code_module._key.cache_clear()
+    assert compiler.times == 2 and len(list(folder.glob("*.bin"))) == 2
+
+
+@pytest.mark.parametrize("trouble", ["read-only", "writable by others", "a file", "no lock", "full"])
+def test_a_cache_that_cannot_be_used_is_said_and_is_no_obstacle(
+    compiler: Compiler, folder: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trouble == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir(mode=0o700)
+    if trouble == "read-only":  # for the administrator too, who may write anywhere
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    elif trouble == "writable by others":
+        folder.chmod(0o777)
+    elif trouble == "no lock":
+        (folder / "kernels.lock").mkdir()
+    elif trouble == "full":
+
+        def fail(number: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+    assert works(compiler.load(folder))
+    assert compiler.times == 1
+    assert len(compiler.said) == 1 and compiler.said[0].startswith(
+        "kernels are compiled for this start only: "
+    )
+    assert not folder.is_dir() or not list(folder.glob("*.bin"))
+
+
+def test_starts_at_once_compile_once(compiler: Compiler, folder: Path) -> None:
+    compiler.takes_s = 0.2
+    found: list[bool] = []
+    starts = [threading.Thread(target=lambda: found.append(works(compiler.load(folder)))) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert found == [True] * 4 and compiler.times == 1
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from paceline.runner.native import code
+    from paceline.runner.native.isa import host_isa
+
+    code._compiled = lambda isa, say: Path(sys.argv[2]).read_bytes()
+    os.fsync = lambda number: os.kill(os.getpid(), signal.SIGKILL)
+    code.load_code(host_isa(), Path(sys.argv[1]), print)
+"""
+
+
+def test_a_start_that_is_killed_leaves_no_half_file(compiler: Compiler, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "code").write_bytes(object_code())
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(tmp_path / "code")]
+    done = subprocess.run(command, cwd=PROJECT, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert not list(folder.glob("*.bin")) and list(folder.glob("*.part"))
+    assert works(compiler.load(folder)) and compiler.times == 1
+    assert kept(folder).read_bytes().endswith(object_code()) and not list(folder.glob("*.part"))
+
+
+def test_a_compiler_that_fails_is_a_sentence(folder: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"the CPU kernels could not be compiled \(1\): KeyError"):
+        load_code(replace(host_isa(), name="nonsense"), folder, lambda sentence: None)
+
+
+def test_a_compiler_that_is_ended_is_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LLVM ends its process, without a word."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nkill -ABRT $$\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(KernelsUnavailable, match=r"could not be compiled \(-6\): no message"):
+        load_code(host_isa(), folder, lambda sentence: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(KernelsUnavailable, match="No such file"):
+        load_code(host_isa(), folder, lambda sentence: None)
+    assert not list(folder.glob("*.bin"))
+
+
+def test_keys_differ_by_processor() -> None:
+    isa = host_isa()
+    assert kernels_key(isa) == host_code().key
+    assert kernels_key(replace(isa, features=isa.features + ",+x")) != host_code().key

@@ -1,0 +1,284 @@
+"""A quantised model on the native kernels: a request's logits have the same bits whatever happens around it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.models.spec import ExpertsSpec, ModelSpec
+from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.native.layout import COLUMNS, Q8, Q8_GROUP, SUB_BLOCK
+from paceline.runner.native.model import NativeModel, build_model, objection
+from paceline.runner.native.step import NativeStep
+from tests.bits import Circumstances, Prompt, Record, differences
+from tests.kernels import host_code
+from tests.native.float64_model import Float64Model
+from tests.native.runs import record_native, step_threads
+from tests.quantized_helpers import QuantizedSource, tiny_spec
+
+NUM_NEW = 12
+MAX_LEN = 400
+LENGTHS = (1, 2, 5, 9, 16, 17, 31, 33, 47, 64, 90, 280)
+ALONE = Circumstances(alone=True, budget=512)
+
+CIRCUMSTANCES = [
+    Circumstances(),
+    Circumstances(budget=1),
+    Circumstances(budget=7, block_size=32),
+    Circumstances(budget=50, block_size=64),
+    Circumstances(budget=300),
+    Circumstances(alone=True, budget=13, block_size=32),
+    Circumstances(alone=True, caching=True, block_size=32),
+    Circumstances(caching=True, preempt="recompute", depth=1),
+    Circumstances(preempt="swap", block_size=64),
+    Circumstances(fork=True, budget=30),
+    Circumstances(fork=True, caching=True, preempt="swap", block_size=32, depth=2),
+    Circumstances(mode="static"),
+    Circumstances(mode="dynamic", depth=1),
+]
+# A token a step takes long, and threads that share few cores wait for each other: fewer prompts do.
+FEW = (3, 8, 10)
+THREADS = [(1,), (2,), (3,), (8,), (1, 8, 2, 3)]
+
+
+def spec_of(kind: str) -> ModelSpec:
+    """Plain; or with windows, experts in two of three layers, norms of heads and biases."""
+    if kind == "plain":
+        return tiny_spec()
+    experts = ExpertsSpec(num_experts=5, per_token=2, intermediate_size=64, normalize=True, layers=(0, 2))
+    return replace(tiny_spec(tied=True, window=24), experts=experts, qk_norm=True, qkv_bias=True)
+
+
+@cache
+def source(kind: str) -> QuantizedSource:
+    """Four bits, with eight in the embedding and in the values' matrix."""
+    return QuantizedSource(spec_of(kind), "Q4_1", mixed=True)
+
+
+@cache
+def model(kind: str) -> NativeModel:
+    assert not objection(source(kind), 16)
+    return build_model(source(kind), MAX_LEN)
+
+
+def prompts() -> list[Prompt]:
+    """Short and long ones, the last with the beginning of another."""
+    rng = random.Random(1)
+    drawn = [tuple(rng.randrange(3, 140) for _ in range(length)) for length in LENGTHS]
+    return [*drawn, (*drawn[-2][:70], 5, 6, 7)]
+
+
+@cache
+def alone(kind: str) -> Record:
+    return record_native(model(kind), prompts(), ALONE, num_new=NUM_NEW)
+
+
+def only(run: Record, chosen: Sequence[int]) -> Record:
+    return replace(run, outputs=[run.outputs[index] for index in chosen])
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize("around", CIRCUMSTANCES, ids=str)
+def test_the_same_bits_as_alone(kind: str, around: Circumstances) -> None:
+    chosen = range(len(prompts())) if around.budget > 1 else FEW
+    given = [prompts()[index] for index in chosen]
+    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80)
+    assert not differences(run, only(alone(kind), chosen))
+    assert len(run.bits) > sum(map(len, given)) // 2
+    assert bool(run.preempted) == bool(around.preempt)
+    assert bool(run.forked) == around.fork
+    assert bool(run.hits) == around.caching
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize("threads", THREADS, ids=str)
+def test_the_same_bits_with_any_number_of_threads(kind: str, threads: tuple[int, ...]) -> None:
+    around = Circumstances(threads=threads, budget=40)
+    run = record_native(model(kind), [prompts()[index] for index in FEW], around, num_new=4)
+    expected = only(alone(kind), FEW)
+    expected.outputs = [output[:4] for output in expected.outputs]
+    assert not differences(run, expected)
+    assert len(run.bits) > sum(len(prompts()[index]) for index in FEW)
+
+
+def test_outputs_are_varied() -> None:
+    for kind in ("plain", "experts"):
+        outputs = alone(kind).outputs
+        assert len(set(outputs)) > 0.8 * len(outputs)
+        assert sum(len(set(output)) for output in outputs) > 3 * len(outputs)
+
+
+def test_a_changed_bit_is_noticed() -> None:
+    changed = build_model(source("plain"), MAX_LEN)
+    at = changed.head.at - changed.arena.address
+    changed.arena.memory[at] ^= 1  # the lowest bit of one weight
+    run = record_native(changed, prompts(), ALONE, num_new=NUM_NEW)
+    assert differences(run, alone("plain"))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_logits_are_those_of_the_same_arithmetic_in_float64(window: int | None) -> None:
+    """Where a sum's last bits move an input over the edge of a step of eight bits, the text differs from there on.
+
+    Short texts seldom meet such an edge.
+    """
+    given = QuantizedSource(tiny_spec(window=window), "Q4_1", mixed=True)
+    rng = random.Random(3)
+    texts = [tuple(rng.randrange(160) for _ in range(10)) for _ in range(40)]
+    run = record_native(build_model(given, MAX_LEN), texts, Circumstances(budget=64), num_new=1)
+    gaps: list[NDArray[np.float64]] = []
+    unrounded: list[NDArray[np.float64]] = []
+    for text in texts:
+        found = [np.frombuffer(run.bits[text[:count]], np.float32) for count in range(1, len(text) + 1)]
+        for model_, to in (
+            (Float64Model(given), gaps),
+            (Float64Model(given, rounds_inputs=False), unrounded),
+        ):
+            exact = model_.logits(text)
+            to.append(np.abs(np.stack(found) - exact).max(axis=1) / np.abs(exact).max())
+    assert np.mean(np.concatenate(gaps) < 1e-4) > 0.8 and np.concatenate(gaps).max() < 0.05
+    assert np.concatenate(unrounded).min() > 1e-3, "this test would not see how inputs are rounded"
+
+
+# ---------------------------------------------------------------- what is written where
+
+
+class Watched:
+    """Steps that may write their tokens' slots and nothing else, and find finite numbers wherever they look."""
+
+    def __init__(self, step: NativeStep) -> None:
+        self.spec = step.spec
+        self.kv = step.kv
+        self.logits = step.logits
+        self.work = step.work
+        self._step = step
+        self.padding = self.bad = 0  # tokens
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
+        self.check_memory()
+        before = [pool.copy() for pool in self.kv.layers]
+        good = self._step.forward(rows, batch, due)
+        for old, new, group in zip(before, self.kv.layers, self.kv.layer_groups, strict=True):
+            changed = np.flatnonzero(self._by_slot(old != new).any(axis=1))
+            assert set(changed.tolist()) <= set(batch.slots[group].tolist()), "a slot of another token"
+        self.padding += int((batch.row_of == len(batch.rows)).sum())
+        self.bad += int((~good).sum())
+        return good
+
+    def check_memory(self) -> None:
+        for pool in self.kv.layers:
+            assert np.isfinite(pool).all()
+            assert not pool[0].any(), "the null block holds something"
+
+    def _by_slot(self, pool: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[slots, numbers of a token]."""
+        blocks, subs, heads = pool.shape[:3]
+        keys = pool[:, :, :, 0].reshape(blocks, subs, heads, -1, SUB_BLOCK).transpose(0, 1, 4, 2, 3)
+        values = pool[:, :, :, 1].reshape(blocks, subs, heads, SUB_BLOCK, -1).transpose(0, 1, 3, 2, 4)
+        count = blocks * subs * SUB_BLOCK
+        return np.concatenate([keys.reshape(count, -1), values.reshape(count, -1)], axis=1)
+
+
+def record_watched(native: NativeModel, given: list[Prompt], around: Circumstances) -> tuple[Record, Watched]:
+    watched: list[Watched] = []
+
+    def watch(step: NativeStep) -> Watched:
+        watched.append(Watched(step))
+        return watched[-1]
+
+    run = record_native(native, given, around, num_new=NUM_NEW, num_blocks=80, change=watch)
+    watched[0].check_memory()
+    return run, watched[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize("mode", ["static", "dynamic", "continuous"])
+def test_a_step_stores_its_tokens_and_padding_stores_nothing(kind: str, mode: str) -> None:
+    chosen = range(10)
+    given = [prompts()[index] for index in chosen]
+    run, watched = record_watched(model(kind), given, Circumstances(mode=mode, block_size=32, budget=100))
+    assert bool(watched.padding) == (mode != "continuous")
+    assert not differences(run, only(alone(kind), chosen))
+
+
+def poisoned(kind: str, token: int) -> NativeModel:
+    """The model, with a token whose embedding is not a number."""
+    made = build_model(source(kind), MAX_LEN)
+    assert made.embedding.kind == Q8
+    at, groups = made.embedding.at - made.arena.address, made.embedding.inputs // 32
+    panel = at + token // COLUMNS * groups * Q8_GROUP
+    place = made.arena.memory[panel : panel + groups * Q8_GROUP].reshape(groups, Q8_GROUP)
+    place[:, Q8_GROUP - 64 :].view(np.float16)[:, token % COLUMNS] = np.nan
+    return made
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        Circumstances(),
+        Circumstances(threads=(2,)),
+        Circumstances(budget=7, block_size=64, depth=1),
+        Circumstances(preempt="swap", caching=True, block_size=32),
+        Circumstances(mode="static"),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_not_a_number_ends_alone_and_leaves_nothing(around: Circumstances) -> None:
+    """Embedding and output matrix are two here: the token is not a number as an input, and cannot be one as output."""
+    chosen = (4, 7, 9)
+    used = {token for index in chosen for token in (*prompts()[index], *alone("plain").outputs[index])}
+    poison = next(token for token in range(140, 160) if token not in used)
+    bad = [(poison,), (*prompts()[9][:40], poison, 5, 6)]
+    given = [bad[0], *(prompts()[index] for index in chosen), bad[1]]
+    run, watched = record_watched(poisoned("plain", poison), given, around)
+    assert run.outputs[0] == run.outputs[-1] == ()
+    assert watched.bad > 0
+    run.outputs = run.outputs[1:-1]
+    assert not differences(run, only(alone("plain"), chosen))
+
+
+def test_threads_end_with_the_step_that_owns_them() -> None:
+    """As when a runner that was timed is let go of."""
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 40)
+    gc.collect()  # steps that other tests have let go of
+    before = step_threads()
+    step = NativeStep(model("plain"), config, host_code(), 3)
+    assert step_threads() == before + 2
+    del step
+    gc.collect()
+    assert step_threads() == before
+
+
+def test_runners_of_one_model_have_separate_caches() -> None:
+    """As when a small runner is timed beside the one that serves."""
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 40)
+    steps = [NativeStep(model("plain"), config, host_code(), 1) for _ in range(2)]
+    try:
+        rows = DeviceRows(config)
+        rows.tables[0][0, 0] = 1
+        one = np.arange(1)
+        batch = FlatBatch(
+            rows=one,
+            num_decode=0,
+            start=one,
+            count=one + 1,
+            masked=one > 0,
+            tokens=one + 7,
+            positions=one,
+            lengths=one + 1,
+            row_of=one,
+            slots=(one + SUB_BLOCK,),
+        )
+        assert steps[0].forward(rows, batch, one).all()
+        written = [any(pool.any() for pool in step.kv.layers) for step in steps]
+    finally:
+        for step in steps:
+            step.close()
+    assert written == [True, False]

@@ -1,0 +1,34 @@
+"""A parameter that is declared in `core/sampling.py` is read by the CPU's sampler and by the GPU's."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import paceline.runner
+from paceline.core.sampling import PARAMETERS
+
+RUNNER = Path(paceline.runner.__file__).parent
+# The modules in which each sampler reads the parameters of a row that joins.
+SAMPLERS = {
+    "cpu": ("sampling/sampler.py", "sampling/processors.py", "device_rows.py"),
+    "gpu": ("gpu/token_sampling.py",),
+}
+# Parameters that the scheduler applies: how long a request is, its branches and its times.
+SCHEDULED = {"max_tokens", "n", "deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible"}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_parameter_of_the_draw_is_read_by(sampler: str) -> None:
+    """One that the device cannot apply yet is read where rows are chosen that the host samples (`_is_for_host`)."""
+    read = {
+        node.attr
+        for name in SAMPLERS[sampler]
+        for node in ast.walk(ast.parse((RUNNER / name).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in ("params", "sampling")
+    }
+    drawn = {name for name, parameter in PARAMETERS.items() if not parameter.is_text} - SCHEDULED
+    assert drawn <= read, f"not read: {sorted(drawn - read)}"
