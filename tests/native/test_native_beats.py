@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import textwrap
@@ -120,7 +119,6 @@ def test_a_native_step_beats_and_ends_its_thread_with_itself(heard: Heard) -> No
         step.forward(DeviceRows(config), batch(), np.arange(1))
     assert heard.beats
     del step
-    gc.collect()
     assert step_threads() == before
 
 

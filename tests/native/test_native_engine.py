@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -247,12 +246,10 @@ def test_a_row_that_is_not_a_number_ends_alone_and_leaves_nothing(around: Circum
 def test_threads_end_with_the_step_that_owns_them() -> None:
     """As when a runner that was timed is let go of."""
     config = Circumstances().config(model("plain").spec, MAX_LEN, 40)
-    gc.collect()  # steps that other tests have let go of
     before = step_threads()
     step = NativeStep(model("plain"), config, host_code(), 3)
     assert step_threads() == before + 2
     del step
-    gc.collect()
     assert step_threads() == before
 
 
