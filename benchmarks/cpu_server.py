@@ -1,14 +1,18 @@
-"""A server on this machine's CPU: throughput and latency, memory, a busy machine.
+"""A server on this machine's CPU: throughput and latency, beside llama.cpp, memory, a busy machine.
 
 *load*: a closed loop on any OpenAI-compatible server, or on the engine in this process. Each of N clients sends a
 prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, end of text ignored) and sends the next.
-The same prompts in the same order go to every target, so that two servers on one machine can be compared. *memory*:
-anonymous bytes after loading and with a filled KV cache. *busy*: the server while one busy loop runs on each core (they
-end with this program), beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps,
-and how soon it returns; what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer
-may be a 503. Run it on a machine that does nothing else.
+The same prompts in the same order go to every target, so that two servers on one machine can be compared. *peers*: the
+same loop on llama.cpp's server and on Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its
+Q4_1 matrices as Q4_0, which llama.cpp repacks for the processor. *memory*: anonymous bytes after loading and with a
+filled KV cache. *busy*: the server while one busy loop runs on each core (they end with this program), beside the quiet
+machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it returns; what the card and
+the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run it on a machine that does
+nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
+    python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
+    python -m benchmarks.cpu_server q4-0 MODEL.gguf COPY.gguf
     python -m benchmarks.cpu_server memory [--model MODEL] [--tokens 4096]
     python -m benchmarks.cpu_server busy [--model MODEL] [--runs 5]
 """
@@ -27,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -35,14 +40,17 @@ import numpy as np
 
 from benchmarks.harness import (
     GREEDY,
+    HOST,
     TEXT,
     Benchmark,
     Found,
     Given,
     Server,
     flag,
+    in_turns,
     row,
     served,
+    served_by,
     streamed,
     table,
 )
@@ -54,7 +62,7 @@ MODEL_FLAG = flag("--model", None, "model to serve; default: SmolLM2-135M-Instru
 # -- load ----------------------------------------------------------------------------------------------------
 
 OUTPUT_TOKENS = 64
-PROMPT_WORDS = 82  # about 108 tokens of English for a vocabulary of 49k
+PROMPT_WORDS, PROMPT_TOKENS = 82, 108  # of English, for a vocabulary of 49k
 Send = Callable[[str], AsyncIterator[int]]  # sends a prompt and yields how many tokens came
 
 
@@ -96,9 +104,9 @@ def make_prompts(count: int) -> list[str]:
     return [" ".join((words * 2)[start : start + PROMPT_WORDS]) for start in starts]
 
 
-def http_target(url: str, model: str) -> Send:
+def http_target(url: str, model: str, sampling: Found) -> Send:
     parts = urlsplit(url)
-    options = {"model": model, "max_tokens": OUTPUT_TOKENS, "stream": True, **GREEDY}
+    options = {"model": model, "max_tokens": OUTPUT_TOKENS, "stream": True, **GREEDY, **sampling}
     path, host = f"{parts.path.rstrip('/')}/v1/completions", parts.hostname or "127.0.0.1"
 
     async def send(prompt: str) -> AsyncIterator[int]:
@@ -146,7 +154,8 @@ def in_process_target(model: str | None) -> tuple[Send, Callable[[str], int]]:
     flag("--model", None, "model in this process; with --url its name, else the server's first"),
     flag("--concurrency", "1,8,16,32", "numbers of clients"),
     flag("--requests", 4, "requests per client"),
-    flag("--prompt-tokens", 108, "tokens of a prompt, for --url"),
+    flag("--prompt-tokens", PROMPT_TOKENS, "tokens of a prompt, for --url"),
+    flag("--sampling", "{}", "fields of the requests, as JSON, for --url"),
 )
 def load(given: Given) -> Found:
     """Tokens per second and latencies in a closed loop."""
@@ -154,24 +163,108 @@ def load(given: Given) -> Found:
     prompts = make_prompts(max(levels) * given.requests)
     prompt_tokens = given.prompt_tokens
     if given.url:
-        send = http_target(given.url, given.model or first_model(given.url))
+        model = given.model or first_model(given.url)
+        send = http_target(given.url, model, json.loads(given.sampling))
     else:
         send, count = in_process_target(given.model)
         prompt_tokens = round(sum(map(count, prompts)) / len(prompts))
-
-    async def run() -> list[Found]:
-        async for _ in send(prompts[-1]):  # warm up
-            pass
-        table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99")
-        results = []
-        for level in levels:
-            results.append(await closed_loop(send, prompts[: level * given.requests], level, prompt_tokens))
-            row(*results[-1].values())
-        return results
-
     print(f"prompts of {prompt_tokens} tokens, {OUTPUT_TOKENS} out")
-    target = given.url or "in process"
-    return {"target": target, "prompt_tokens": prompt_tokens, "results": asyncio.run(run())}
+    results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens))
+    return {"target": given.url or "in process", "prompt_tokens": prompt_tokens, "results": results}
+
+
+async def all_levels(send: Send, levels: list[int], requests: int, prompt_tokens: int) -> list[Found]:
+    prompts = make_prompts(max(levels) * requests)
+    async for _ in send(prompts[-1]):  # warm up
+        pass
+    table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99")
+    results = []
+    for level in levels:
+        results.append(await closed_loop(send, prompts[: level * requests], level, prompt_tokens))
+        row(*results[-1].values())
+    return results
+
+
+# -- beside llama.cpp ----------------------------------------------------------------------------------------
+
+LLAMA_OPTIONS = ("-c", 32768, "-np", 32, "-t", 2)
+PACELINE_OPTIONS = ("--no-enable-prefix-caching",)
+
+
+@bench.part(
+    flag("llama_server", None, "llama.cpp's program, or - to leave it out"),
+    flag("model", None, "GGUF file that both read"),
+    flag("--concurrency", "1,8,16,32", "numbers of clients"),
+    flag("--requests", 4, "requests per client"),
+    flag("--rounds", 3, "runs of each server, in turns"),
+)
+def peers(given: Given) -> Found:
+    """Both servers in turns: medians, and the total tokens per second of every run."""
+    levels = [int(level) for level in given.concurrency.split(",")]
+
+    def run(name: str, server: Callable[[], contextlib.AbstractContextManager[Server]]) -> list[Found]:
+        print(name)
+        with server() as running:
+            url = f"http://{HOST}:{running.port}"
+            send = http_target(url, first_model(url), {})
+            return asyncio.run(all_levels(send, levels, given.requests, PROMPT_TOKENS))
+
+    def llama() -> contextlib.AbstractContextManager[Server]:
+        command = (given.llama_server, "-m", given.model, *LLAMA_OPTIONS)
+        return served_by(lambda port: [*command, "--host", HOST, "--port", port], "/health")
+
+    servers = {"llama.cpp": llama, "paceline": lambda: served([given.model, *PACELINE_OPTIONS])}
+    if given.llama_server == "-":
+        del servers["llama.cpp"]
+    works = {name: partial(run, name, server) for name, server in servers.items()}
+    found = in_turns(works, given.rounds)
+    settings = {"llama.cpp": LLAMA_OPTIONS, "paceline": PACELINE_OPTIONS}
+    return {
+        "model": Path(given.model).name,
+        **{
+            name: {"settings": " ".join(map(str, settings[name])), "clients": medians(runs)}
+            for name, runs in found.items()
+        },
+    }
+
+
+def medians(runs: list[list[Found]]) -> Found:
+    """By the number of clients."""
+    return {
+        str(found[0]["concurrency"]): {
+            **{
+                key: round(statistics.median(one[key] for one in found), 1)
+                for key in found[0]
+                if key.endswith(("_per_s", "_ms"))
+            },
+            "total_tokens_per_s_of_runs": [one["total_tokens_per_s"] for one in found],
+        }
+        for found in zip(*runs, strict=True)
+    }
+
+
+@bench.part(flag("source", None, "GGUF file"), flag("target", None, "its copy"))
+def q4_0(given: Given) -> None:
+    """A copy of a GGUF file with its Q4_1 matrices as Q4_0."""
+    import gguf
+
+    reader = gguf.GGUFReader(given.source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(given.target, architecture)
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], element)
+    kinds = gguf.GGMLQuantizationType
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if kind == kinds.Q4_1:
+            data, kind = gguf.quants.quantize(gguf.quants.dequantize(data, kind), kinds.Q4_0), kinds.Q4_0
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 # -- memory --------------------------------------------------------------------------------------------------

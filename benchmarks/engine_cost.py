@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import (
+    PYTHON,
     Benchmark,
     Found,
     Given,
@@ -457,7 +458,10 @@ def frames(given: Given) -> Found:
     from playwright.sync_api import sync_playwright
 
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with program(*SIMULATED, stderr=subprocess.PIPE, text=True) as command, sync_playwright() as playwright:
+    with (
+        program(*PYTHON, *SIMULATED, stderr=subprocess.PIPE, text=True) as command,
+        sync_playwright() as playwright,
+    ):
         assert command.stderr is not None
         address = next(found[1] for line in command.stderr if (found := re.search(r"(http://\S+/ui)", line)))
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)

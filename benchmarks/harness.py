@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from paceline.cli.doctor import processor_name
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.machine import source_commit
 from paceline.lab.report.run_record import RunRecord
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 START_S, STOP_S = 300.0, 60.0
+PYTHON = (sys.executable, "-m")
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"  # English prompts are cut from it
 GREEDY = {"temperature": 0, "ignore_eos": True}  # fields of a request: the same work in every run
 Given = argparse.Namespace
@@ -107,6 +109,7 @@ def environment() -> Found:
     """What a result must carry to mean anything later."""
     found: Found = {
         "machine": platform.machine(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
@@ -223,7 +226,7 @@ def one_tenant(name: str, arrival_s: Sequence[float], prompt: Any, output: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`paceline serve` on this machine, ready."""
+    """A server on this machine, ready."""
 
     port: int
     pid: int
@@ -252,8 +255,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def program(*command: object, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """`python -m` and this command, ended with the block. `options` are those of Popen."""
-    process = subprocess.Popen([sys.executable, "-m", *map(str, command)], **options)
+    """This command, ended with the block. `options` are those of Popen."""
+    process = subprocess.Popen(list(map(str, command)), **options)
     try:
         yield process
     finally:
@@ -265,19 +268,28 @@ def program(*command: object, **options: Any) -> Iterator[subprocess.Popen[Any]]
             process.wait()
 
 
+def served(
+    options: Sequence[str], output: Path | None = None, **environ: str
+) -> contextlib.AbstractContextManager[Server]:
+    """`paceline serve`, which ends with the block. `output` gets its card and its log."""
+    command = (*PYTHON, "paceline", "serve", *options)
+    return served_by(lambda port: [*command, "--port", port], "/health/ready", output, **environ)
+
+
 @contextlib.contextmanager
-def served(options: Sequence[str], output: Path | None = None, **environ: str) -> Iterator[Server]:
-    """A server that ends with the block. `output` gets its card and its log."""
+def served_by(
+    command: Callable[[int], Sequence[object]], ready: str, output: Path | None = None, **environ: str
+) -> Iterator[Server]:
+    """A server that answers on the path `ready` once it is, and ends with the block."""
     port = free_port()
-    command = ("paceline", "serve", "--port", port, *options)
     with (
         open(output or os.devnull, "wb") as sink,
-        program(*command, stdout=sink, stderr=sink, env={**os.environ, **environ}) as process,
+        program(*command(port), stdout=sink, stderr=sink, env={**os.environ, **environ}) as process,
     ):
         until_s = time.monotonic() + START_S
-        while call(port, "/health/ready", timeout_s=2.0)[0] != 200:
+        while call(port, ready, timeout_s=2.0)[0] != 200:
             if process.poll() is not None or time.monotonic() > until_s:
-                raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")
+                raise SystemExit(f"the server did not start: {' '.join(map(str, command(port)))}")
             time.sleep(0.1)
         yield Server(port, process.pid)
 

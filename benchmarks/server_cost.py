@@ -43,6 +43,7 @@ import uvloop
 from benchmarks.harness import (
     GREEDY,
     HOST,
+    PYTHON,
     START_S,
     Benchmark,
     Found,
@@ -119,7 +120,7 @@ def tiny_server(*flags: str) -> Iterator[Server]:
 def bare(piece: bytes, pause_s: float) -> Iterator[Server]:
     """Plain uvicorn that sends the same piece to every client at every tick."""
     command = ("benchmarks.server_cost", FLOOR, piece.hex(), pause_s)
-    with program(*command, stdout=subprocess.PIPE) as process:
+    with program(*PYTHON, *command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield Server(int(process.stdout.readline()), process.pid)
 
@@ -292,7 +293,7 @@ def watched_start(model: str | None) -> dict[str, float]:
             times_s.setdefault(stage, round(time.monotonic() - began_s, 3))
 
     command = ("paceline", "serve", "--port", port, "--served-model-name", "m", *([model] if model else []))
-    with program(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with program(*PYTHON, *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while "ready" not in times_s:
             if time.monotonic() - began_s > START_S or process.poll() is not None:
                 raise SystemExit("the server did not start; is the model in the cache?")

@@ -149,14 +149,14 @@ def latency_full() -> list[str]:
 
 def cpu() -> list[str]:
     peers = result("peers_cpu")
-    kinds = {"TTFT p50 ms": "ttft_ms", "ITL p50 ms": "itl_ms"}
+    kinds = {"TTFT p50 ms": "ttft_p50_ms", "ITL p50 ms": "itl_p50_ms"}
     heads = [f"{name} {title}" for title in ("tok/s", *kinds) for name in ("Paceline", "llama.cpp")]
     lines = [_row(["clients", *heads]), _rule(1 + len(heads))]
     for clients in peers["paceline"]["clients"]:
         mine, theirs = (peers[name]["clients"][clients] for name in ("paceline", "llama.cpp"))
         cells = [clients, *_better(mine[OUTPUT], theirs[OUTPUT], highest=True)]
         for kind in kinds.values():
-            cells += _better(mine[kind]["p50"], theirs[kind]["p50"], highest=False)
+            cells += _better(mine[kind], theirs[kind], highest=False)
         lines.append(_row(cells))
     return lines
 

@@ -335,6 +335,7 @@ def test_make_help_lists_the_targets() -> None:
         "check",
         "test",
         "campaign",
+        "again",
         "kernels",
         "chat",
         "demo",

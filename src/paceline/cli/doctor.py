@@ -121,7 +121,7 @@ def machine_facts() -> Facts:
         "versions": {"paceline": __version__, "python": platform.python_version()},
         "system": f"{platform.system()} {platform.release()} {machine}",
         "cpu": {
-            "name": _cpu_name() or machine,
+            "name": processor_name() or machine,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         },
         "memory": {"total_bytes": _memory("MemTotal"), "available_bytes": _memory("MemAvailable")},
@@ -202,7 +202,8 @@ def _cpu_field(name: str) -> str | None:
     return None
 
 
-def _cpu_name() -> str | None:
+def processor_name() -> str | None:
+    """As its maker calls it."""
     part = _cpu_field("CPU part")
     return _cpu_field("model name") or (part and ARM_PARTS.get(part, f"ARM part {part}"))
 
