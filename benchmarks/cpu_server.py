@@ -2,13 +2,13 @@
 
 *load*: a closed loop on any OpenAI-compatible server, or on the engine in this process. Each of N clients sends a
 prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, end of text ignored) and sends the next.
-The same prompts in the same order go to every target, so that two servers on one machine can be compared. *peers*: the
-same loop on llama.cpp's server and on Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its
-Q4_1 matrices as Q4_0, which llama.cpp repacks for the processor. *memory*: anonymous bytes after loading and with a
-filled KV cache. *busy*: the server while one busy loop runs on each core (they end with this program), beside the quiet
-machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it returns; what the card and
-the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run it on a machine that does
-nothing else.
+The same prompts in the same order go to every target, so that two servers on one machine can be compared; *outside* is
+the share of the time in which our threads are not in a step. *peers*: the same loop on llama.cpp's server and on
+Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its Q4_1 matrices as Q4_0, which llama.cpp
+repacks for the processor. *memory*: anonymous bytes after loading and with a filled KV cache. *busy*: the server while
+one busy loop runs on each core (they end with this program), beside the quiet machine: a prompt of 200 tokens with 40
+tokens of output; the size of steps, and how soon it returns; what the card and the log say; and a prompt of 801 tokens
+in steps of 256, of which no answer may be a 503. Run it on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -66,7 +67,9 @@ PROMPT_WORDS, PROMPT_TOKENS = 82, 108  # of English, for a vocabulary of 49k
 Send = Callable[[str], AsyncIterator[int]]  # sends a prompt and yields how many tokens came
 
 
-async def closed_loop(send: Send, prompts: list[str], concurrency: int, prompt_tokens: int) -> Found:
+async def closed_loop(
+    send: Send, prompts: list[str], concurrency: int, prompt_tokens: int, in_steps_s: Callable[[], float]
+) -> Found:
     """All prompts through `concurrency` clients, each sending its next when the last is done."""
     waiting = prompts[::-1]
     first_ms, gaps_ms, num_output = list[float](), list[float](), 0
@@ -83,9 +86,10 @@ async def closed_loop(send: Send, prompts: list[str], concurrency: int, prompt_t
                     gaps_ms.extend([gap_ms / tokens] * tokens)
                 is_first, num_output = False, num_output + tokens
 
-    started_s = time.perf_counter()
+    started_s, before_s = time.perf_counter(), in_steps_s()
     await asyncio.gather(*(client() for _ in range(concurrency)))
     seconds = time.perf_counter() - started_s
+    outside = 1 - (in_steps_s() - before_s) / seconds
     return {
         "concurrency": concurrency,
         "requests": len(prompts),
@@ -94,6 +98,7 @@ async def closed_loop(send: Send, prompts: list[str], concurrency: int, prompt_t
         "ttft_p50_ms": round(float(np.median(first_ms)), 1),
         "itl_p50_ms": round(float(np.median(gaps_ms)), 2),
         "itl_p99_ms": round(float(np.percentile(gaps_ms, 99)), 2),
+        "outside_steps": None if math.isnan(outside) else round(outside, 3),
     }
 
 
@@ -126,6 +131,24 @@ def first_model(url: str) -> str:
     with urlopen(f"{url}/v1/models") as answer:
         name: str = json.load(answer)["data"][0]["id"]
     return name
+
+
+def steps_clock(url: str | None) -> Callable[[], float]:
+    """Reads how long a server of ours has been in steps; what others count is not a number."""
+
+    def read() -> float:
+        with urlopen(f"{url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        values = {line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1] for line in lines if line[:1] != "#"}
+        phases = [float(value) for name, value in values.items() if "cpu_phase_seconds_total" in name]
+        threads = [float(value) for name, value in values.items() if ":cpu_threads" in name]
+        return sum(phases) / sum(threads)
+
+    try:
+        read()
+    except (OSError, ZeroDivisionError, ValueError):
+        return lambda: math.nan
+    return read
 
 
 def in_process_target(model: str | None) -> tuple[Send, Callable[[str], int]]:
@@ -169,18 +192,22 @@ def load(given: Given) -> Found:
         send, count = in_process_target(given.model)
         prompt_tokens = round(sum(map(count, prompts)) / len(prompts))
     print(f"prompts of {prompt_tokens} tokens, {OUTPUT_TOKENS} out")
-    results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens))
+    clock = steps_clock(given.url)
+    results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens, clock))
     return {"target": given.url or "in process", "prompt_tokens": prompt_tokens, "results": results}
 
 
-async def all_levels(send: Send, levels: list[int], requests: int, prompt_tokens: int) -> list[Found]:
+async def all_levels(
+    send: Send, levels: list[int], requests: int, prompt_tokens: int, clock: Callable[[], float]
+) -> list[Found]:
     prompts = make_prompts(max(levels) * requests)
     async for _ in send(prompts[-1]):  # warm up
         pass
-    table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99")
+    table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50", "ITL p50", "ITL p99", "outside")
     results = []
     for level in levels:
-        results.append(await closed_loop(send, prompts[: level * requests], level, prompt_tokens))
+        given = prompts[: level * requests]
+        results.append(await closed_loop(send, given, level, prompt_tokens, clock))
         row(*results[-1].values())
     return results
 
@@ -207,7 +234,7 @@ def peers(given: Given) -> Found:
         with server() as running:
             url = f"http://{HOST}:{running.port}"
             send = http_target(url, first_model(url), {})
-            return asyncio.run(all_levels(send, levels, given.requests, PROMPT_TOKENS))
+            return asyncio.run(all_levels(send, levels, given.requests, PROMPT_TOKENS, steps_clock(url)))
 
     def llama() -> contextlib.AbstractContextManager[Server]:
         command = (given.llama_server, "-m", given.model, *LLAMA_OPTIONS)
@@ -233,9 +260,9 @@ def medians(runs: list[list[Found]]) -> Found:
     return {
         str(found[0]["concurrency"]): {
             **{
-                key: round(statistics.median(one[key] for one in found), 1)
-                for key in found[0]
-                if key.endswith(("_per_s", "_ms"))
+                key: round(statistics.median(one[key] for one in found), 3)
+                for key, value in found[0].items()
+                if value is not None and key not in ("concurrency", "requests")
             },
             "total_tokens_per_s_of_runs": [one["total_tokens_per_s"] for one in found],
         }

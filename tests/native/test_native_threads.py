@@ -20,8 +20,9 @@ from paceline import LLM, SamplingParams
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native import interrupts
 from paceline.runner.native.interrupts import StepInterrupted
+from paceline.runner.native.layout import PHASES
 from paceline.runner.native.model import build_model
-from paceline.runner.native.step import NativeStep
+from paceline.runner.native.step import TIMED_EVERY, NativeStep
 from paceline.runner.native.team import JOIN_S
 from tests.bits import Circumstances
 from tests.kernels import host_code
@@ -56,6 +57,23 @@ def interrupt(step: NativeStep, phase: int) -> None:
     while step.memory.parameters.get("phase") == phase:
         time.sleep(0)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_time_in_phases_only_grows_and_is_the_time_in_steps(step: NativeStep) -> None:
+    """As a counter of Prometheus has to, however prompts fall into the steps that are timed."""
+    before: dict[str, float] = {}
+    spent_s = 0.0
+    for number in range(5 * TIMED_EVERY):
+        began_s = time.perf_counter()
+        compute(step)
+        spent_s += time.perf_counter() - began_s
+        if number % 3 == 0:
+            now = step.work().phase_s
+            assert all(now[phase] >= spent for phase, spent in before.items())
+            before = now
+    threads = step.work().threads
+    assert before.keys() == set(PHASES)
+    assert 0 < sum(before.values()) <= threads * spent_s
 
 
 @pytest.mark.parametrize("naps_s", [0.0, 0.3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from functools import partial
 
@@ -23,8 +24,9 @@ from paceline.runner.native.team import Team
 from paceline.runner.sampling.sampler import Settled, Wanted
 
 Index = NDArray[np.int64]
-# Steps; the clock takes half a percent of a small one.
-TIMED_EVERY = 8
+# Phases are timed in one step of so many: the clocks take half a percent of a small one. Not a power of two, so that
+# requests of equal lengths do not put every prompt into a timed step.
+TIMED_EVERY = 7
 
 
 class BadPlan(RuntimeError):
@@ -60,6 +62,10 @@ class NativeStep:
         self._due: Index = np.zeros(0, np.int64)
         self._count = 0
         self._steps = 0
+        # Of the threads: in calls since the last look, in phases of timed steps until then, in phases of all steps.
+        self._spent_ns = 0
+        self._laps: dict[str, int] = {}
+        self._phase_s: dict[str, float] = {}
 
     def forward_and_draw(
         self, rows: DeviceRows, batch: FlatBatch, due: Index, wanted: Wanted
@@ -93,10 +99,16 @@ class NativeStep:
         return self.memory.logits[: len(tokens), : self.spec.vocab_size]
 
     def work(self) -> CPUWork:
-        # Of every TIMED_EVERY-th step, the first among them.
-        share = self._steps / max(1, -(-self._steps // TIMED_EVERY))
+        """Counters that only grow: the time since the last look, shared out as in its timed steps."""
         laps = self.team.laps()
-        return CPUWork(self._threads, {phase: spent * 1e-9 * share for phase, spent in laps.items()})
+        new = {phase: spent - self._laps.get(phase, 0) for phase, spent in laps.items()}
+        if timed := sum(new.values()):
+            scale = 1e-9 * self._spent_ns / timed
+            self._phase_s = {
+                phase: self._phase_s.get(phase, 0.0) + spent * scale for phase, spent in new.items()
+            }
+            self._laps, self._spent_ns = laps, 0
+        return CPUWork(self._threads, self._phase_s)
 
     def close(self) -> None:
         self._beats.close()
@@ -105,8 +117,10 @@ class NativeStep:
     def run(self, *, timed: bool = False) -> None:
         """Compute what the memory describes."""
         others = self.memory.ranges() if self.checks is not None else None
+        began_ns = time.perf_counter_ns()
         with self._beats:
             self.team.run(self._threads, timed, others)
+        self._spent_ns += (time.perf_counter_ns() - began_ns) * self._threads
 
     def _check(self, rows: DeviceRows, batch: FlatBatch) -> None:
         """A plan that names what does not exist ends here, and not in memory of others. Raises BadPlan.

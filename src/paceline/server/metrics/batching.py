@@ -151,7 +151,7 @@ class BatchingMetrics:
         if stats.cpu.threads:
             yield make.gauge("cpu_threads", "Threads that compute steps now.", stats.cpu.threads)
         if stats.cpu.phase_s:
-            text = "Time of the threads of CPU steps by phase, estimated from one step in 8."
+            text = "Time of the threads in CPU steps; the shares of phases are those of one step in 7."
             yield make.counter_by("phase", "cpu_phase_seconds", text, stats.cpu.phase_s)
         text = "The same as num_preemptions, by what became of their KV and for what."
         by_rule = {
