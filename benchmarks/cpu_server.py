@@ -3,12 +3,12 @@
 *load*: a closed loop on any OpenAI-compatible server, or on the engine in this process. Each of N clients sends a
 prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, end of text ignored) and sends the next.
 The same prompts in the same order go to every target, so that two servers on one machine can be compared; *outside* is
-the share of the time in which our threads are not in a step. *peers*: the same loop on llama.cpp's server and on
-Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its Q4_1 matrices as Q4_0, which llama.cpp
-repacks for the processor. *memory*: anonymous bytes after loading and with a filled KV cache. *busy*: the server while
-one busy loop runs on each core (they end with this program), beside the quiet machine: a prompt of 200 tokens with 40
-tokens of output; the size of steps, and how soon it returns; what the card and the log say; and a prompt of 801 tokens
-in steps of 256, of which no answer may be a 503. Run it on a machine that does nothing else.
+the share of the time that our server is not in a call that computes a step. *peers*: the same loop on llama.cpp's
+server and on Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its Q4_1 matrices as Q4_0,
+which llama.cpp repacks for the processor. *memory*: anonymous bytes after loading and with a filled KV cache. *busy*:
+the server while one busy loop runs on each core (they end with this program), beside the quiet machine: a prompt of 200
+tokens with 40 tokens of output; the size of steps, and how soon it returns; what the card and the log say; and a prompt
+of 801 tokens in steps of 256, of which no answer may be a 503. Run it on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
@@ -139,14 +139,12 @@ def steps_clock(url: str | None) -> Callable[[], float]:
     def read() -> float:
         with urlopen(f"{url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        values = {line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1] for line in lines if line[:1] != "#"}
-        phases = [float(value) for name, value in values.items() if "cpu_phase_seconds_total" in name]
-        threads = [float(value) for name, value in values.items() if ":cpu_threads" in name]
-        return sum(phases) / sum(threads)
+        (seconds,) = (line.split()[1] for line in lines if line.startswith("paceline:cpu_call_seconds_total"))
+        return float(seconds)
 
     try:
         read()
-    except (OSError, ZeroDivisionError, ValueError):
+    except (OSError, ValueError):
         return lambda: math.nan
     return read
 

@@ -22,6 +22,7 @@ class CPUWork:
     threads: int = 0  # that computed the last step
     # Seconds of all threads by phase, estimated from the steps that were timed.
     phase_s: dict[str, float] = field(default_factory=dict)
+    call_s: float = 0.0  # seconds in the calls that compute steps
 
 
 @dataclass(slots=True)

@@ -62,6 +62,7 @@ class NativeStep:
         self._due: Index = np.zeros(0, np.int64)
         self._count = 0
         self._steps = 0
+        self._call_ns = 0
         # Of the threads: in calls since the last look, in phases of timed steps until then, in phases of all steps.
         self._spent_ns = 0
         self._laps: dict[str, int] = {}
@@ -108,7 +109,7 @@ class NativeStep:
                 phase: self._phase_s.get(phase, 0.0) + spent * scale for phase, spent in new.items()
             }
             self._laps, self._spent_ns = laps, 0
-        return CPUWork(self._threads, self._phase_s)
+        return CPUWork(self._threads, self._phase_s, self._call_ns * 1e-9)
 
     def close(self) -> None:
         self._beats.close()
@@ -120,7 +121,9 @@ class NativeStep:
         began_ns = time.perf_counter_ns()
         with self._beats:
             self.team.run(self._threads, timed, others)
-        self._spent_ns += (time.perf_counter_ns() - began_ns) * self._threads
+        took_ns = time.perf_counter_ns() - began_ns
+        self._call_ns += took_ns
+        self._spent_ns += took_ns * self._threads
 
     def _check(self, rows: DeviceRows, batch: FlatBatch) -> None:
         """A plan that names what does not exist ends here, and not in memory of others. Raises BadPlan.

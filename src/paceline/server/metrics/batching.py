@@ -153,6 +153,8 @@ class BatchingMetrics:
         if stats.cpu.phase_s:
             text = "Time of the threads in CPU steps; the shares of phases are those of one step in 7."
             yield make.counter_by("phase", "cpu_phase_seconds", text, stats.cpu.phase_s)
+            text = "Time in the calls that compute CPU steps: the rest of engine_busy_seconds is planning."
+            yield make.counter("cpu_call_seconds", text, stats.cpu.call_s)
         text = "The same as num_preemptions, by what became of their KV and for what."
         by_rule = {
             tuple(reversed(rule.split(":", 1))): stats.counters.preempted_by.get(rule, 0)
