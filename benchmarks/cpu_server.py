@@ -190,17 +190,18 @@ def load(given: Given) -> Found:
         send, count = in_process_target(given.model)
         prompt_tokens = round(sum(map(count, prompts)) / len(prompts))
     print(f"prompts of {prompt_tokens} tokens, {OUTPUT_TOKENS} out")
-    clock = steps_clock(given.url)
-    results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens, clock))
+    results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens, given.url))
     return {"target": given.url or "in process", "prompt_tokens": prompt_tokens, "results": results}
 
 
 async def all_levels(
-    send: Send, levels: list[int], requests: int, prompt_tokens: int, clock: Callable[[], float]
+    send: Send, levels: list[int], requests: int, prompt_tokens: int, url: str | None
 ) -> list[Found]:
     prompts = make_prompts(max(levels) * requests)
     async for _ in send(prompts[-1]):  # warm up
         pass
+    await asyncio.sleep(2.0)  # until the metrics count it
+    clock = steps_clock(url)
     table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50", "ITL p50", "ITL p99", "outside")
     results = []
     for level in levels:
@@ -232,7 +233,7 @@ def peers(given: Given) -> Found:
         with server() as running:
             url = f"http://{HOST}:{running.port}"
             send = http_target(url, first_model(url), {})
-            return asyncio.run(all_levels(send, levels, given.requests, PROMPT_TOKENS, steps_clock(url)))
+            return asyncio.run(all_levels(send, levels, given.requests, PROMPT_TOKENS, url))
 
     def llama() -> contextlib.AbstractContextManager[Server]:
         command = (given.llama_server, "-m", given.model, *LLAMA_OPTIONS)
