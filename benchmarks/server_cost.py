@@ -279,7 +279,7 @@ def refusals(given: Given) -> Found:
 
 # -- the start -----------------------------------------------------------------------------------------------
 
-STAGES = ("listening", "engine started", "torch mapped", "live", "ready", "answered")
+STAGES = ("listening", "engine started", "kernels loaded", "live", "ready", "answered")
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
@@ -301,7 +301,7 @@ def watched_start(model: str | None) -> dict[str, float]:
                 note("listening", "listening" in times_s or client.connect_ex((HOST, port)) == 0)
             engine = _read(f"/proc/{process.pid}/task/{process.pid}/children").split()
             note("engine started", engine)
-            note("torch mapped", engine and "libtorch" in _read(f"/proc/{engine[0]}/maps"))
+            note("kernels loaded", engine and "llvmlite" in _read(f"/proc/{engine[0]}/maps"))
             if "listening" in times_s:
                 # Before the event loop runs, a connection waits in the system's queue: do not wait with it.
                 status, _ = call(port, "/health", timeout_s=0.2)

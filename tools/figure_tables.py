@@ -147,8 +147,8 @@ def latency_full() -> list[str]:
     return lines
 
 
-def cpu() -> list[str]:
-    peers = result("peers_cpu")
+def cpu(name: str = "peers_cpu") -> list[str]:
+    peers = result(name)
     kinds = {"TTFT p50 ms": "ttft_p50_ms", "ITL p50 ms": "itl_p50_ms"}
     heads = [f"{name} {title}" for title in ("tok/s", *kinds) for name in ("Paceline", "llama.cpp")]
     lines = [_row(["clients", *heads]), _rule(1 + len(heads))]
@@ -383,6 +383,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "latency": latency_full,
     "latency-short": latency_short,
     "cpu": cpu,
+    "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
     "cpu-short": cpu_short,
     "step-cost": step_cost,
     "startup": startup,
