@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import LANES, WIDTH, kernel
 from paceline.runner.native.kernels.rowwise import exp
 from paceline.runner.native.kernels.scalars import get_int
 from paceline.runner.native.kernels.simd import (
@@ -30,6 +30,9 @@ from paceline.runner.native.layout import SUB_BLOCK
 
 _F = np.float32
 ZERO, ONE = _F(0), _F(1)
+# Where a vector is one register, there are registers for the sums of four vectors beside each other: a sum waits for
+# its last product, and four of them leave the units idle. The order within each sum is the same.
+HAS_ROOM = WIDTH == LANES
 
 
 @kernel
@@ -50,7 +53,13 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
         low = min(low, get_int(first + 8 * row))
         high = max(high, get_int(end + 8 * row))
     begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
-    for block in range(begin, stop):
+    block = begin
+    if HAS_ROOM:
+        while block + 4 <= stop:
+            at = scores + 64 * (block - begin)
+            _four_scores(zero, queries, table, block, subs, kv, block_bytes, dim, at, step)
+            block += 4
+    while block < stop:
         keys = block_at(table, block, subs, kv, block_bytes)
         sums = zero
         at = queries
@@ -62,6 +71,7 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
             keys += 256
             at += 16
         store_rows(sums, scores + 64 * (block - begin), step)
+        block += 1
     for row in range(rows):
         _softmax(scores + row * step, get_int(first + 8 * row), get_int(end + 8 * row), begin, stop)
     for d in range(0, dim * 4, 64):
@@ -72,7 +82,13 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
         # What no query may see is not read: it may hold anything.
         start = max(0, low - SUB_BLOCK * block)
         count = min(SUB_BLOCK, high - SUB_BLOCK * block)
-        for d in range(0, dim * 4, 64):
+        done = 0
+        if HAS_ROOM:
+            while done + 256 <= dim * 4:
+                value, weight = values + done + start * dim * 4, weights + 4 * start
+                _add_four(zero, value, weight, step, count - start, dim, out + done)
+                done += 256
+        for d in range(done, dim * 4, 64):
             sums = load_rows(zero, out + d, dim * 4)
             value, weight = values + d + start * dim * 4, weights + 4 * start
             for _ in range((count - start) // 4):
@@ -87,6 +103,45 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
                 value += dim * 4
                 weight += 4
             store_rows(sums, out + d, dim * 4)
+
+
+@kernel
+def _four_scores(zero, queries, table, block, subs, kv, block_bytes, dim, scores, step):
+    """Of four sub-blocks, one beside the other."""
+    first = block_at(table, block, subs, kv, block_bytes)
+    second = block_at(table, block + 1, subs, kv, block_bytes)
+    third = block_at(table, block + 2, subs, kv, block_bytes)
+    fourth = block_at(table, block + 3, subs, kv, block_bytes)
+    a, b, c, d = zero, zero, zero, zero
+    for index in range(dim):
+        at, key = queries + 4 * index, 64 * index
+        a = fma_rows(a, load_floats(first + key), at, dim * 4)
+        b = fma_rows(b, load_floats(second + key), at, dim * 4)
+        c = fma_rows(c, load_floats(third + key), at, dim * 4)
+        d = fma_rows(d, load_floats(fourth + key), at, dim * 4)
+    store_rows(a, scores, step)
+    store_rows(b, scores + 64, step)
+    store_rows(c, scores + 128, step)
+    store_rows(d, scores + 192, step)
+
+
+@kernel
+def _add_four(zero, values, weights, step, count, dim, out):
+    """Add values of some tokens, sixty-four numbers of each, by their weights."""
+    a = load_rows(zero, out, dim * 4)
+    b = load_rows(zero, out + 64, dim * 4)
+    c = load_rows(zero, out + 128, dim * 4)
+    d = load_rows(zero, out + 192, dim * 4)
+    for index in range(count):
+        value, weight = values + index * dim * 4, weights + 4 * index
+        a = fma_rows(a, load_floats(value), weight, step)
+        b = fma_rows(b, load_floats(value + 64), weight, step)
+        c = fma_rows(c, load_floats(value + 128), weight, step)
+        d = fma_rows(d, load_floats(value + 192), weight, step)
+    store_rows(a, out, dim * 4)
+    store_rows(b, out + 64, dim * 4)
+    store_rows(c, out + 128, dim * 4)
+    store_rows(d, out + 192, dim * 4)
 
 
 @kernel
