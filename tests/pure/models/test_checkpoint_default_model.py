@@ -232,6 +232,26 @@ def test_the_growing_file_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert 5 in seen
 
 
+def test_a_folder_that_pip_removes_meanwhile_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pip-unpack").mkdir()
+    (tmp_path / "x.whl").write_bytes(b"12345")
+    scan = os.scandir
+
+    def vanishing(path: Any = ".") -> Any:
+        if str(path).endswith("pip-unpack"):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    monkeypatch.setattr(files_fetch, "LOOK_EVERY_S", 0.05)
+    stand_in(monkeypatch, "import time; time.sleep(0.3)")
+    seen: list[int] = []
+    assert download_wheel("x==1", tmp_path, seen.append) == tmp_path / "x.whl"
+    assert 5 in seen
+
+
 @pytest.mark.parametrize(
     "script, told",
     [

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -98,12 +98,13 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, on_bytes: Callable[[i
 
 
 def _bytes_so_far(folder: Path) -> int:
+    """Of the largest package; `os.walk` passes over folders that pip removes meanwhile, where `rglob` raises."""
     found = 0
-    for path in folder.rglob("*.whl"):
-        try:
-            found = max(found, path.stat().st_size)
-        except OSError:  # moved away while we looked
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(OSError):  # moved away while we looked
+                    found = max(found, os.stat(os.path.join(place, name)).st_size)
     return found
 
 
