@@ -181,13 +181,13 @@ def in_process_target(model: str | None) -> tuple[Send, Callable[[str], int]]:
 def load(given: Given) -> Found:
     """Tokens per second and latencies in a closed loop."""
     levels = [int(level) for level in given.concurrency.split(",")]
-    prompts = make_prompts(max(levels) * given.requests)
     prompt_tokens = given.prompt_tokens
     if given.url:
         model = given.model or first_model(given.url)
         send = http_target(given.url, model, json.loads(given.sampling))
     else:
         send, count = in_process_target(given.model)
+        prompts = make_prompts(max(levels) * given.requests)
         prompt_tokens = round(sum(map(count, prompts)) / len(prompts))
     print(f"prompts of {prompt_tokens} tokens, {OUTPUT_TOKENS} out")
     results = asyncio.run(all_levels(send, levels, given.requests, prompt_tokens, given.url))
